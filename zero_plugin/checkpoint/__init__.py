@@ -1,0 +1,1 @@
+"""Weights and checkpoints as whole logical tensors in safetensors."""

@@ -1,0 +1,1 @@
+"""Read, locate, check and overlay configuration; imports no torch."""

@@ -1,0 +1,50 @@
+"""The one document: launch settings and the training configuration, parsed, frozen, every value located."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_plugin.config.tree import Entry, Origin, OriginKind, Path, Tree
+
+__all__ = ["Document"]
+
+_TRAINING = "deepspeed"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a run was asked to be, before anything is resolved; open fields hold `AUTO`.
+
+    Attributes:
+        launch: Accelerate's launch keys by their own names, e.g. `("mixed_precision",)`, `("num_processes",)`.
+        deepspeed: the training configuration under DeepSpeed's own key names. It also drives the paths without
+            DeepSpeed (accumulation, clipping, optimizer and scheduler sections), so it is there on every path.
+        sources: the files that were read, in order, for messages.
+    """
+
+    launch: Tree = field(default_factory=Tree)
+    deepspeed: Tree = field(default_factory=Tree)
+    sources: tuple[str, ...] = ()
+
+    def overlay(self, values: Mapping[Path, Any], *, kind: OriginKind, where: Mapping[Path, str]) -> Document:
+        """A document with `values` laid over this one (the later layer wins).
+
+        Args:
+            values: by path; a path that starts with `deepspeed` goes to the training configuration, any other is a
+                launch key.
+            kind: what the new layer is.
+            where: for each path, the flag or call that set it.
+        """
+        launch: dict[Path, Entry] = {}
+        deepspeed: dict[Path, Entry] = {}
+        for path, value in values.items():
+            origin = Origin(kind, where[path])
+            tree = Tree.from_nested({"v": value}, lambda _, origin=origin: origin)  # type: ignore[misc]
+            for leaf, entry in tree.entries.items():
+                if path[0] == _TRAINING:
+                    deepspeed[(*path[1:], *leaf[1:])] = entry
+                else:
+                    launch[(*path, *leaf[1:])] = entry
+        return Document(self.launch.replace(launch), self.deepspeed.replace(deepspeed), self.sources)

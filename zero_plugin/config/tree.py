@@ -1,0 +1,172 @@
+"""Immutable configuration trees in which every leaf remembers where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+__all__ = ["AUTO", "Auto", "Entry", "Origin", "Path", "Tree", "dotted"]
+
+Path = tuple[str, ...]
+OriginKind = Literal["file", "flag", "environment", "code", "rule", "default"]
+
+
+class Auto:
+    """Type of `AUTO`, the open field: a value that resolution has still to find. There is one instance."""
+
+    __slots__ = ()
+    _instance: Auto | None = None
+
+    def __new__(cls) -> Auto:
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
+
+    def __repr__(self) -> str:
+        return "AUTO"
+
+    def __reduce__(self) -> tuple[type[Auto], tuple[()]]:
+        return Auto, ()
+
+
+AUTO: Final = Auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from.
+
+    Attributes:
+        kind: who set it.
+        where: `file:line:column`, the flag, the environment variable, the call in code, or the rule's name.
+        reason: for rules and defaults, why this value; empty for what a user typed.
+    """
+
+    kind: OriginKind
+    where: str
+    reason: str = ""
+
+    @property
+    def typed_by_user(self) -> bool:
+        """Whether a person wrote this value, as opposed to a rule or a default finding it."""
+        return self.kind not in ("rule", "default")
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.reason})" if self.reason else self.where
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A leaf: its value (scalar, tuple, frozen empty mapping, None or AUTO) and its origin."""
+
+    value: Any
+    origin: Origin
+
+
+def dotted(path: Path) -> str:
+    """`("zero_optimization", "stage")` as `zero_optimization.stage`."""
+    return ".".join(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Leaves by path. A list is one leaf (a tuple); an object without keys is a leaf holding an empty mapping."""
+
+    entries: Mapping[Path, Entry] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", MappingProxyType(dict(self.entries)))
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self.entries
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __reduce__(self) -> tuple[type[Tree], tuple[dict[Path, Entry]]]:
+        return Tree, (dict(self.entries),)
+
+    def get(self, *path: str) -> Entry | None:
+        """The leaf at `path`, or None."""
+        return self.entries.get(path)
+
+    def value(self, *path: str, default: Any = None) -> Any:
+        """The value at `path`, or `default` where there is no leaf."""
+        entry = self.entries.get(path)
+        return default if entry is None else entry.value
+
+    def has_section(self, *prefix: str) -> bool:
+        """Whether `prefix` is a leaf or the parent of one."""
+        return any(path[: len(prefix)] == prefix for path in self.entries)
+
+    def section(self, *prefix: str) -> Tree:
+        """The leaves below `prefix`, with `prefix` cut off their paths."""
+        n = len(prefix)
+        return Tree({p[n:]: e for p, e in self.entries.items() if len(p) > n and p[:n] == prefix})
+
+    def under(self, *prefix: str) -> Tree:
+        """The same leaves with `prefix` put before their paths."""
+        return Tree({prefix + p: e for p, e in self.entries.items()})
+
+    def replace(self, changes: Mapping[Path, Entry]) -> Tree:
+        """A copy with `changes` laid over it; an empty-object leaf yields to a leaf below it, and the reverse."""
+        merged = dict(self.entries)
+        for path, entry in changes.items():
+            for n in range(1, len(path)):
+                merged.pop(path[:n], None)
+            merged[path] = entry
+        return Tree(merged)
+
+    def without(self, *prefix: str) -> Tree:
+        """A copy without the leaf or section at `prefix`."""
+        return Tree({p: e for p, e in self.entries.items() if p[: len(prefix)] != prefix})
+
+    def where(self, keep: Callable[[Path, Entry], bool]) -> Tree:
+        """The leaves for which `keep(path, entry)` holds."""
+        return Tree({p: e for p, e in self.entries.items() if keep(p, e)})
+
+    def nested(self) -> dict[str, Any]:
+        """Plain dicts and lists. AUTO stays AUTO, for the caller to have resolved or to render."""
+        root: dict[str, Any] = {}
+        for path, entry in self.entries.items():
+            node = root
+            for part in path[:-1]:
+                node = node.setdefault(part, {})
+            node[path[-1]] = _thaw(entry.value)
+        return root
+
+    @staticmethod
+    def from_nested(values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> Tree:
+        """Freeze plain nested values; the string `auto` (any case) becomes AUTO, also inside lists."""
+        return Tree(dict(_leaves((), values, origin)))
+
+
+def _leaves(prefix: Path, node: Any, origin: Callable[[Path], Origin]) -> Iterable[tuple[Path, Entry]]:
+    if isinstance(node, Mapping) and node:
+        for key, child in node.items():
+            yield from _leaves((*prefix, str(key)), child, origin)
+    elif prefix:
+        yield prefix, Entry(_freeze(node), origin(prefix))
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().lower() == "auto":
+        return AUTO
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(v) for v in value)
+    if isinstance(value, Mapping):
+        return MappingProxyType({str(k): _freeze(v) for k, v in value.items()})
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_thaw(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: _thaw(v) for k, v in value.items()}
+    return value

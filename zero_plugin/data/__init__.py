@@ -1,0 +1,1 @@
+"""Sharded loaders and exact gathering."""

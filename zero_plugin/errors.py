@@ -1,0 +1,75 @@
+"""The one exception tree.
+
+ZeroPluginError
+├── ConfigError         what the user wrote in a file, a flag or code cannot run; lists every problem found
+├── LaunchError         the launcher could not start or keep the workers
+├── MachineError        this machine lacks something the run needs (a compiler, libaio, a stale build lock)
+├── StrategyError       no strategy, or not the one asked for, can run here
+└── LoopError           the training loop calls the layer in an order that has no meaning
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["ConfigError", "LaunchError", "LoopError", "MachineError", "Problem", "StrategyError", "ZeroPluginError"]
+
+
+class ZeroPluginError(Exception):
+    """Base of every error this package raises on purpose. `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with the configuration: where, what, and what to write instead.
+
+    Attributes:
+        where: `file:line:column`, a flag such as `--zero_stage`, or a call such as `Accelerator(mixed_precision=…)`.
+        key: the dotted path of the key, e.g. `zero_optimization.stage`; empty when the whole file is meant.
+        message: what is wrong, with the value that was found.
+        fix: what is legal or what to write; never empty.
+    """
+
+    where: str
+    key: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        key = f"{self.key}: " if self.key else ""
+        return f"{self.where}: {key}{self.message}\n    {self.fix}"
+
+
+class ConfigError(ZeroPluginError):
+    """Every problem found in the configuration, at once."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        assert problems, "a ConfigError needs at least one problem"
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = "1 problem in the configuration:" if count == 1 else f"{count} problems in the configuration:"
+        super().__init__("\n".join([head, *(f"  {line}" for p in self.problems for line in str(p).splitlines())]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class LaunchError(ZeroPluginError):
+    """The launcher could not start the workers, or could not keep them alive."""
+
+
+class MachineError(ZeroPluginError):
+    """The machine lacks something that the run needs; the message ends with the command that mends it."""
+
+
+class StrategyError(ZeroPluginError):
+    """No strategy can run here; the message holds each strategy's refusal."""
+
+
+class LoopError(ZeroPluginError):
+    """The training loop calls the layer in an order that has no meaning; the message shows the right one."""

@@ -1,0 +1,1 @@
+"""Facts read off live objects: the loop, the model, the machine."""

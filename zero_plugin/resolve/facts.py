@@ -1,0 +1,105 @@
+"""What the resolution rules may look at: plain numbers about the loop, the model and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Facts", "LoopFacts", "MachineFacts", "ModelFacts", "OptimizerFacts", "SchedulerFacts"]
+
+Precision = Literal["no", "fp16", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFacts:
+    """What the training loop says.
+
+    Attributes:
+        micro_batch: samples per process and backward, None where no training loader tells.
+        micro_batch_reason: how `micro_batch` was found, e.g. "the training DataLoader's batch_size".
+        batches_per_epoch: length of the prepared training loader on one process, None where unknown.
+    """
+
+    micro_batch: int | None = None
+    micro_batch_reason: str = ""
+    batches_per_epoch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFacts:
+    """The optimizer handed to `prepare`.
+
+    Attributes:
+        name: DeepSpeed's type name in lower case (`adamw`, `sgd`, …); "" for a placeholder, which has none.
+        given: the arguments that the user gave (placeholder: only what was typed; real optimizer: its defaults dict).
+        placeholder: whether it is a DummyOptim.
+    """
+
+    name: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    placeholder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerFacts:
+    """The scheduler handed to `prepare`.
+
+    Attributes:
+        placeholder: whether it is a DummyScheduler without a callable.
+        total_num_steps, warmup_num_steps: as typed, in the user's own counting; None where not given.
+        given: further keyword arguments of the placeholder.
+    """
+
+    placeholder: bool = False
+    total_num_steps: int | None = None
+    warmup_num_steps: int | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of the model without touching its data.
+
+    Attributes:
+        hidden_size: width of the residual stream, None where it could not be found.
+        hidden_size_reason: how it was found, e.g. "model.config.text_config.hidden_size".
+        largest_parameter: elements of the largest parameter tensor.
+        parameters: elements of all parameters, shared ones counted once.
+    """
+
+    hidden_size: int | None = None
+    hidden_size_reason: str = ""
+    largest_parameter: int = 0
+    parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What the processes run on.
+
+    Attributes:
+        accelerator: device kind of this run.
+        processes: data-parallel world size.
+        bf16, fp16: whether the device computes in these types (under DeepSpeed, for fp16).
+        deepspeed_version: installed version, "" where DeepSpeed is absent.
+    """
+
+    accelerator: Literal["cpu", "cuda", "xla"] = "cpu"
+    processes: int = 1
+    bf16: bool = True
+    fp16: bool = False
+    deepspeed_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All facts of one `prepare`; None where that part does not exist in the call."""
+
+    loop: LoopFacts = field(default_factory=LoopFacts)
+    machine: MachineFacts = field(default_factory=MachineFacts)
+    model: ModelFacts | None = None
+    optimizer: OptimizerFacts | None = None
+    scheduler: SchedulerFacts | None = None
+    split_batches: bool = False
+    strategy: Literal["deepspeed", "ddp", "single", "xla"] = "deepspeed"

@@ -1,0 +1,1 @@
+"""How a training step runs: DeepSpeed, DDP or one device."""
