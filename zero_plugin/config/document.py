@@ -44,7 +44,7 @@ class Document:
             tree = Tree.from_nested({"v": value}, lambda _, origin=origin: origin)  # type: ignore[misc]
             for leaf, entry in tree.entries.items():
                 if path[0] == _TRAINING:
-                    deepspeed[(*path[1:], *leaf[1:])] = entry
+                    deepspeed[path[1:] + leaf[1:]] = entry
                 else:
-                    launch[(*path, *leaf[1:])] = entry
+                    launch[path + leaf[1:]] = entry
         return Document(self.launch.replace(launch), self.deepspeed.replace(deepspeed), self.sources)

@@ -19,7 +19,7 @@ class Auto:
     __slots__ = ()
     _instance: Auto | None = None
 
-    def __new__(cls) -> Auto:
+    def __new__(cls) -> Auto:  # noqa: D102 - the class docstring says it
         if cls._instance is None:
             cls._instance = super().__new__(cls)
         return cls._instance

@@ -13,7 +13,7 @@ __all__ = ["OptimizerSection", "Resolved", "SchedulerSection"]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSection:
-    """A config's `optimizer` section, resolved. `type` as written (`AdamW`), `params` with every default written out."""
+    """A config's `optimizer` section, resolved: `type` as written, `params` with every default written out."""
 
     type: str
     params: Mapping[str, Any]
@@ -57,4 +57,4 @@ class Resolved:
     def offload_device(self, what: Literal["optimizer", "param"]) -> Literal["none", "cpu", "nvme"]:
         """Where the optimizer states (or the parameters) live."""
         device = self.tree.value("zero_optimization", f"offload_{what}", "device", default="none")
-        return device or "none"  # type: ignore[no-any-return]
+        return device or "none"
