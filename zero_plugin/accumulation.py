@@ -1,0 +1,154 @@
+"""Where the loop stands in its accumulation window: which micro-batch, how large the window, whether it ends."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from zero_plugin.errors import LoopError
+
+__all__ = ["AccumulationWindow", "Epoch"]
+
+
+class Epoch(Protocol):
+    """What a prepared loader tells while it is iterated."""
+
+    @property
+    def batches_left(self) -> int | None:
+        """Batches still to come in this epoch after the current one; None where the length is unknown."""
+
+    @property
+    def on_last_batch(self) -> bool:
+        """Whether the current batch is the epoch's last."""
+
+
+class AccumulationWindow:
+    """Counts micro-batches into windows of `steps`; the last window of an epoch may be shorter.
+
+    A loop tells its micro-batches in one of two ways. Under `accumulate()` each entry of the context is one
+    (`enter_batch`). By hand, each `backward` is one (`count_backward`).
+
+    The loss of each micro-batch is divided by the window's true size, where the loader knows its length when the window
+    opens. Where it does not, the loss is divided by `steps`, and `correction` tells by what the summed gradients have
+    to be multiplied once the window proved shorter.
+
+    Args:
+        steps: micro-batches per optimizer step, at least 1.
+        with_loader_end: whether the end of the loader ends the window too.
+
+    Attributes:
+        ends_here: whether the current micro-batch is the window's last, so that `step()` applies it.
+        in_context: whether the loop is inside `accumulate()`.
+    """
+
+    def __init__(self, steps: int, *, with_loader_end: bool = True) -> None:
+        self.steps = steps
+        self.epoch: Epoch | None = None
+        self.in_context = False
+        self._with_loader_end = with_loader_end
+        self._size = steps  # micro-batches of the window, as far as known
+        self._batches = 0  # of them seen so far
+        self.ends_here = False
+        self._stepped = False  # the window ended and was applied; the next micro-batch opens a new one
+        self._told_by_context = False  # this window's micro-batches come from accumulate()
+        self._since_step = 0  # backwards since the loop last called step()
+
+    @property
+    def divisor(self) -> int:
+        """What the loss of the current micro-batch is divided by."""
+        return self._size
+
+    @property
+    def next_backward_ends(self) -> bool:
+        """The same, asked before the forward of a micro-batch whose backward has not been counted yet."""
+        if self.in_context:
+            return self.ends_here
+        return self._is_end(1 if self._stepped else self._batches + 1)
+
+    @property
+    def correction(self) -> float:
+        """Factor on the window's gradients that makes their divisor the true number of micro-batches."""
+        return self._size / self._batches if self._batches else 1.0
+
+    @property
+    def dropping_is_meant(self) -> bool:
+        """Whether `zero_grad()` called now stands between a backward and its step, and so drops gradients.
+
+        Loops also call it first thing, or after each of their micro-batches; there it means nothing.
+        """
+        if self.in_context or (self._told_by_context and not self.ends_here):
+            return False
+        return self._since_step > 0
+
+    def enter_batch(self) -> None:
+        """`accumulate()` was entered: one more micro-batch."""
+        if self.in_context:
+            raise LoopError("accumulate() is entered inside accumulate(); leave the first one before the next batch.")
+        if self.ends_here:
+            self._open()
+        self.in_context = self._told_by_context = True
+        self._advance()
+
+    def leave_batch(self) -> None:
+        """`accumulate()` was left."""
+        self.in_context = False
+
+    def count_backward(self) -> None:
+        """A backward ran; outside `accumulate()` it is one micro-batch.
+
+        Raises:
+            LoopError: by hand, more backwards than the window has micro-batches and no `step()` between them.
+        """
+        self._since_step += 1
+        if self.in_context:
+            return
+        if self._told_by_context or self._stepped or self.steps == 1:
+            self._open()
+        elif self._batches >= self._size:
+            raise LoopError(
+                f"backward() ran {self._since_step} times without optimizer.step(), but gradient_accumulation_steps is "
+                f"{self.steps}.\nCall optimizer.step() after every backward (it acts on every {self.steps}th), or set "
+                "gradient_accumulation_steps to the number of backwards between two steps of this loop."
+            )
+        self._advance()
+
+    def count_step(self) -> bool:
+        """`optimizer.step()` was called: whether it applies the gradients.
+
+        Raises:
+            LoopError: by hand, steps come at a cadence that is neither every micro-batch nor every window.
+        """
+        # Without accumulation every step applies whatever was added up, however many backwards that took.
+        applies = self.ends_here or (self.steps == 1 and not self.in_context)
+        since, self._since_step = self._since_step, 0
+        if not applies and not self._told_by_context and since > 1:
+            raise LoopError(
+                f"optimizer.step() comes after {since} backwards, but gradient_accumulation_steps is {self.steps}.\n"
+                f"Set gradient_accumulation_steps to {since}, or wrap each micro-batch in "
+                "`with accelerator.accumulate(model):`."
+            )
+        self._stepped = applies
+        return applies
+
+    def restart(self) -> None:
+        """The window's gradients were dropped."""
+        self._since_step = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._batches = 0
+        self._size = self.steps
+        self.ends_here = False
+        self._stepped = False
+        self._told_by_context = False
+
+    def _advance(self) -> None:
+        if self._batches == 0 and self._with_loader_end and self.epoch is not None:
+            left = self.epoch.batches_left
+            self._size = self.steps if left is None else min(self.steps, left + 1)
+        self._batches += 1
+        self.ends_here = self._is_end(self._batches)
+
+    def _is_end(self, batches: int) -> bool:
+        if batches >= self._size:
+            return True
+        return self._with_loader_end and batches > 0 and self.epoch is not None and self.epoch.on_last_batch

@@ -1,0 +1,143 @@
+"""What a strategy and a session are: the seam between the facade and the ways of training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_plugin.placeholders import DummyOptim
+from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.strategies.processes import Processes
+
+__all__ = ["Session", "SessionRequest", "Strategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """What `prepare` asks a strategy to build.
+
+    Attributes:
+        model: the user's module.
+        optimizer: the user's optimizer or placeholder; None for a model that is not trained.
+        resolved: the configuration without open fields.
+        schedules: the learning-rate schedules that were built on `optimizer`. A strategy that replaces the optimizer
+            object moves them to the new one.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | DummyOptim | None
+    resolved: Resolved
+    schedules: tuple[Any, ...] = ()
+
+
+class Session(ABC):
+    """One model with its optimizer, ready to train. It exists only when it is built completely.
+
+    The facade decides *when* a window of accumulation ends; a session decides *how* gradients are computed, reduced,
+    clipped and applied. Gradients add up over `backward` calls until `step` or `drop_gradients`.
+
+    Attributes:
+        model: what the loop calls.
+        module: the user's own module inside it.
+        optimizer: the torch optimizer whose `param_groups` are live; None for a model that is not trained.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: Optimizer | None
+
+    @abstractmethod
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of `loss`, a scalar; never steps."""
+
+    @abstractmethod
+    def follow_window(self, ends_window: Callable[[], bool]) -> None:
+        """Ask `ends_window` before each forward whether the backward to come is the window's last."""
+
+    @abstractmethod
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the coming step at `max_norm` and return the norm before clipping (scalar, fp32), at once.
+
+        `inf` only measures. Collective.
+        """
+
+    @abstractmethod
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of the window by `factor`, before `clip` and `step`."""
+
+    @abstractmethod
+    def step(self) -> bool:
+        """Apply the gradients and clear them. False if the step was skipped for non-finite gradients. Collective."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forget every gradient of the window."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside stay local where the strategy can; harmless where it cannot."""
+
+    @abstractmethod
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights and buffers by name, one at a time; collective, every rank gets each tensor."""
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float:
+        """The factor on the loss under fp16; 1.0 otherwise."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drop what would keep the process group busy; the session is unusable afterwards."""
+
+
+class Strategy(ABC):
+    """A way of training. It decides whether it can run here, and builds sessions."""
+
+    name: str
+
+    @abstractmethod
+    def refuse(self) -> str | None:
+        """Why this strategy cannot run here, or None if it can."""
+
+    @abstractmethod
+    def build_session(self, request: SessionRequest, processes: Processes) -> Session:
+        """A complete session for `request`."""
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Each further name of a shared (tied) tensor → the first name of that tensor, as `state_dict` would list them."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, tensor in _all_tensors(module):
+        if id(tensor) in first:
+            shared[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return shared
+
+
+def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by name, each shared tensor under its first name only."""
+    seen: set[int] = set()
+    for name, tensor in _all_tensors(module):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            yield dot + name, parameter
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in child._non_persistent_buffers_set:
+                yield dot + name, buffer

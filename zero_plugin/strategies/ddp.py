@@ -1,0 +1,42 @@
+"""Plain data parallelism: a whole copy of the model in every process."""
+
+from __future__ import annotations
+
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_plugin.strategies.base import Session, SessionRequest, Strategy
+from zero_plugin.strategies.processes import Processes
+from zero_plugin.strategies.torch_session import TorchSession, torch_optimizer
+
+__all__ = ["DdpStrategy"]
+
+
+class DdpStrategy(Strategy):
+    """DistributedDataParallel over NCCL on GPUs, gloo on CPUs."""
+
+    name = "ddp"
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def refuse(self) -> str | None:
+        """See `Strategy.refuse`."""
+        return "only one process runs" if self._processes.world_size == 1 else None
+
+    def build_session(self, request: SessionRequest, processes: Processes) -> Session:
+        """See `Strategy.build_session`."""
+        module = request.model.to(processes.device)
+        optimizer = torch_optimizer(request)
+        trains = optimizer is not None and any(p.requires_grad for p in module.parameters())
+        model = (
+            DistributedDataParallel(
+                module,
+                device_ids=[processes.device] if processes.device.type == "cuda" else None,
+                # Gradients are views into the buckets: no second copy of them, and none to make each step.
+                gradient_as_bucket_view=True,
+            )
+            if trains
+            else module
+        )
+        resolved = request.resolved
+        return TorchSession(model, module, optimizer, precision=resolved.precision, clipping=resolved.clipping)

@@ -1,0 +1,93 @@
+"""The processes of a run: rank, device and process group, started from whatever launcher set the environment."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zero_plugin.errors import LaunchError
+
+__all__ = ["Processes", "start_processes"]
+
+_COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """This process among its peers.
+
+    Attributes:
+        rank, local_rank: index among all processes, and on this machine.
+        world_size: number of processes.
+        device: where this process computes.
+        owns_group: whether this package made the process group, and so has to end it.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    owns_group: bool
+
+    def barrier(self) -> None:
+        """Wait for every process."""
+        if self.world_size > 1:
+            dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
+
+    def stop(self) -> None:
+        """End the process group. Sessions must be closed before: gloo aborts at exit while DDP or an engine holds it."""
+        if self.owns_group and dist.is_initialized():
+            gc.collect()
+            self.barrier()
+            dist.destroy_process_group()
+
+
+def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta | None = None) -> Processes:
+    """Join the process group that the launcher's environment describes; without a launcher, a group of one.
+
+    The group exists with one process too, since a ZeRO engine needs one.
+
+    Args:
+        cpu: compute on the CPU even where there is a GPU.
+        backend: `nccl` or `gloo`; by default NCCL with gloo beside it for CPU tensors, or gloo on CPUs.
+        timeout: how long a collective may wait.
+
+    Raises:
+        LaunchError: the environment describes a part of a process group only.
+    """
+    given = [name for name in _COORDINATES if name in os.environ]
+    if "RANK" in given and len(given) < len(_COORDINATES):
+        missing = ", ".join(name for name in _COORDINATES if name not in given)
+        raise LaunchError(
+            f"RANK is set but {missing} is not: the environment describes half a process group.\n"
+            "Start the script with `zero-plugin launch`, with torchrun, or unset RANK to run one process."
+        )
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() and not cpu
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"process {rank} has local rank {local_rank}, but this machine has {torch.cuda.device_count()} GPUs.\n"
+            f"Start at most {torch.cuda.device_count()} processes on this machine (--num_processes), or add --cpu."
+        )
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        wait = timeout or timedelta(minutes=30)
+        if "RANK" in given:
+            dist.init_process_group(backend, timeout=wait, device_id=device if cuda else None)
+        else:
+            # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
+            # no port, so that any number of single-process runs fit on one machine.
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device, owns_group)

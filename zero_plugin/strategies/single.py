@@ -1,0 +1,31 @@
+"""One process on one device."""
+
+from __future__ import annotations
+
+from zero_plugin.strategies.base import Session, SessionRequest, Strategy
+from zero_plugin.strategies.processes import Processes
+from zero_plugin.strategies.torch_session import TorchSession, torch_optimizer
+
+__all__ = ["SingleStrategy"]
+
+
+class SingleStrategy(Strategy):
+    """Plain torch on one device."""
+
+    name = "single"
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def refuse(self) -> str | None:
+        """See `Strategy.refuse`."""
+        if self._processes.world_size > 1:
+            return f"{self._processes.world_size} processes run; one device serves one"
+        return None
+
+    def build_session(self, request: SessionRequest, processes: Processes) -> Session:
+        """See `Strategy.build_session`."""
+        module = request.model.to(processes.device)
+        optimizer = torch_optimizer(request)
+        resolved = request.resolved
+        return TorchSession(module, module, optimizer, precision=resolved.precision, clipping=resolved.clipping)

@@ -1,0 +1,179 @@
+"""A session of plain torch: the module holds its own gradients and the optimizer its own states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zero_plugin.optimizers import build_optimizer
+from zero_plugin.placeholders import DummyOptim
+from zero_plugin.resolve.facts import Precision
+from zero_plugin.strategies.base import Session, SessionRequest, persistent_tensors
+
+__all__ = ["TorchSession", "torch_optimizer"]
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TorchSession(Session):
+    """Training without an engine, on one device or under DDP.
+
+    Args:
+        model: what the loop calls: the module itself, or DDP around it.
+        module: the user's module.
+        optimizer: None for a model that is not trained.
+        precision: under `bf16` and `fp16` the weights stay fp32, forwards run under autocast and return fp32.
+        clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        *,
+        precision: Precision,
+        clipping: float | None,
+    ) -> None:
+        self.model = model
+        self.module = module
+        self.optimizer = optimizer
+        self._clipping = clipping
+        self._clipped = False
+        self._applied = False
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._local_only = False
+        self._plain_forward: Callable[..., Any] | None = None
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" and optimizer is not None else None
+        if precision != "no":
+            self._plain_forward = module.forward
+            module.forward = _under_autocast(module.forward, device.type, _AUTOCAST[precision])
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """See `Session.backward`."""
+        if self._applied:
+            # A step ends its gradients on every path. They stay readable until now, as torch users expect.
+            self.drop_gradients()
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward(**kwargs)
+
+    def follow_window(self, ends_window: Callable[[], bool]) -> None:
+        """See `Session.follow_window`: DDP reduces only in the backward that ends the window."""
+        if (ddp := self._ddp) is not None:
+
+            def set_reduction(*_: Any) -> None:
+                ddp.require_backward_grad_sync = ends_window() and not self._local_only
+
+            ddp.register_forward_pre_hook(set_reduction)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See `Session.clip`."""
+        assert self.optimizer is not None
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        self._clipped = True
+        return torch.nn.utils.clip_grad_norm_(self._trained_parameters(), max_norm)
+
+    def scale_gradients(self, factor: float) -> None:
+        """See `Session.scale_gradients`."""
+        gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def step(self) -> bool:
+        """See `Session.step`."""
+        assert self.optimizer is not None
+        if self._clipping is not None and not self._clipped:
+            self.clip(self._clipping)
+        self._clipped = False
+        self._applied = True
+        if self._scaler is None:
+            self.optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before
+
+    def drop_gradients(self) -> None:
+        """See `Session.drop_gradients`."""
+        self._applied = False
+        self._clipped = False
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    def _stay_local(self) -> Iterator[None]:
+        previous, self._local_only = self._local_only, True
+        try:
+            yield
+        finally:
+            self._local_only = previous
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See `Session.no_sync`."""
+        return self._stay_local()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Session.named_tensors`."""
+        for name, tensor in persistent_tensors(self.module):
+            yield name, tensor.detach()
+
+    @property
+    def loss_scale(self) -> float:
+        """See `Session.loss_scale`."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        if self._plain_forward is not None:
+            del self.module.forward
+        self.model = self.module
+        self._ddp = None
+        self.optimizer = None
+
+    def _trained_parameters(self) -> list[nn.Parameter]:
+        assert self.optimizer is not None
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def torch_optimizer(request: SessionRequest) -> Optimizer | None:
+    """The request's optimizer, with a placeholder replaced by what the config's section describes."""
+    if not isinstance(request.optimizer, DummyOptim):
+        return request.optimizer
+    assert request.resolved.optimizer is not None, "resolution gives every placeholder a section"
+    return build_optimizer(request.resolved.optimizer, request.optimizer.params)
+
+
+def _under_autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            outputs = forward(*args, **kwargs)
+        return _to_fp32(outputs)
+
+    return autocast_forward
+
+
+def _to_fp32(value: Any) -> Any:
+    """Floating tensors of a nested output in fp32, so that the loss is computed as without mixed precision."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        # Model outputs are often dict subclasses with attributes; changing them in place keeps their type.
+        converted = {key: _to_fp32(item) for key, item in value.items()}
+        if type(value) is dict:
+            return converted
+        for key, item in converted.items():
+            value[key] = item
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_fp32(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_to_fp32(item) for item in value)
+    return value
