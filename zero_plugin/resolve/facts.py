@@ -18,11 +18,13 @@ class LoopFacts:
     Attributes:
         micro_batch: samples per process and backward, None where no training loader tells.
         micro_batch_reason: how `micro_batch` was found, e.g. "the training DataLoader's batch_size".
+        micro_batch_fixed: whether the loader states that size; false where it was only seen on one batch.
         batches_per_epoch: length of the prepared training loader on one process, None where unknown.
     """
 
     micro_batch: int | None = None
     micro_batch_reason: str = ""
+    micro_batch_fixed: bool = True
     batches_per_epoch: int | None = None
 
 
@@ -33,11 +35,13 @@ class OptimizerFacts:
     Attributes:
         name: DeepSpeed's type name in lower case (`adamw`, `sgd`, …); "" for a placeholder, which has none.
         given: the arguments that the user gave (placeholder: only what was typed; real optimizer: its defaults dict).
+        group_lrs: learning rate of each parameter group, empty where none is known.
         placeholder: whether it is a DummyOptim.
     """
 
     name: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
+    group_lrs: tuple[float, ...] = ()
     placeholder: bool = False
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from zero_plugin.config.tree import Tree
+from zero_plugin.config.tree import AUTO, Origin, Path, Tree
 
 __all__ = ["OptimizerSection", "Resolved", "SchedulerSection"]
 
@@ -29,25 +29,52 @@ class SchedulerSection:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What `prepare` runs.
+    """What `prepare` runs; everything else is read off the two trees, so that there is one source of truth.
 
     Attributes:
         tree: the whole training configuration under DeepSpeed's key names; no leaf holds AUTO but where AUTO is
             DeepSpeed's own value.
-        precision: computation type: "no" is fp32.
-        accumulation: micro-batches per optimizer step, at least 1.
-        clipping: largest gradient norm, None for no clipping.
-        optimizer, scheduler: the sections, None where the config has none.
-        scheduler_counts: how a prepared schedule counts: applied optimizer steps, or Accelerate's way, W per step.
+        launch: the launch keys that change training: `mixed_precision` and `scheduler_counts`.
+        said_aloud: one sentence for each choice made for the user that changes training, to print once at start.
     """
 
     tree: Tree
-    precision: Literal["no", "fp16", "bf16"]
-    accumulation: int
-    clipping: float | None
-    optimizer: OptimizerSection | None
-    scheduler: SchedulerSection | None
-    scheduler_counts: Literal["steps", "processes"]
+    launch: Tree = field(default_factory=Tree)
+    said_aloud: tuple[str, ...] = ()
+
+    @property
+    def precision(self) -> Literal["no", "fp16", "bf16"]:
+        """Computation type; "no" is fp32."""
+        if self.tree.value("fp16", "enabled"):
+            return "fp16"
+        return "bf16" if self.tree.value("bf16", "enabled") else "no"
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step, at least 1."""
+        return int(self.tree.value("gradient_accumulation_steps", default=1))
+
+    @property
+    def clipping(self) -> float | None:
+        """Largest gradient norm, None for no clipping."""
+        return float(self.tree.value("gradient_clipping") or 0.0) or None
+
+    @property
+    def optimizer(self) -> OptimizerSection | None:
+        """The optimizer that the configuration describes, None where it describes none."""
+        kind = self.tree.value("optimizer", "type")
+        return None if kind is None else OptimizerSection(kind, self._params("optimizer"))
+
+    @property
+    def scheduler(self) -> SchedulerSection | None:
+        """The schedule that the configuration describes, None where it describes none."""
+        kind = self.tree.value("scheduler", "type")
+        return None if kind is None else SchedulerSection(kind, self._params("scheduler"))
+
+    @property
+    def scheduler_counts(self) -> Literal["steps", "processes"]:
+        """How a prepared schedule counts: once per applied optimizer step, or Accelerate's way, W times."""
+        return "steps" if self.launch.value("scheduler_counts") == "steps" else "processes"
 
     @property
     def zero_stage(self) -> int:
@@ -58,3 +85,31 @@ class Resolved:
         """Where the optimizer states (or the parameters) live."""
         device = self.tree.value("zero_optimization", f"offload_{what}", "device", default="none")
         return device or "none"
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The dict for `deepspeed.initialize`: plain JSON values, `"auto"` only where it is DeepSpeed's own value.
+
+        It holds no `scheduler` section: this package builds and steps the schedule itself on every path, and an
+        engine that found the section would step a second one.
+        """
+        config: dict[str, Any] = _plain(self.tree.without("scheduler").nested())
+        return config
+
+    def explain(self) -> list[tuple[Path, Any, Origin]]:
+        """Every value with its path and origin, launch keys first, for printing."""
+        leaves = [*self.launch.entries.items(), *sorted(self.tree.entries.items())]
+        return [(path, _plain(entry.value), entry.origin) for path, entry in leaves]
+
+    def _params(self, section: str) -> dict[str, Any]:
+        params: dict[str, Any] = self.tree.section(section).nested().get("params", {})
+        return params
+
+
+def _plain(value: Any) -> Any:
+    if value is AUTO:
+        return "auto"
+    if isinstance(value, Mapping):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(child) for child in value]
+    return value
