@@ -1,0 +1,202 @@
+"""Operations over all processes; with one process, or no process group, they return what one process would see."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_plugin.errors import LoopError
+from zero_plugin.nested import list_leaves, map_leaves
+
+__all__ = [
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "num_processes",
+    "pad_across_processes",
+    "process_index",
+    "reduce",
+]
+
+
+def num_processes() -> int:
+    """Processes in the default group; 1 without a group."""
+    return int(dist.get_world_size()) if _has_group() else 1
+
+
+def process_index() -> int:
+    """This process's place in the default group; 0 without a group."""
+    return int(dist.get_rank()) if _has_group() else 0
+
+
+def barrier() -> None:
+    """Wait until every process has come here."""
+    if num_processes() == 1:
+        return
+    if "nccl" in dist.get_backend():
+        dist.barrier(device_ids=[torch.cuda.current_device()])  # else NCCL guesses the GPU from the rank
+    else:
+        dist.barrier()
+
+
+def gather(tree: Any) -> Any:
+    """The processes' tensors one after another along the first dimension, on every process.
+
+    Each tensor keeps its place in the containers, its dtype and its device, and leaves autograd. First dimensions may
+    differ between the processes: the result has their sum and no padding. A 0-dimensional tensor counts as one row, so
+    the result has shape (processes,).
+
+    Raises:
+        LoopError: a leaf is no tensor, or dtypes or the other dimensions differ between the processes.
+    """
+    leaves = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for leaf in _tensors(tree, "gather")]
+    if num_processes() > 1 and leaves:
+        headers = _gather_equal(torch.tensor([[leaf.shape[0], _fingerprint(leaf)] for leaf in leaves])).tolist()
+        if any(row[1] != first[1] for header in headers for row, first in zip(header, headers[0], strict=True)):
+            _raise_mismatch(leaves)
+        leaves = [_concatenate(leaf, [header[i][0] for header in headers]) for i, leaf in enumerate(leaves)]
+    gathered = iter(leaves)
+    return map_leaves(lambda _: next(gathered), tree)
+
+
+def gather_object(items: list[Any]) -> list[Any]:
+    """The processes' lists of picklable objects as one list, process 0's first, on every process."""
+    if not isinstance(items, list):
+        raise LoopError(f"gather_object: found a {type(items).__name__}; give a list, e.g. gather_object([value])")
+    if num_processes() == 1:
+        return list(items)
+    lists: list[list[Any]] = [[]] * num_processes()
+    dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+def reduce(tree: Any, reduction: Literal["sum", "mean"] = "mean") -> Any:
+    """Elementwise sum or mean of the processes' tensors, on every process; shapes must be the same everywhere.
+
+    dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating.
+    """
+    if reduction not in ("sum", "mean"):
+        raise LoopError(f'reduce: reduction={reduction!r}; write "sum" or "mean"')
+    _tensors(tree, "reduce")
+
+    def reduce_one(tensor: Tensor) -> Tensor:
+        total = tensor.detach().to(torch.int64 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
+        if num_processes() > 1:
+            wire = total.to(_wire_device(tensor)).contiguous()
+            dist.all_reduce(wire)
+            total = wire.to(tensor.device)
+        return total / num_processes() if reduction == "mean" else total
+
+    return map_leaves(reduce_one, tree)
+
+
+def broadcast(tree: Any, from_process: int = 0) -> Any:
+    """Process `from_process`'s tensors on every process; shapes and dtypes must already be the same everywhere."""
+    _tensors(tree, "broadcast")
+
+    def broadcast_one(tensor: Tensor) -> Tensor:
+        if num_processes() == 1 or tensor.numel() == 0:
+            return tensor.detach()
+        wire = _as_bytes(tensor.detach().to(_wire_device(tensor), copy=True))
+        dist.broadcast(wire, from_process)
+        return wire.view(tensor.dtype).view(tensor.shape).to(tensor.device)
+
+    return map_leaves(broadcast_one, tree)
+
+
+def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of `objects`, in place, by process `from_process`'s; returns `objects`."""
+    if num_processes() > 1:
+        dist.broadcast_object_list(objects, src=from_process)
+    return objects
+
+
+def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad every tensor along `dim` with `pad_index` to the largest size on any process, behind or in front.
+
+    A tensor that has no dimension `dim` is returned as it is.
+    """
+    tensors = _tensors(tree, "pad_across_processes")
+    own = [tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else -1 for tensor in tensors]
+    largest = iter(_gather_equal(torch.tensor(own, dtype=torch.int64)).amax(0).tolist() if tensors else [])
+
+    def pad_one(tensor: Tensor) -> Tensor:
+        size = next(largest)
+        if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == size:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = size
+        padded = tensor.new_full(shape, pad_index)
+        padded.narrow(dim, size - tensor.shape[dim] if pad_first else 0, tensor.shape[dim]).copy_(tensor)
+        return padded
+
+    return map_leaves(pad_one, tree)
+
+
+def _has_group() -> bool:
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def _tensors(tree: Any, call: str) -> list[Tensor]:
+    leaves = list_leaves(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise LoopError(
+                f"{call}: found a {type(leaf).__name__}; give tensors in dicts, lists or tuples, "
+                "or gather_object for anything else"
+            )
+    return leaves
+
+
+def _wire_device(tensor: Tensor) -> torch.device:
+    """Where the tensor must be for the group's backends: NCCL alone cannot carry a CPU tensor."""
+    served = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
+    if tensor.device.type in served:
+        return tensor.device
+    return torch.device(served[0], torch.get_device_module(served[0]).current_device())
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A flat uint8 view: backends differ in the dtypes that they carry, none refuses bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _gather_equal(tensor: Tensor) -> Tensor:
+    """Tensors of one shape and dtype, stacked: shape (processes, *tensor.shape), on the tensor's device."""
+    processes = num_processes()
+    if processes == 1 or tensor.numel() == 0:
+        return tensor.expand(processes, *tensor.shape)
+    wire = _as_bytes(tensor.to(_wire_device(tensor)))
+    stacked = wire.new_empty(processes * wire.numel())
+    dist.all_gather_into_tensor(stacked, wire)
+    return stacked.view(tensor.dtype).view(processes, *tensor.shape).to(tensor.device)
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode())
+
+
+def _raise_mismatch(leaves: list[Tensor]) -> None:
+    found = gather_object([[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]])
+    lines = [f"  process {index}: {shapes}" for index, shapes in enumerate(found)]
+    message = "gather: the processes' tensors differ in dtype or beyond the first dimension:"
+    raise LoopError("\n".join([message, *lines, "call pad_across_processes(tensor, dim=1) first"]))
+
+
+def _concatenate(tensor: Tensor, lengths: list[int]) -> Tensor:
+    longest = max(lengths)
+    if longest * math.prod(tensor.shape[1:]) == 0:
+        return tensor.new_empty((sum(lengths), *tensor.shape[1:]))
+    if tensor.shape[0] < longest:
+        tensor = torch.cat([tensor, tensor.new_empty((longest - tensor.shape[0], *tensor.shape[1:]))])
+    stacked = _gather_equal(tensor)
+    if min(lengths) == longest:
+        return stacked.flatten(0, 1)
+    return torch.cat([part[:length] for part, length in zip(stacked, lengths, strict=True)])
