@@ -59,9 +59,9 @@ def share_batches(batches: Iterable[list[Any]], how: Sharing, report_dropped: Ca
     """This process's shares, one per step.
 
     At step k the processes' shares, in the order of ranks, are the batches k·world … (k+1)·world-1 of `batches`, or
-    with `split` the pieces of batch k. Only the last step can be incomplete. It is then completed from the first
-    samples of the epoch (`even`), or left out on every process where some process would have nothing (`report_dropped` gets the
-    number of samples lost, unless `drop_last` asked for it).
+    with `split` the pieces of batch k. Only the last step can be incomplete. It is then completed from the epoch's
+    first samples (`even`), or left out on every process where some process would have nothing (`report_dropped` gets
+    the number of samples lost, unless `drop_last` asked for it).
 
     Raises:
         LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.

@@ -51,7 +51,7 @@ class ShardedLoader:
         batch_size: samples per process and batch; None where batches have no common size.
         total_batch_size: samples per step over all processes; None likewise.
         position: index of the current batch in the epoch; -1 before the first.
-        end_of_loader: whether the current batch is the epoch's last on all processes.
+        on_last_batch: whether the current batch is the epoch's last on all processes.
         batch_samples: samples in the current batch, repeated ones included; None where nobody counts.
         real_samples: samples, from the front of the current batch, that are not repeats; None for all.
     """
@@ -76,7 +76,7 @@ class ShardedLoader:
         self.batch_size = how.batch_size if how.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
         self.position = -1
-        self.end_of_loader = False
+        self.on_last_batch = False
         self.batch_samples: int | None = None
         self.real_samples: int | None = None
 
@@ -95,14 +95,14 @@ class ShardedLoader:
         return len(self.dataset)
 
     @property
-    def remaining(self) -> int | None:
-        """Batches left in the epoch, the current one included; None for a stream that has not come to its last one.
+    def batches_left(self) -> int | None:
+        """Batches to come in this epoch after the current one; None for a stream that has not come to its last one.
 
-        A stream's own `__len__` is not relied on: torch does not either, since worker processes make it wrong.
+        A stream's own `__len__` is not relied on: worker processes and filters make it wrong.
         """
-        if self.end_of_loader:
-            return 1
-        return None if self._stream is not None else len(self) - max(0, self.position)
+        if self.on_last_batch:
+            return 0
+        return None if self._stream is not None else len(self) - self.position - 1
 
     def skipping(self, count: int) -> ShardedLoader:
         """What `skip_first_batches` returns."""
@@ -124,14 +124,14 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         portions = self._portions()
-        self.position, self.end_of_loader = -1, False
+        self.position, self.on_last_batch = -1, False
         self._active.enter(self)
         try:
             coming = self._next_for_all(portions)
             while coming is not None:
                 current, coming = coming, self._next_for_all(portions)
                 self.position += 1
-                self.end_of_loader = coming is None
+                self.on_last_batch = coming is None
                 self.batch_samples, self.real_samples = current.samples, current.real
                 yield current.batch if self._device is None else move_batch(current.batch, self._device)
         finally:
