@@ -1,0 +1,78 @@
+"""Batch arithmetic: train_batch_size = micro batch × accumulation × processes, whichever of them are open."""
+
+from __future__ import annotations
+
+from zero_plugin.config.tree import Path
+from zero_plugin.resolve.draft import Draft
+from zero_plugin.resolve.facts import LoopFacts
+
+__all__ = ["settle_batch", "settle_clipping"]
+
+_GLOBAL: Path = ("train_batch_size",)
+_MICRO: Path = ("train_micro_batch_size_per_gpu",)
+_ACCUMULATION: Path = ("gradient_accumulation_steps",)
+
+
+def settle_batch(draft: Draft) -> None:
+    """Settle the three batch sizes, or refuse them with the arithmetic that does not work out."""
+    world = draft.facts.machine.processes
+    settled_global = draft.value(*_GLOBAL)
+    if draft.get(*_MICRO) is None:
+        micro, reason = _micro_batch(draft.facts.loop, settled_global, draft.value(*_ACCUMULATION, default=1), world)
+        draft.put(_MICRO, micro, reason)
+    else:
+        _check_loader(draft)
+    micro = draft.value(*_MICRO)
+    if draft.get(*_ACCUMULATION) is None:
+        steps, reason = _accumulation(settled_global, micro, world)
+        draft.put(_ACCUMULATION, steps, reason, aloud=steps > 1)
+    product = micro * draft.value(*_ACCUMULATION) * world
+    if settled_global is None:
+        draft.put(_GLOBAL, product, _arithmetic(draft))
+    elif settled_global != product:
+        draft.refuse(
+            _GLOBAL,
+            f"{settled_global} is not {_arithmetic(draft)} = {product}.",
+            f'Write {product} or "auto", or change one of the three factors.',
+        )
+
+
+def _micro_batch(loop: LoopFacts, settled_global: int | None, accumulation: int, world: int) -> tuple[int, str]:
+    """Samples per process and backward: the loader's, else what the global batch leaves, else 1."""
+    if loop.micro_batch is not None:
+        return loop.micro_batch, loop.micro_batch_reason
+    if settled_global is not None and settled_global >= accumulation * world:
+        share = settled_global // (accumulation * world)
+        return share, f"train_batch_size {settled_global} ÷ ({accumulation} accumulation × {world} processes)"
+    return 1, "no training loader tells its batch size; training does not depend on it, only DeepSpeed's speed report"
+
+
+def _accumulation(settled_global: int | None, micro: int, world: int) -> tuple[int, str]:
+    """Micro-batches per optimizer step: what the global batch asks for, else 1."""
+    if settled_global is not None and settled_global > micro * world and settled_global % (micro * world) == 0:
+        return settled_global // (micro * world), f"train_batch_size {settled_global} ÷ ({micro} × {world} processes)"
+    return 1, "neither code nor configuration asks for accumulation"
+
+
+def _check_loader(draft: Draft) -> None:
+    """Refuse a typed micro-batch that the loader contradicts: the loader's is what would really run."""
+    loop = draft.facts.loop
+    typed = draft.value(*_MICRO)
+    if loop.micro_batch is not None and loop.micro_batch_fixed and loop.micro_batch != typed:
+        draft.refuse(
+            _MICRO,
+            f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason}).",
+            f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.',
+        )
+
+
+def _arithmetic(draft: Draft) -> str:
+    micro, steps = draft.value(*_MICRO), draft.value(*_ACCUMULATION)
+    return f"{micro} (micro batch) × {steps} (accumulation) × {draft.facts.machine.processes} (processes)"
+
+
+def settle_clipping(draft: Draft) -> None:
+    """Settle `gradient_clipping`; 0 is DeepSpeed's "none", and its own default became 1.0 in 0.19.3."""
+    path = ("gradient_clipping",)
+    if draft.get(*path) is None:
+        draft.put(path, 0.0, "no clipping is asked for (0 means none); clip_grad_norm_ in the loop still clips")

@@ -1,0 +1,129 @@
+"""A configuration while it is being resolved: what is settled so far, what is wrong, what to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.tree import AUTO, Entry, Origin, OriginKind, Path, Tree, dotted
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.resolve.facts import Facts
+from zero_plugin.resolve.resolved import Resolved
+
+__all__ = ["Draft", "holds_auto", "same"]
+
+
+class Draft:
+    """The working copy that the rules fill, topic after topic; the document itself never changes.
+
+    Attributes:
+        facts: what the rules may look at besides the values.
+        tree, launch: the trees as far as they are settled.
+    """
+
+    def __init__(self, document: Document, facts: Facts) -> None:
+        self.facts = facts
+        self.tree = document.deepspeed
+        self.launch = document.launch
+        self._file = document.sources[0] if document.sources else "the configuration"
+        self._problems: list[Problem] = []
+        self._refused: set[Path] = set()
+        self._said: list[str] = []
+
+    @property
+    def on_deepspeed(self) -> bool:
+        """Whether the run goes through DeepSpeed's engine."""
+        return self.facts.strategy == "deepspeed"
+
+    def get(self, *path: str) -> Entry | None:
+        """The settled leaf at `path`; None where it is absent, null or still open."""
+        entry = self.tree.get(*path)
+        return None if entry is None or entry.value is None or holds_auto(entry.value) else entry
+
+    def value(self, *path: str, default: Any = None) -> Any:
+        """The settled value at `path`, or `default`."""
+        entry = self.get(*path)
+        return default if entry is None else entry.value
+
+    def is_open(self, *path: str) -> bool:
+        """Whether the leaf says `auto`, as a whole or inside a list."""
+        return path in self.tree and holds_auto(self.tree.value(*path))
+
+    def is_unsettled(self, *path: str) -> bool:
+        """Whether a rule has still to find this value: it is absent or open."""
+        return path not in self.tree or self.is_open(*path)
+
+    def put(self, path: Path, value: Any, reason: str, kind: OriginKind = "rule", *, aloud: bool = False) -> None:
+        """Settle `path`, whatever was there.
+
+        Args:
+            path: where.
+            value: what; lists become tuples.
+            reason: why this value, for `explain`.
+            kind: "rule", or "default" for a value that DeepSpeed would have taken too.
+            aloud: whether the choice changes training and has to be printed at start.
+        """
+        self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
+        if aloud:
+            self.say(f"{dotted(path)} = {_shown(value)}: {reason}")
+
+    def put_launch(self, key: str, value: Any, reason: str) -> None:
+        """Settle a launch key."""
+        self.launch = self.launch.replace({(key,): self._entry((key,), value, reason, "rule")})
+
+    def say(self, sentence: str) -> None:
+        """Note a choice that has to be printed once at start."""
+        self._said.append(sentence)
+
+    def refuse(self, path: Path, message: str, fix: str, *, where: str = "") -> None:
+        """Note a problem; `finish` raises all of them at once."""
+        entry = self.tree.get(*path) or self.launch.get(*path)
+        self._problems.append(
+            Problem(where or (entry.origin.where if entry else self._file), dotted(path), message, fix)
+        )
+
+    def still_open(self) -> list[Path]:
+        """The open leaves for which no rule has found a value or a problem."""
+        return [path for path in self.tree if self.is_open(*path) and path not in self._refused]
+
+    def finish(self) -> Resolved:
+        """The resolved configuration.
+
+        Raises:
+            ConfigError: listing every problem that the rules found.
+        """
+        if self._problems:
+            raise ConfigError(self._problems)
+        kept = {key: self.launch.entries[(key,)] for key in ("mixed_precision", "scheduler_counts")}
+        return Resolved(self.tree, Tree({(key,): entry for key, entry in kept.items()}), tuple(self._said))
+
+    @staticmethod
+    def _entry(path: Path, value: Any, reason: str, kind: OriginKind) -> Entry:
+        value = tuple(value) if isinstance(value, list) else value
+        where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
+        return Entry(value, Origin(kind, where, reason))
+
+
+def holds_auto(value: Any) -> bool:
+    """Whether `value` is AUTO or a list or mapping with AUTO somewhere inside."""
+    if isinstance(value, Mapping):
+        return any(holds_auto(child) for child in value.values())
+    if isinstance(value, tuple):
+        return any(holds_auto(child) for child in value)
+    return value is AUTO
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two arguments mean the same: numbers by value (to one part in 10⁹), lists element by element."""
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return abs(left - right) <= 1e-9 * max(abs(left), abs(right))
+    return bool(left == right)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

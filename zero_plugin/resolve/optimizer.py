@@ -1,0 +1,151 @@
+"""Settles the `optimizer` section: from the placeholder or the real optimizer, else that optimizer's own defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from zero_plugin.config.tree import Tree
+from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS
+from zero_plugin.resolve.draft import Draft, holds_auto, same
+from zero_plugin.resolve.facts import OptimizerFacts
+
+__all__ = ["settle_optimizer"]
+
+_PARAMS: Final = ("optimizer", "params")
+_ADAMS: Final = ("adam", "adamw")
+
+
+def settle_optimizer(draft: Draft) -> None:
+    """Settle every parameter of the section; refuse what contradicts the optimizer of the loop."""
+    facts = draft.facts.optimizer
+    if not draft.tree.has_section("optimizer"):
+        if facts is None or not facts.placeholder:
+            return
+        draft.put(("optimizer", "type"), "AdamW", "DummyOptim without an optimizer section is AdamW", aloud=True)
+    kind = draft.value("optimizer", "type")
+    if kind is None:
+        draft.refuse(("optimizer", "type"), "no optimizer is named.", "Write a type, e.g. AdamW.")
+        return
+    if facts is not None and not facts.placeholder and not _check_type(draft, kind.lower(), facts):
+        return
+    _fill_params(draft, kind.lower(), facts)
+    _settle_variant(draft, kind.lower(), facts)
+
+
+def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
+    defaults = OPTIMIZER_DEFAULTS.get(kind, {})
+    given = _arguments(kind, facts, draft.tree.section(*_PARAMS))
+    source = "DummyOptim" if facts is None or facts.placeholder else f"the loop's {facts.name}"
+    names = {path[2] for path in draft.tree if path[:2] == _PARAMS and len(path) == 3}
+    if not names and _PARAMS in draft.tree:
+        draft.tree = draft.tree.without(*_PARAMS)  # an empty or null object
+    for name in sorted({*names, *given, *defaults}):
+        path = (*_PARAMS, name)
+        entry = draft.tree.get(*path)
+        if entry is not None and not holds_auto(entry.value):
+            if name in given and not same(entry.value, given[name]):
+                draft.refuse(
+                    path,
+                    f"{entry.value} here, but {source} says {given[name]}.",
+                    f'Write "auto" or {given[name]}, or drop the argument in the code.',
+                )
+        elif name in given:
+            draft.put(path, _merged(entry.value if entry else None, given[name]), f"given to {source}")
+        elif name == "lr" and facts is None and entry is not None:
+            fix = "Write a number, or pass DummyOptim(params, lr=…) or an optimizer to prepare."
+            draft.refuse(path, "auto, and no optimizer tells the learning rate.", fix)
+        elif name in defaults:
+            aloud = name == "lr"
+            reason = f"the default of {draft.value('optimizer', 'type')} in DeepSpeed; no learning rate is given"
+            reason = reason if aloud else "the optimizer's default in DeepSpeed"
+            draft.put(path, _merged(entry.value if entry else None, defaults[name]), reason, "default", aloud=aloud)
+        else:
+            fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
+            draft.refuse(path, f"auto, and {draft.value('optimizer', 'type')} has no known default for it.", fix)
+
+
+def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:
+    """The loop's arguments that belong into the section.
+
+    A real optimizer's `defaults` hold everything its class knows (`foreach`, `capturable`, …): of those count the
+    section's own and the ones that every implementation of the algorithm has.
+    """
+    if facts is None:
+        return {}
+    if facts.placeholder:
+        return facts.given
+    shared = {*OPTIMIZER_DEFAULTS.get(kind, {}), *(path[0] for path in typed)} - {"adam_w_mode"}
+    return {name: value for name, value in facts.given.items() if name in shared}
+
+
+def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
+    """Whether the loop's real optimizer is what the section describes."""
+    if kind == facts.name and kind != "adam":
+        return True
+    if kind in _ADAMS and facts.name in _ADAMS:
+        decoupled = kind == "adamw" or draft.value(*_PARAMS, "adam_w_mode", default=True)
+        if decoupled == (facts.name == "adamw") or not facts.given.get("weight_decay"):
+            return True  # without weight decay the two are one algorithm
+        fix = "Write adam_w_mode: false into optimizer.params, or use torch.optim.AdamW."
+        if facts.name == "adamw":
+            fix = "Write type AdamW, or use torch.optim.Adam."
+        draft.refuse(
+            ("optimizer", "type"),
+            f"{'AdamW' if decoupled else 'Adam with L2'} is described (DeepSpeed's Adam is AdamW unless adam_w_mode is "
+            f"false), but the loop's optimizer is torch's {facts.name}.",
+            fix,
+        )
+        return False
+    draft.refuse(
+        ("optimizer", "type"),
+        f"{draft.value('optimizer', 'type')}, but the loop's optimizer is {facts.name}.",
+        "Remove the section to train with the loop's optimizer, or pass DummyOptim to train with the section's.",
+    )
+    return False
+
+
+def _settle_variant(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
+    """Which of DeepSpeed's implementations of Adam runs, and that it can do what is written."""
+    if kind not in _ADAMS:
+        return
+    torch_adam = (*_PARAMS, "torch_adam")
+    bias_correction = (*_PARAMS, "bias_correction")
+    corrected = draft.value(*bias_correction, default=True)
+    offloaded = draft.value("zero_optimization", "offload_optimizer", "device", default="none") != "none"
+    if draft.on_deepspeed and draft.facts.machine.accelerator == "cpu" and not offloaded and corrected:
+        if draft.is_unsettled(*torch_adam):
+            draft.put(torch_adam, True, "on a CPU, building DeepSpeed's fused kernel would take over a minute")
+    elif draft.is_open(*torch_adam):
+        draft.put(torch_adam, False, "DeepSpeed's default", "default")
+    if draft.value(*torch_adam):
+        if not corrected:
+            draft.refuse(
+                bias_correction, "false, but torch's Adam always corrects.", "Remove torch_adam, or write true."
+            )
+        draft.tree = draft.tree.without(*bias_correction)  # true is all that torch knows; it takes no such argument
+    elif draft.value(*_PARAMS, "amsgrad") and draft.on_deepspeed:
+        fix = "Write torch_adam: true beside it, or remove it."
+        draft.refuse((*_PARAMS, "amsgrad"), "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)
+    _say_defaults(draft, kind, facts)
+
+
+def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
+    """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
+    decay = draft.tree.get(*_PARAMS, "weight_decay")
+    if decay is not None and decay.origin.kind == "default":
+        draft.say(
+            "optimizer.params.weight_decay = 0: none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
+        )
+    decays = bool(decay is not None and decay.value)
+    if kind == "adam" and decays and (facts is None or facts.placeholder) and draft.value(*_PARAMS, "adam_w_mode"):
+        mode = draft.tree.get(*_PARAMS, "adam_w_mode")
+        if mode is not None and not mode.origin.typed_by_user:
+            draft.say("optimizer.type Adam decouples its weight decay, as AdamW does; adam_w_mode: false gives L2.")
+
+
+def _merged(template: Any, value: Any) -> Any:
+    """`value`, but the elements that the user typed in a list such as `["auto", 0.95]` stay."""
+    if isinstance(template, tuple) and isinstance(value, list | tuple) and len(template) == len(value):
+        return tuple(v if holds_auto(t) else t for t, v in zip(template, value, strict=True))
+    return value

@@ -1,0 +1,85 @@
+"""Reconciles `mixed_precision` with the `fp16` and `bf16` sections, and with what the device can do."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from zero_plugin.config.tree import AUTO, Entry
+from zero_plugin.resolve.draft import Draft
+from zero_plugin.resolve.facts import MachineFacts
+
+__all__ = ["settle_precision"]
+
+Half = Literal["fp16", "bf16"]
+_HALVES: tuple[Half, Half] = ("fp16", "bf16")
+_LEGAL = "Write one of: no, fp16, bf16, auto."
+
+
+def settle_precision(draft: Draft) -> None:
+    """Settle `mixed_precision`, `fp16.enabled` and `bf16.enabled` to one precision, then check it."""
+    for short in [path for path in draft.tree if path[0] == "bfloat16"]:  # DeepSpeed's older name of the section
+        entry = draft.tree.entries[short]
+        draft.tree = draft.tree.without(*short).replace({("bf16", *short[1:]): entry})
+    asked = draft.launch.get("mixed_precision")
+    if asked is not None and asked.value is None:
+        asked = None
+    if asked is not None and asked.value is not AUTO and asked.value not in ("no", *_HALVES):
+        draft.refuse(("mixed_precision",), f"{asked.value!r} is not a precision of this package.", _LEGAL)
+        return
+    typed: dict[Half, Entry | None] = {half: draft.get(half, "enabled") for half in _HALVES}
+    precision, reason = _choose(asked, typed, draft.facts.machine)
+    by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind in ("flag", "environment")
+    for half, section in typed.items():
+        if section is None:
+            draft.put((half, "enabled"), half == precision, reason)
+        elif section.value is not (half == precision):
+            if by_flag:  # a flag is there to override the file
+                draft.put((half, "enabled"), half == precision, f"{reason}, which overrides {section.origin.where}")
+            else:
+                _refuse_contradiction(draft, half, section, asked)
+    if asked is None or asked.value is AUTO:
+        draft.put_launch("mixed_precision", precision, reason)
+    _check_device(draft, precision)
+    if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):
+        # Written out because DeepSpeed 0.19.3 changed it from false.
+        draft.put(("bf16", "check_grad_overflow"), True, "a step with non-finite gradients is skipped", "default")
+
+
+def _choose(asked: Entry | None, typed: dict[Half, Entry | None], machine: MachineFacts) -> tuple[str, str]:
+    """The precision and why: what was asked, else the section that is on, else what the hardware has."""
+    if asked is not None and asked.value is not AUTO:
+        return asked.value, f"mixed_precision is {asked.value} ({asked.origin.where})"
+    for half, entry in typed.items():
+        if entry is not None and entry.value is True:
+            return half, f"{half}.enabled is true ({entry.origin.where})"
+    if asked is None:
+        return "no", "mixed_precision is not given"
+    ruled_out = {half for half, entry in typed.items() if entry is not None}
+    if machine.bf16 and "bf16" not in ruled_out:
+        return "bf16", f"mixed_precision is auto and this {machine.accelerator} computes in bf16"
+    if machine.fp16 and "fp16" not in ruled_out:
+        return "fp16", f"mixed_precision is auto and this {machine.accelerator} computes in fp16, not in bf16"
+    return "no", f"mixed_precision is auto and this {machine.accelerator} computes in neither bf16 nor fp16"
+
+
+def _refuse_contradiction(draft: Draft, half: Half, entry: Entry, asked: Entry | None) -> None:
+    shown = str(entry.value).lower()
+    if asked is None or asked.value is AUTO:
+        draft.refuse((half, "enabled"), f"is {shown}, and the other half precision is on too.", "Turn one of them off.")
+        return
+    draft.refuse(
+        (half, "enabled"),
+        f"is {shown}, but mixed_precision is {asked.value} ({asked.origin.where}).",
+        f'Write "auto" for {half}.enabled, or make the two agree.',
+    )
+
+
+def _check_device(draft: Draft, precision: str) -> None:
+    machine = draft.facts.machine
+    section = draft.get(precision, "enabled")
+    path = (precision, "enabled") if section and section.origin.typed_by_user else ("mixed_precision",)
+    if precision == "fp16" and draft.on_deepspeed and not machine.fp16:
+        fix = "Write bf16, which DeepSpeed runs on a CPU." if machine.accelerator == "cpu" else "Write bf16 or no."
+        draft.refuse(path, f"fp16 is on, but DeepSpeed does not run fp16 on a {machine.accelerator} device.", fix)
+    if precision == "bf16" and not machine.bf16:
+        draft.say(f"bf16 is on, but this {machine.accelerator} device has no bf16 arithmetic: it is emulated and slow.")

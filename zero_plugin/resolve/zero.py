@@ -1,0 +1,215 @@
+"""Settles `zero_optimization` and the engine-wide keys that this package needs DeepSpeed to run with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+from zero_plugin.resolve.defaults import deepspeed_default
+from zero_plugin.resolve.draft import Draft
+from zero_plugin.resolve.facts import ModelFacts
+
+__all__ = ["settle_engine", "settle_zero"]
+
+_ZERO: Final = "zero_optimization"
+_OFFLOADS: Final[tuple[Literal["offload_optimizer", "offload_param"], ...]] = ("offload_optimizer", "offload_param")
+
+# A reduction of fewer elements than the floor is bound by latency, not bandwidth (h² is one million at h = 1024). Above
+# the ceiling, DeepSpeed's own default, nothing gets faster and the buffer only takes memory.
+_BUCKET_FLOOR: Final = 25_000_000
+_BUCKET_CEILING: Final = 500_000_000
+# Gathering a tensor below the floor costs a collective and saves nothing; each one below the threshold stays whole on
+# every device, so the ceiling bounds that.
+_PERSISTENT_FLOOR: Final = 10_000
+_PERSISTENT_CEILING: Final = 1_000_000
+
+Rule = Callable[[Draft], tuple[Any, str]]
+
+
+def settle_zero(draft: Draft) -> None:
+    """Settle the stage, the offload devices, and every key of the section that depends on them or on the model."""
+    if not draft.on_deepspeed:
+        _settle_without_engine(draft)
+        return
+    if draft.is_open(_ZERO, "stage"):
+        _refuse_planned(draft, "stage", "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too.")
+    elif draft.get(_ZERO, "stage") is None:
+        draft.put((_ZERO, "stage"), 0, "no ZeRO stage is asked for", "default")
+    for offload in _OFFLOADS:
+        if draft.is_open(_ZERO, offload, "device"):
+            _refuse_planned(draft, f"{offload}.device", "Write none, cpu or nvme.")
+        elif draft.value(_ZERO, offload, "device", default="none") != "none":
+            _settle_offload(draft, offload)
+    for key, rule in _RULES.items():
+        if draft.is_open(_ZERO, *key.split(".")):
+            value, reason = rule(draft)
+            draft.put((_ZERO, *key.split(".")), value, reason)
+    _settle_overlap(draft)
+
+
+def settle_engine(draft: Draft) -> None:
+    """Write the keys without which DeepSpeed's engine would break the loop contract, or change with its release."""
+    if not draft.on_deepspeed:
+        return
+    for key, value, reason in (
+        ("managed_gradient_accumulation", False, "optimizer.step() is the one place where parameters change"),
+        ("zero_allow_untested_optimizer", True, "this package itself checks that the optimizer works on flat pieces"),
+        ("zero_force_ds_cpu_optimizer", False, "the optimizer of the loop is kept, also under offload"),
+    ):
+        if draft.is_unsettled(key):
+            draft.put((key,), value, reason)
+    _require_unmanaged(draft)
+    if draft.get("steps_per_print") is None:
+        draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
+    path = ("data_types", "grad_accum_dtype")
+    halved = draft.value("bf16", "bf16_master_weights_and_grads", default=False)
+    if draft.is_unsettled(*path) and draft.value("bf16", "enabled") and _stage(draft) >= 1 and not halved:
+        draft.put(path, "fp32", "bf16 has 8 bits of mantissa: sums of gradients lose what is below 1/256 of them")
+    elif draft.is_open(*path):
+        draft.put(path, None, "gradients accumulate in the model's own type", "default")
+
+
+def _require_unmanaged(draft: Draft) -> None:
+    if draft.value("managed_gradient_accumulation"):
+        draft.refuse(
+            ("managed_gradient_accumulation",),
+            "true, but then DeepSpeed decides inside backward() when parameters change, and gradients would be wrong.",
+            "Remove the key or write false.",
+        )
+
+
+def _settle_without_engine(draft: Draft) -> None:
+    """Off DeepSpeed nothing of the section runs: an open stage or device is none, so that nobody is misled."""
+    reason = f"the {draft.facts.strategy} path has no ZeRO"
+    if draft.is_open(_ZERO, "stage"):
+        draft.put((_ZERO, "stage"), 0, reason)
+    for offload in _OFFLOADS:
+        if draft.is_open(_ZERO, offload, "device"):
+            draft.put((_ZERO, offload, "device"), "none", reason)
+
+
+def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload_param"]) -> None:
+    if draft.is_unsettled(_ZERO, offload, "pin_memory"):
+        # Written out because DeepSpeed 0.19.5 changed it from false.
+        cuda = draft.facts.machine.accelerator == "cuda"
+        why = "pinned memory makes copies to the GPU asynchronous" if cuda else "there is no GPU to copy to"
+        draft.put((_ZERO, offload, "pin_memory"), cuda, why)
+    nvme_path = (_ZERO, offload, "nvme_path")
+    if draft.is_open(*nvme_path) and draft.value(_ZERO, offload, "device") == "nvme":
+        draft.refuse(nvme_path, "auto cannot know a folder.", "Write a folder on a local NVMe drive.")
+
+
+def _settle_overlap(draft: Draft) -> None:
+    """`overlap_comm`: DeepSpeed's "null means stage 3" written out; below stage 2 the engine refuses to start with it.
+
+    It changes speed and no number, so a typed true is turned off aloud there rather than refused.
+    """
+    path = (_ZERO, "overlap_comm")
+    stage = _stage(draft)
+    if draft.get(*path) is None:
+        draft.put(path, stage == 3, "DeepSpeed overlaps communication at stage 3 only", "default")
+    elif draft.value(*path) and stage < 2:
+        draft.put(path, False, f"DeepSpeed cannot overlap communication at stage {stage} here; no number changes")
+        draft.say(f"{_ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
+
+
+def _reduce_bucket(draft: Draft) -> tuple[int, str]:
+    return _bucket(draft, 1.0, "reduce_bucket_size")
+
+
+def _prefetch_bucket(draft: Draft) -> tuple[int, str]:
+    return _bucket(draft, 0.9, "stage3_prefetch_bucket_size")
+
+
+def _bucket(draft: Draft, share: float, key: str) -> tuple[int, str]:
+    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most the whole model."""
+    model = draft.facts.model
+    if model is None or not model.parameters:
+        return _default(key)
+    if model.hidden_size:
+        wanted, source = (
+            int(share * model.hidden_size**2),
+            f"{share:g} × {model.hidden_size}², {model.hidden_size_reason}",
+        )
+    else:
+        wanted, source = int(share * model.largest_parameter), f"{share:g} × the largest parameter"
+    size = min(max(wanted, _BUCKET_FLOOR), _BUCKET_CEILING)
+    if size != wanted:
+        source += f", kept within {_BUCKET_FLOOR:g} to {_BUCKET_CEILING:g} elements"
+    if size > model.parameters:
+        size, source = model.parameters, "all parameters of the model"
+    return size + size % 2, source  # DeepSpeed asserts that the all-gather's is even
+
+
+def _persistence_threshold(draft: Draft) -> tuple[int, str]:
+    """10 × hidden elements: norms and biases stay whole (transformers' rule)."""
+    model = draft.facts.model
+    if model is None or not model.hidden_size:
+        return _default("stage3_param_persistence_threshold")
+    wanted = 10 * model.hidden_size
+    size = min(max(wanted, _PERSISTENT_FLOOR), _PERSISTENT_CEILING)
+    clamped = "" if size == wanted else f", kept within {_PERSISTENT_FLOOR} to {_PERSISTENT_CEILING}"
+    return size, f"10 × {model.hidden_size}, {model.hidden_size_reason}{clamped}"
+
+
+def _sub_group_size(draft: Draft) -> tuple[int, str]:
+    """A tenth of the partition where `ratio` splits the sub-groups: with one group a ratio below 1 has no effect."""
+    model: ModelFacts | None = draft.facts.model
+    ratio = draft.value(_ZERO, "offload_optimizer", "ratio", default=1.0)
+    if ratio == 1 or model is None or not model.parameters:
+        return _default("sub_group_size")
+    partition = model.parameters // draft.facts.machine.processes
+    return max(
+        1, partition // 10
+    ), f"a tenth of one process's {partition} elements, so that ratio {ratio:g} can split them"
+
+
+def _swap_buffer(draft: Draft) -> tuple[int, str]:
+    """Elements of one swap buffer: the largest parameter has to fit."""
+    least = 100_000_000
+    model = draft.facts.model
+    if model is None or model.largest_parameter <= least:
+        return least, "DeepSpeed's default, larger than every parameter" if model else "DeepSpeed's default"
+    return model.largest_parameter, "the largest parameter has to fit"
+
+
+def _kept_in_ram(draft: Draft) -> tuple[int, str]:
+    """Elements of the parameters that stay in RAM under NVMe offload."""
+    if draft.value(_ZERO, "offload_param", "device") == "nvme":
+        return 0, "device is nvme, so parameters go there (DeepSpeed's 1e9 would keep most models in RAM)"
+    return _default("offload_param.max_in_cpu")
+
+
+def _gather_on_save(draft: Draft) -> tuple[bool, str]:
+    stage = _stage(draft)
+    return stage == 3, "at stage 3 no process has whole weights" if stage == 3 else "below stage 3 weights are whole"
+
+
+_RULES: Final[dict[str, Rule]] = {
+    "reduce_bucket_size": _reduce_bucket,
+    "allgather_bucket_size": _reduce_bucket,
+    "stage3_prefetch_bucket_size": _prefetch_bucket,
+    "prefetch_bucket_size": _prefetch_bucket,
+    "stage3_param_persistence_threshold": _persistence_threshold,
+    "param_persistence_threshold": _persistence_threshold,
+    "sub_group_size": _sub_group_size,
+    "stage3_gather_16bit_weights_on_model_save": _gather_on_save,
+    "gather_16bit_weights_on_model_save": _gather_on_save,
+    "offload_param.buffer_size": _swap_buffer,
+    "offload_param.max_in_cpu": _kept_in_ram,
+}
+
+
+def _default(key: str) -> tuple[Any, str]:
+    found = deepspeed_default((_ZERO, *key.split(".")))
+    assert found is not None, key
+    return found[0], "DeepSpeed's default"
+
+
+def _stage(draft: Draft) -> int:
+    return int(draft.value(_ZERO, "stage", default=0))
+
+
+def _refuse_planned(draft: Draft, key: str, fix: str) -> None:
+    message = "auto asks for the memory planner, which a coming release brings."
+    draft.refuse((_ZERO, *key.split(".")), message, fix)
