@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_plugin.config.tree import Entry, Origin, OriginKind, Path, Tree
+from zero_plugin.errors import Problem
 
 __all__ = ["Document"]
 
@@ -22,11 +23,17 @@ class Document:
         deepspeed: the training configuration under DeepSpeed's own key names. It also drives the paths without
             DeepSpeed (accumulation, clipping, optimizer and scheduler sections), so it is there on every path.
         sources: the files that were read, in order, for messages.
+        sections: where each key that holds keys is written, by path; training sections start with `deepspeed`.
+        notes: sentences on what was understood although it is not written as the key wants it; print them once.
+        problems: what reading found wrong but could read past; `check_document` raises them with its own.
     """
 
     launch: Tree = field(default_factory=Tree)
     deepspeed: Tree = field(default_factory=Tree)
     sources: tuple[str, ...] = ()
+    sections: Mapping[Path, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     def overlay(self, values: Mapping[Path, Any], *, kind: OriginKind, where: Mapping[Path, str]) -> Document:
         """A document with `values` laid over this one (the later layer wins).
@@ -47,4 +54,4 @@ class Document:
                     deepspeed[path[1:] + leaf[1:]] = entry
                 else:
                     launch[path + leaf[1:]] = entry
-        return Document(self.launch.replace(launch), self.deepspeed.replace(deepspeed), self.sources)
+        return replace(self, launch=self.launch.replace(launch), deepspeed=self.deepspeed.replace(deepspeed))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-__all__ = ["AUTO", "Auto", "Entry", "Origin", "Path", "Tree", "dotted"]
+__all__ = ["AUTO", "Auto", "Entry", "Origin", "OriginKind", "Path", "Tree", "dotted"]
 
 Path = tuple[str, ...]
 OriginKind = Literal["file", "flag", "environment", "code", "rule", "default"]
@@ -114,11 +114,20 @@ class Tree:
         return Tree({prefix + p: e for p, e in self.entries.items()})
 
     def replace(self, changes: Mapping[Path, Entry]) -> Tree:
-        """A copy with `changes` laid over it; an empty-object leaf yields to a leaf below it, and the reverse."""
+        """A copy with `changes` laid over it.
+
+        A leaf below a path replaces a leaf at that path (`null`, `{}`); a leaf at a path replaces all below it, but an
+        empty object, which says nothing, leaves them.
+        """
         merged = dict(self.entries)
         for path, entry in changes.items():
             for n in range(1, len(path)):
                 merged.pop(path[:n], None)
+            below = [p for p in merged if len(p) > len(path) and p[: len(path)] == path]
+            if below and isinstance(entry.value, Mapping):
+                continue
+            for p in below:
+                del merged[p]
             merged[path] = entry
         return Tree(merged)
 

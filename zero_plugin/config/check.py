@@ -1,0 +1,170 @@
+"""Everything that is wrong with a document, found together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from zero_plugin.config.contradictions import contradictions
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import (
+    REFUSED_KEYS,
+    REFUSED_VALUES,
+    WITHOUT_MEANING,
+    LaunchSettings,
+    launch_schema,
+)
+from zero_plugin.config.retired import RETIRED_KEYS, RETIRED_OPTIMIZERS
+from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.tree import AUTO, Path, Tree, dotted
+from zero_plugin.config.validation import (
+    Violation,
+    deepspeed_schema,
+    did_you_mean,
+    legal,
+    show,
+    validator,
+    violations,
+)
+from zero_plugin.errors import ConfigError, Problem
+
+__all__ = ["check_document"]
+
+_FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
+_MANY: Final = 12  # more legal keys than this are not listed in a message
+_SAYS_NOTHING: Final[tuple[Any, ...]] = (None, "", (), {})
+
+
+def check_document(document: Document) -> None:
+    """Refuse a document that cannot run as written. `auto` is never a contradiction.
+
+    Raises:
+        ConfigError: every problem of the document, in the order in which they are written.
+    """
+    problems = [
+        *document.problems,
+        *_launch_problems(document),
+        *_training_problems(document),
+        *contradictions(document),
+    ]
+    if problems:
+        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: _reading_order(problem, document)))
+
+
+def _launch_problems(document: Document) -> Iterator[Problem]:
+    settings = document.launch.where(
+        lambda path, entry: path[0] in LaunchSettings.model_fields and entry.value is not AUTO
+    )
+    for found in violations(settings, validator(launch_schema())):
+        refused = REFUSED_VALUES.get((found.path[0], str(found.value)))
+        if refused:
+            yield Problem(
+                _where(document, (), found.path), dotted(found.path), f"{found.value} is not supported", refused
+            )
+        else:
+            yield _wrong_value(found, _where(document, (), found.path), found.path)
+    for path, entry in document.launch.entries.items():
+        if path[0] in REFUSED_KEYS:
+            has_effect, fix = REFUSED_KEYS[path[0]]
+            if entry.value not in (*_SAYS_NOTHING, AUTO) and has_effect(path[-1], entry.value):
+                yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
+    known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, "deepspeed_config"]
+    for name in dict.fromkeys(path[0] for path in document.launch):
+        if name not in known:
+            yield Problem(_where(document, (), (name,)), name, "unknown key", _launch_key_fix(name, known))
+
+
+def _launch_key_fix(name: str, known: list[str]) -> str:
+    if name in SHORT_FIELDS or name in deepspeed_schema()["properties"]:
+        return f"Write it below deepspeed_config: {{{name}: …}}."
+    near = did_you_mean(name, known)
+    if near:
+        return f"Did you mean {near}?"
+    near = did_you_mean(name, [*SHORT_FIELDS, *deepspeed_schema()["properties"]])
+    return f"Did you mean {near}, below deepspeed_config?" if near else "Delete it; a comment key starts with _."
+
+
+def _training_problems(document: Document) -> Iterator[Problem]:
+    for found in violations(document.deepspeed, validator(deepspeed_schema())):
+        where = _where(document, ("deepspeed",), found.path)
+        if found.kind == "unknown":
+            yield _unknown_key(found, where, in_yaml=bool(document.launch))
+        elif found.kind == "missing":
+            fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
+            yield Problem(where, dotted(found.path), "is missing", fix)
+        else:
+            yield _wrong_value(found, where, found.path)
+
+
+def _unknown_key(found: Violation, where: str, *, in_yaml: bool) -> Problem:
+    key, known = found.path[-1], list(found.wanted.get("properties", {}))
+    if found.path in RETIRED_KEYS:
+        message, fix = RETIRED_KEYS[found.path]
+        return Problem(where, dotted(found.path), message, fix)
+    top = len(found.path) == 1
+    if top and key in SHORT_FIELDS:
+        return Problem(where, key, "a field of the launch YAML", f"Write {dotted(SHORT_FIELDS[key])} here.")
+    if top and key in LaunchSettings.model_fields:
+        return Problem(where, key, "a key of the launch YAML", "Write it at the top level of the launch YAML.")
+    near = did_you_mean(key, [*known, *(SHORT_FIELDS if top and in_yaml else ())])
+    homes = [path for path in _homes(deepspeed_schema(), key) if path != found.path]
+    if near:
+        fix = f"Did you mean {near}?"
+    elif len(homes) == 1:
+        fix = f"It belongs in {dotted(homes[0][:-1]) or 'the top level'}."
+    elif known and len(known) <= _MANY:
+        fix = f"Legal here: {', '.join(known)}."
+    else:
+        fix = "Delete it; a comment key starts with _."
+    return Problem(where, dotted(found.path), "unknown key", fix)
+
+
+def _homes(schema: Mapping[str, Any], key: str, path: Path = ()) -> Iterator[Path]:
+    """Every path at which the schema knows `key`."""
+    for name, child in schema.get("properties", {}).items():
+        if name == key:
+            yield (*path, name)
+        yield from _homes(child, key, (*path, name))
+
+
+def _wrong_value(found: Violation, where: str, path: Path) -> Problem:
+    place = "".join(f"[{step}]" for step in found.index)
+    message = f"{show(found.value)} is not {_article(found.wanted)}"
+    if path == ("optimizer", "type") and str(found.value).lower() in RETIRED_OPTIMIZERS:
+        return Problem(
+            where, dotted(path), f"{found.value} is not a type", RETIRED_OPTIMIZERS[str(found.value).lower()]
+        )
+    options = [o for branch in (found.wanted, *found.wanted.get("anyOf", ())) for o in branch.get("enum", ())]
+    near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""
+    default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") is not None else ""
+    fix = f"Did you mean {near}? Legal" if near else "Legal"
+    return Problem(where, dotted(path) + place, message, f"{fix}: {legal(found.wanted)}{default}.")
+
+
+def _article(wanted: Mapping[str, Any]) -> str:
+    """What was wanted, short: the fix spells it out."""
+    branches = [branch for branch in (wanted, *wanted.get("anyOf", ())) if "enum" in branch]
+    return "one of the legal values" if branches else legal(wanted)
+
+
+def _where(document: Document, root: Path, path: Path) -> str:
+    """Where a leaf or section is written; for a missing one, where the section that lacks it is."""
+    tree: Tree = document.deepspeed if root else document.launch
+    entry = tree.get(*path)
+    if entry is not None:
+        return entry.origin.where
+    for n in range(len(path), 0, -1):
+        if root + path[:n] in document.sections:
+            return document.sections[root + path[:n]]
+        inside = next((e for p, e in tree.entries.items() if p[:n] == path[:n]), None)
+        if inside is not None:
+            return inside.origin.where
+    return document.sources[0] if document.sources else "the configuration"
+
+
+def _reading_order(problem: Problem, document: Document) -> tuple[int, int, int]:
+    place = _FILE_PLACE.fullmatch(problem.where)
+    if not place or place[1] not in document.sources:
+        return len(document.sources), 0, 0
+    return document.sources.index(place[1]), int(place[2]), int(place[3])

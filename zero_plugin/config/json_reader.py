@@ -1,0 +1,160 @@
+"""JSON text, with the comments and trailing commas that DeepSpeed reads, as located values."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from typing import Any, Final
+
+from zero_plugin.config.located import MAX_DEPTH, Located, duplicate_key, syntax_error
+from zero_plugin.config.tree import Path
+from zero_plugin.errors import ConfigError, Problem
+
+__all__ = ["looks_like_json", "parse_json"]
+
+_BLANK: Final = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_WORD: Final = re.compile(r"[A-Za-z_$][\w${}.-]*")
+_SCALARS: Final = json.JSONDecoder(parse_constant=lambda name: _refuse_constant(name))
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+
+
+def looks_like_json(text: str) -> bool:
+    """Whether the first character that is not blank or a comment opens a JSON object or list."""
+    return text[_end_of_blank(text, 0) :][:1] in ("{", "[")
+
+
+def parse_json(text: str, name: str, problems: list[Problem]) -> Located:
+    """Parse JSON that may hold `//`, `#` and `/* */` comments and trailing commas.
+
+    Args:
+        text: the file's text.
+        name: the file's name for messages.
+        problems: duplicate keys are added here, so that they are reported with everything else.
+
+    Raises:
+        ConfigError: the text is not such JSON.
+    """
+    return _Scanner(text, name, problems).document()
+
+
+class _Scanner:
+    def __init__(self, text: str, name: str, problems: list[Problem]) -> None:
+        self._text = text
+        self._name = name
+        self._problems = problems
+        self._at = 0
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+
+    def document(self) -> Located:
+        self._skip_blank()
+        root = self._value(())
+        self._skip_blank()
+        if self._at < len(self._text):
+            raise self._refuse("there is text after the end of the JSON", "Delete it, or close the braces later.")
+        return root
+
+    def _value(self, path: Path, where: str = "") -> Located:
+        where = where or self._where(self._at)
+        if len(path) > MAX_DEPTH:
+            raise self._refuse(f"nested deeper than {MAX_DEPTH} levels", "No setting is so deep; flatten it.")
+        opening = self._text[self._at : self._at + 1]
+        if opening == "{":
+            return Located(self._object(path), where)
+        if opening == "[":
+            return Located(self._list(path), where)
+        return Located(self._scalar(), where)
+
+    def _object(self, path: Path) -> dict[str, Located]:
+        pairs: dict[str, Located] = {}
+        while not self._closed("}"):
+            if self._text[self._at] != '"':
+                raise self._refuse(f"{self._glimpse()} where a key must stand", 'Write "key": value, in double quotes.')
+            where, key = self._where(self._at), str(self._scalar())
+            self._skip_blank()
+            if self._text[self._at : self._at + 1] != ":":
+                raise self._refuse(f'a colon is missing after "{key}"', f'Write "{key}": value.')
+            self._at += 1
+            self._skip_blank()
+            child = self._value((*path, key), where)
+            if key in pairs:
+                self._problems.append(duplicate_key(where, (*path, key), pairs[key].where))
+            else:
+                pairs[key] = child
+            self._separator("}")
+        return pairs
+
+    def _list(self, path: Path) -> list[Located]:
+        items: list[Located] = []
+        while not self._closed("]"):
+            items.append(self._value((*path, str(len(items)))))
+            self._separator("]")
+        return items
+
+    def _closed(self, closing: str) -> bool:
+        """Step over the opening bracket or comma, and over `closing` where it follows."""
+        self._at += 1
+        self._skip_blank()
+        if self._at >= len(self._text):
+            raise self._refuse(f"the file ends before its `{closing}`", f"Add the missing `{closing}`.")
+        if self._text[self._at] != closing:
+            return False
+        self._at += 1
+        return True
+
+    def _separator(self, closing: str) -> None:
+        """Leave the position where `_closed` expects it: at a comma, or just before the closing bracket."""
+        self._skip_blank()
+        found = self._text[self._at : self._at + 1]
+        if found == closing:
+            self._at -= 1
+        elif found != ",":
+            raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` must stand", "Add the comma or bracket.")
+
+    def _scalar(self) -> Any:
+        start = self._at
+        try:
+            value, self._at = _SCALARS.raw_decode(self._text, start)
+        except json.JSONDecodeError as error:
+            word = self._glimpse()
+            if error.pos > start:
+                self._at = error.pos
+            if self._text[start : start + 1] == '"':
+                raise self._refuse(
+                    f"a broken string: {error.msg}", "Close the quotes on the line; write \\ as \\\\."
+                ) from None
+            better = _PYTHON.get(word.strip("`"))
+            fix = (
+                f"Write {better}, as JSON spells it."
+                if better
+                else "Write a number, true, false, null or a quoted text."
+            )
+            raise self._refuse(f"{word} where a value must stand", fix) from None
+        except ValueError as error:
+            raise self._refuse(str(error), "Write a plain number.") from None
+        return value
+
+    def _skip_blank(self) -> None:
+        self._at = _end_of_blank(self._text, self._at)
+
+    def _glimpse(self) -> str:
+        word = _WORD.match(self._text, self._at)
+        seen = word.group()[:40] if word else self._text[self._at : self._at + 1]
+        return f"`{seen}`" if seen else "the end of the file"
+
+    def _where(self, at: int) -> str:
+        line = bisect_right(self._line_starts, at)
+        return f"{self._name}:{line}:{at - self._line_starts[line - 1] + 1}"
+
+    def _refuse(self, message: str, fix: str) -> ConfigError:
+        return syntax_error(self._where(self._at), message, fix)
+
+
+def _end_of_blank(text: str, start: int) -> int:
+    match = _BLANK.match(text, start)
+    assert match is not None, "the pattern matches the empty text too"
+    return match.end()
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,79 @@
+"""The one precedence: defaults, then the file, then launch flags, then arguments in code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted
+from zero_plugin.config.validation import show
+from zero_plugin.errors import ConfigError, Problem
+
+__all__ = ["overlay_code", "overlay_flags", "same_value"]
+
+
+def overlay_flags(document: Document, values: Mapping[Path, Any], flags: Mapping[Path, str]) -> Document:
+    """Lay launch flags over a document; a flag overrides what the file says, since that is what it is for.
+
+    Args:
+        document: what the file says.
+        values: by path; a path that starts with `deepspeed` is a training key, any other a launch key.
+        flags: the flag that set each path, e.g. `--zero_stage`.
+    """
+    return document.overlay(values, kind="flag", where=flags)
+
+
+def overlay_code(document: Document, values: Mapping[Path, Any], calls: Mapping[Path, str]) -> Document:
+    """Lay arguments in code over a document. They fill what is open and agree with what is not.
+
+    Args:
+        document: what file and flags say.
+        values: by path; a path that starts with `deepspeed` is a training key, any other a launch key.
+        calls: the call that set each path, e.g. `Accelerator(gradient_accumulation_steps=4)`.
+
+    Raises:
+        ConfigError: an argument differs from an explicit value; lists every such pair.
+    """
+    laid = document.overlay(values, kind="code", where=calls)
+    problems: list[Problem] = []
+    launch = _keep_explicit(document.launch, laid.launch, problems)
+    deepspeed = _keep_explicit(document.deepspeed, laid.deepspeed, problems)
+    if problems:
+        raise ConfigError(problems)
+    return replace(laid, launch=launch, deepspeed=deepspeed)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values mean the same: 1 and 1.0 do, true and 1 do not."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
+    """`after`, in which a value of `before` stands where code repeats it or leaves it open."""
+    kept: dict[Path, Entry] = {}
+    for path, old in before.entries.items():
+        new = after.get(*path)
+        if new is old or old.value is AUTO or not old.origin.typed_by_user or _says_nothing(old.value):
+            continue
+        if new is None:  # code wrote a whole mapping as null or a scalar, or a key below this one
+            new = next(entry for p, entry in after.entries.items() if p[: len(path)] == path or path[: len(p)] == p)
+        if new.value is AUTO or same_value(old.value, new.value):
+            kept[path] = old
+        else:
+            problems.append(
+                Problem(
+                    new.origin.where,
+                    dotted(path),
+                    f"{show(new.value)} in code, but {show(old.value)} at {old.origin.where}",
+                    "Write the same value in both, or auto in the file, or leave the argument out.",
+                )
+            )
+    return after.replace(kept)
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, Mapping) and not value)

@@ -1,0 +1,97 @@
+"""Accelerate's short fields and DeepSpeed's other spellings, as the one key path that each stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from zero_plugin.config.tree import Entry, Path, Tree, dotted
+
+__all__ = ["LAUNCH_FIELDS", "SHORT_FIELDS", "one_spelling", "translate_short_fields"]
+
+_ZERO = "zero_optimization"
+
+# Fields under `deepspeed_config` that stand for a key of DeepSpeed's.
+SHORT_FIELDS: Final[Mapping[str, Path]] = {
+    "zero_stage": (_ZERO, "stage"),
+    "offload_optimizer_device": (_ZERO, "offload_optimizer", "device"),
+    "offload_optimizer_nvme_path": (_ZERO, "offload_optimizer", "nvme_path"),
+    "offload_param_device": (_ZERO, "offload_param", "device"),
+    "offload_param_nvme_path": (_ZERO, "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+}
+
+# Fields under `deepspeed_config` that concern the launch or the model, not DeepSpeed's own configuration.
+LAUNCH_FIELDS: Final = (
+    "deepspeed_hostfile",
+    "deepspeed_multinode_launcher",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_moe_layer_cls_names",
+    "zero3_init_flag",
+)
+
+
+def _device(offload: Any) -> Any:
+    return {True: "cpu", False: "none"}.get(offload, offload) if isinstance(offload, bool) else offload
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# Spellings that DeepSpeed 0.19 still takes for another key: fields' names behind their aliases, and deprecated keys.
+_OTHER_SPELLINGS: Final[Mapping[Path, tuple[Path, Callable[[Any], Any]]]] = {
+    **{
+        (_ZERO, name): ((_ZERO, f"stage3_{name}"), _same)
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+    (_ZERO, "stage3_gather_fp16_weights_on_model_save"): (
+        (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
+        _same,
+    ),
+    (_ZERO, "cpu_offload"): ((_ZERO, "offload_optimizer", "device"), _device),
+    (_ZERO, "cpu_offload_param"): ((_ZERO, "offload_param", "device"), _device),
+    ("tensor_parallel", "tensor_parallel"): (("tensor_parallel", "tp"), _same),
+    ("tensor_parallel", "replace_with_kernel_inject"): (("tensor_parallel", "kernel_inject"), _same),
+    ("bfloat16",): (("bf16",), _same),
+}
+
+
+def translate_short_fields(fields: Mapping[Path, Entry]) -> dict[Path, Entry]:
+    """Short fields under the key paths they stand for; an NVMe path of `none`, Accelerate's default, is left out."""
+    return {
+        SHORT_FIELDS[path[0]]: entry
+        for path, entry in fields.items()
+        if not (path[0].endswith("nvme_path") and entry.value in (None, "", "none", "None"))
+    }
+
+
+def one_spelling(tree: Tree) -> tuple[Tree, list[str]]:
+    """Every key under the one spelling that the rest of the package looks for, and a note for each that was moved.
+
+    A key that stands beside its other spelling is left where it is: the check refuses it as unknown.
+    """
+    entries: dict[Path, Entry] = {}
+    notes: list[str] = []
+    for path, entry in tree.entries.items():
+        for old, (new, convert) in _OTHER_SPELLINGS.items():
+            if path[: len(old)] == old and not tree.has_section(*new):
+                entries[new + path[len(old) :]] = Entry(convert(entry.value), entry.origin)
+                notes.append(f"{entry.origin.where}: {dotted(path)}: read as {dotted(new + path[len(old) :])}")
+                break
+        else:
+            entries[path] = entry
+    return Tree(entries), notes

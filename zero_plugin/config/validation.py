@@ -1,0 +1,194 @@
+"""What a schema says about a configuration tree: violations by path, legal values in plain words, likely readings."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
+
+from zero_plugin.config.located import as_number
+from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+__all__ = [
+    "Violation",
+    "deepspeed_schema",
+    "did_you_mean",
+    "legal",
+    "read_as_wanted",
+    "show",
+    "validator",
+    "violations",
+]
+
+_SWITCHES: Final = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One place where a tree breaks its schema.
+
+    Attributes:
+        path: the leaf or section; list indices are not part of it.
+        index: positions inside the leaf, where it is a list.
+        value: what was found there.
+        wanted: the schema of that place; of the section that holds it for an unknown or missing key.
+        kind: whether the value is wrong, the key is unknown in its section, or a needed key is missing.
+    """
+
+    path: Path
+    index: tuple[int | str, ...]
+    value: Any
+    wanted: Mapping[str, Any]
+    kind: str  # "value", "unknown" or "missing"
+
+
+@functools.cache
+def deepspeed_schema() -> Mapping[str, Any]:
+    """The shipped JSON Schema of a DeepSpeed configuration."""
+    text = resources.files("zero_plugin.config").joinpath("schema/deepspeed.schema.json").read_text("utf-8")
+    schema: Mapping[str, Any] = json.loads(text)
+    return schema
+
+
+def validator(schema: Mapping[str, Any]) -> Validator:
+    """A validator in which `2e8` is not yet an integer, so that it is found and read as one."""
+    from jsonschema import Draft202012Validator, validators  # here, because a document made in code may need no check
+
+    def is_integer(_: Any, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
+    by: Validator = validators.extend(Draft202012Validator, type_checker=types)(schema)  # type: ignore[no-untyped-call]
+    return by
+
+
+def violations(tree: Tree, by: Validator) -> Iterator[Violation]:
+    """Every place where `tree` breaks the validator's schema."""
+    error: Any  # typed as a ValidationError, each of its attributes could be unset
+    for error in by.iter_errors(_with_auto_as_text(tree.nested())):
+        steps = list(error.absolute_path)
+        depth = next((n for n, step in enumerate(steps) if not isinstance(step, str)), len(steps))
+        path, index = tuple(str(step) for step in steps[:depth]), tuple(steps[depth:])
+        if error.validator == "additionalProperties":
+            known = error.schema.get("properties", {})
+            for key in error.instance:
+                if key not in known and not key.startswith("_"):
+                    yield Violation((*path, key), index, error.instance[key], error.schema, "unknown")
+        elif error.validator == "required":
+            for key in error.validator_value:
+                if key not in error.instance:
+                    yield Violation((*path, key), index, None, error.schema, "missing")
+        else:
+            yield Violation(path, index, error.instance, error.schema, "value")
+
+
+def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[str]]:
+    """Read values that are only written differently as what their keys want: `"true"`, `"5e8"`, `2e8`, `CPU`.
+
+    Returns:
+        The tree with such values replaced, and a note for each that a person should know of.
+    """
+    notes: list[str] = []
+    while True:
+        changes: dict[Path, Entry] = {}
+        for found in violations(tree, by):
+            if found.kind != "value" or found.path not in tree or found.index:
+                continue
+            wanted = by.evolve(schema=found.wanted)
+            for reading, obvious in _readings(found.value, found.wanted):
+                if wanted.is_valid(reading):
+                    origin = tree.entries[found.path].origin
+                    changes[found.path] = Tree.from_nested({"v": reading}, lambda _, o=origin: o).entries["v",]  # type: ignore[misc]
+                    if not obvious:
+                        notes.append(
+                            f"{origin.where}: {dotted(found.path)}: read {show(found.value)} as {show(reading)}"
+                        )
+                    break
+        if not changes:
+            return tree, notes
+        tree = tree.replace(changes)  # a type that is now understood may open the check of its parameters: look again
+
+
+def _readings(value: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """What `value` may have been meant as, and whether that goes without saying."""
+    if isinstance(value, float) and value.is_integer():
+        yield int(value), True
+    if isinstance(value, str):
+        text = value.strip()
+        for branch in (wanted, *wanted.get("anyOf", ())):
+            for option in branch.get("enum", ()):
+                if isinstance(option, str) and option.lower() == text.lower():
+                    yield option, True
+        if text.lower() in _SWITCHES:
+            yield _SWITCHES[text.lower()], False
+        number = as_number(text)
+        if number is not None:
+            if float(number).is_integer():
+                yield int(number), False
+            yield number, False
+        yield [value], False
+    elif isinstance(value, int) and not isinstance(value, bool) and value in (0, 1):
+        yield bool(value), False
+        yield str(value), True
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value), True
+
+
+def did_you_mean(word: str, known: Iterator[str] | list[str]) -> str:
+    """The known word nearest to `word`, or "" where none is near."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=1, cutoff=0.7)
+    return by_lower[near[0]] if near else ""
+
+
+def show(value: Any) -> str:
+    """A value as a person would write it, shortened."""
+    text = "auto" if value is AUTO else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def legal(schema: Mapping[str, Any]) -> str:
+    """What a schema allows, in plain words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(legal(branch) for branch in schema["anyOf"]))
+    if "const" in schema:
+        return "auto" if schema["const"] == "auto" else show(schema["const"])
+    if "enum" in schema:
+        return ", ".join(str(option) for option in schema["enum"])
+    kinds = schema.get("type", "object")
+    return " or ".join(_legal_type(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+
+
+def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
+    if kind in ("integer", "number"):
+        noun = "an integer" if kind == "integer" else "a number"
+        low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+        high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+        if low is not None and high is not None:
+            return f"{noun} from {low} to {high}"
+        bounds = {"at least": low, "above": above, "at most": high, "below": below}
+        words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+        return f"{noun} {words}".rstrip()
+    if kind == "array":
+        items = schema.get("items")
+        count = f"{schema['minItems']} values" if "minItems" in schema else "values"
+        return f"a list of {count}, each {legal(items)}" if items else "a list"
+    return {"boolean": "true or false", "string": "text", "null": "null", "object": "a mapping of keys"}[kind]
+
+
+def _with_auto_as_text(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _with_auto_as_text(child) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_with_auto_as_text(child) for child in node]
+    return "auto" if node is AUTO else node
