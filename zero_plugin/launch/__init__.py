@@ -1,1 +1,1 @@
-"""A launch spec, the command it becomes, and the workers it supervises; imports no torch at module level."""
+"""Start the workers: settings become a typed spec, the spec runs on torchrun's engine, the run is supervised."""

@@ -1,0 +1,50 @@
+# make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
+# make test   lint, types and the whole test suite
+# Both build .venv first, from constraints.txt; a second run installs nothing.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test check campaign clean libaio
+
+demo: $(VENV)/.installed libaio
+	$(BIN)/zero-plugin demo
+
+test: check libaio
+	$(BIN)/python -m pytest -m "not campaign"
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+campaign: $(VENV)/.installed-dev libaio
+	$(BIN)/python -m pytest -m campaign
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch by itself first: DeepSpeed's build looks for an installed torch.
+$(VENV)/.installed-torch: constraints.txt | $(BIN)/python
+	$(PIP) torch
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.installed-torch
+	$(PIP) --editable '.[pictures]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[pictures,dev]'
+	@touch $@
+
+# Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.
+libaio:
+	@if [ -e /usr/include/libaio.h ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	     && apt-get update -qq && apt-get install -y -qq libaio-dev; then :; \
+	else echo "For offload to NVMe, type:  sudo apt-get install libaio-dev   (Fedora: sudo dnf install libaio-devel)"; fi

@@ -1,0 +1,87 @@
+"""The launch flags, one line each: Accelerate's names, with `-` or `_`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import typer
+
+__all__ = ["LAUNCH_FLAGS", "LaunchFlag", "typed_flags", "with_launch_flags"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFlag:
+    """A flag: its spellings, whether it is a switch, and its help.
+
+    Values are read as the file would read them (`auto`, numbers, true/false), so that a wrong one is reported by the
+    same check and in the same words.
+    """
+
+    name: str
+    help: str
+    group: str
+    switch: bool = False
+    short: tuple[str, ...] = ()
+
+
+_RUN, _ZERO, _MACHINES, _ENGINE = "Configuration", "ZeRO and the loop", "Several machines", "Program and run"
+
+LAUNCH_FLAGS: Final = (
+    LaunchFlag("config_file", "YAML launch config or DeepSpeed JSON.", _RUN),
+    LaunchFlag("num_processes", "Processes over all machines; default: one per GPU, one on a CPU.", _RUN),
+    LaunchFlag("mixed_precision", "no, fp16, bf16 or auto.", _RUN),
+    LaunchFlag("cpu", "Run on the CPU, without DeepSpeed.", _RUN, switch=True),
+    LaunchFlag("multi_gpu", "Plain data parallelism on GPUs.", _RUN, switch=True),
+    LaunchFlag("use_deepspeed", "ZeRO by DeepSpeed.", _RUN, switch=True),
+    LaunchFlag("gpu_ids", "GPUs of this machine to use, e.g. 0,2; default: all.", _RUN),
+    LaunchFlag("deepspeed_config_file", "DeepSpeed JSON in place of the file's `deepspeed_config`.", _ZERO),
+    LaunchFlag("zero_stage", "0, 1, 2, 3 or auto.", _ZERO),
+    LaunchFlag("offload_optimizer_device", "none, cpu or nvme.", _ZERO),
+    LaunchFlag("offload_param_device", "none, cpu or nvme (stage 3).", _ZERO),
+    LaunchFlag("offload_optimizer_nvme_path", "Folder on a local NVMe disk.", _ZERO),
+    LaunchFlag("offload_param_nvme_path", "Folder on a local NVMe disk.", _ZERO),
+    LaunchFlag("gradient_accumulation_steps", "Micro-batches per optimizer step, or auto.", _ZERO),
+    LaunchFlag("gradient_clipping", "Largest gradient norm, or auto.", _ZERO),
+    LaunchFlag("zero3_init_flag", "true or false: build the model in partitions at stage 3.", _ZERO),
+    LaunchFlag("zero3_save_16bit_model", "true or false: gather 16-bit weights when saving at stage 3.", _ZERO),
+    LaunchFlag("num_cpu_threads_per_process", "OMP_NUM_THREADS; default: cores over processes.", _ENGINE),
+    LaunchFlag("log_dir", "Folder for a log of each worker; its lines on the screen are then prefixed.", _ENGINE),
+    LaunchFlag("monitor_interval", "Seconds between two looks at the workers.", _ENGINE),
+    LaunchFlag("num_machines", "Machines in the run.", _MACHINES),
+    LaunchFlag("machine_rank", "This machine's number, from 0.", _MACHINES),
+    LaunchFlag("main_process_ip", "Address of machine 0.", _MACHINES),
+    LaunchFlag("main_process_port", "Port on machine 0; on one machine a free one is taken.", _MACHINES),
+    LaunchFlag("rdzv_backend", "torchrun's rendezvous: static or c10d.", _MACHINES),
+    LaunchFlag("rdzv_endpoint", "host:port of the rendezvous.", _MACHINES),
+    LaunchFlag("rdzv_conf", "Rendezvous options, key=value,key=value.", _MACHINES),
+    LaunchFlag("module", "The program is a module, as with `python -m`.", _ENGINE, switch=True, short=("-m",)),
+    LaunchFlag("no_python", "The program is an executable.", _ENGINE, switch=True),
+    LaunchFlag("max_restarts", "Start all workers again after a failure, this often.", _ENGINE),
+    LaunchFlag("dry_run", "Print the environment and the torchrun command; start nothing.", _ENGINE, switch=True),
+    LaunchFlag("debug", "Show the launcher's own log.", _ENGINE, switch=True),
+)
+
+
+def with_launch_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes `ctx` and keywords every launch flag; `typed_flags(ctx)` tells which were typed."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    flags = [
+        inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
+        for flag in LAUNCH_FLAGS
+    ]
+    command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    return command
+
+
+def typed_flags(ctx: typer.Context) -> dict[str, Any]:
+    """The launch flags that the user typed, by name."""
+    names = {flag.name for flag in LAUNCH_FLAGS}
+    return {name: value for name, value in ctx.params.items() if name in names and value is not None}
+
+
+def _annotation(flag: LaunchFlag) -> Any:
+    option = typer.Option(f"--{flag.name}", *flag.short, help=flag.help, rich_help_panel=flag.group, show_default=False)
+    return Annotated[bool | None, option] if flag.switch else Annotated[str | None, option]

@@ -1,0 +1,49 @@
+"""`zero-plugin launch`: start a script on every GPU, or on the CPU, as a config file and flags say."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any, Literal
+
+import typer
+
+from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.command import shell_script
+from zero_plugin.launch.engine import run_workers
+from zero_plugin.launch.flags import document_from_flags
+from zero_plugin.launch.machine import look_at_machine
+from zero_plugin.launch.spec import Program
+
+__all__ = ["launch"]
+
+
+@with_launch_flags
+def launch(
+    ctx: typer.Context,
+    program: Annotated[str, typer.Argument(metavar="SCRIPT", help="What to run.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT...", help="The script's own arguments.", show_default=False)
+    ] = None,
+    **_: Any,
+) -> None:
+    """Start SCRIPT as a config file and flags say. All that follows SCRIPT belongs to it.
+
+    A flag overrides the file. Without --config_file the file is $ZERO_PLUGIN_CONFIG_FILE, else
+    ~/.cache/zero_plugin/default_config.yaml where that exists.
+    """
+    flags = typed_flags(ctx)
+    kind: Literal["script", "module", "executable"] = (
+        "module" if flags.get("module") else "executable" if flags.get("no_python") else "script"
+    )
+    spec = build_spec(
+        document_from_flags(flags),
+        Program(program, tuple(arguments or ()), kind),
+        look_at_machine(),
+        os.environ,
+        rendezvous_endpoint=flags.get("rdzv_endpoint"),
+    )
+    if flags.get("dry_run"):
+        print(shell_script(spec))
+    else:
+        raise typer.Exit(run_workers(spec))

@@ -1,0 +1,93 @@
+"""The command `zero-plugin`: finds the command's module, imports only that, and prints errors without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import zero_plugin
+from zero_plugin.errors import ZeroPluginError
+
+__all__ = ["main"]
+
+# command: (module, function, whether what follows the first argument belongs to the user's script)
+_COMMANDS = {
+    "launch": ("zero_plugin.cli.launch", "launch", True),
+    "check": ("zero_plugin.cli.check", "check", False),
+    "demo": ("zero_plugin.cli.demo", "demo", False),
+}
+
+
+class _LazyCommands(TyperGroup):
+    """Imports a command's module when the command is named, so that none pays for another's imports."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, function, takes_script = _COMMANDS[cmd_name]
+        return _build_command(cmd_name, getattr(import_module(module), function), takes_script=takes_script)
+
+
+def _build_command(name: str, function: Callable[..., None], *, takes_script: bool) -> TyperCommand:
+    app = typer.Typer(add_completion=False)
+    app.command(
+        name,
+        context_settings={
+            "allow_interspersed_args": not takes_script,
+            "token_normalize_func": lambda flag: flag.replace("-", "_"),  # --zero_stage and --zero-stage are one
+            "help_option_names": ["--help", "-h"],
+        },
+    )(function)
+    command = typer.main.get_command(app)
+    assert isinstance(command, TyperCommand), "an app with one command is that command"
+    return command
+
+
+_app = typer.Typer(
+    cls=_LazyCommands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(zero_plugin.__version__)
+        raise typer.Exit
+
+
+@_app.callback()
+def _zero_plugin(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and stop.", is_eager=True, callback=_print_version
+    ),
+) -> None:
+    """Train a PyTorch model that does not fit: DeepSpeed ZeRO from one config, or plain DDP with the same script."""
+
+
+def main() -> None:
+    """Entry point of the console script; exits with the error's own code for an error of ours."""
+    try:
+        _app(prog_name="zero-plugin")
+    except ZeroPluginError as error:
+        print_error(error)
+        sys.exit(error.exit_code)
+
+
+def print_error(error: ZeroPluginError) -> None:
+    """The message on standard error, in colour on a terminal; lines are never broken, so paths can be copied."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    console.print("error: ", style="bold red", end="")
+    console.print(str(error), markup=False, soft_wrap=True)

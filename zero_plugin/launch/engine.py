@@ -1,0 +1,84 @@
+"""Run a spec on torchrun's engine, in this process, until every worker is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from zero_plugin.errors import LaunchError
+from zero_plugin.launch.command import worker_command
+from zero_plugin.launch.report import Failure, describe_failure, find_first_failure, shell_code
+from zero_plugin.launch.spec import LaunchSpec
+
+__all__ = ["run_workers"]
+
+# Loggers whose warnings repeat what the report says.
+_NOISE = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+
+
+def run_workers(spec: LaunchSpec) -> int:
+    """Start the workers, wait for them and return the exit code for the shell.
+
+    The code is 0, the first failing rank's, or 128 + n where signal n ended the launcher or that rank. When this
+    returns, no worker is left on this machine.
+
+    Raises:
+        LaunchError: the machines of the run did not meet.
+    """
+    os.environ.update({name: setting.value for name, setting in spec.environment.items()})
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _set_log_level(debug=spec.debug)
+    with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
+        config = LaunchConfig(
+            min_nodes=spec.machines,
+            max_nodes=spec.machines,
+            nproc_per_node=spec.local_processes,
+            logs_specs=DefaultLogsSpecs(log_dir=spec.log_dir or folder, tee=Std.ALL if spec.log_dir else Std.NONE),
+            run_id=spec.rendezvous.run_id,
+            rdzv_backend=spec.rendezvous.backend,
+            rdzv_endpoint=spec.rendezvous.endpoint,
+            rdzv_configs=dict(spec.rendezvous.options),
+            max_restarts=spec.max_restarts,
+            monitor_interval=spec.monitor_interval,
+            local_addr=spec.rendezvous.local_address,
+        )
+        executable, *arguments = worker_command(spec.program)
+        try:
+            elastic_launch(config, executable)(*arguments)
+        except ChildFailedError as error:
+            _end_stragglers(error.failures)
+            rank = find_first_failure(error.failures, Path(spec.log_dir or folder))
+            print(describe_failure(rank, error.failures), file=sys.stderr)  # noqa: T201
+            return shell_code(error.failures[rank].exitcode)
+        except SignalException as error:
+            print(f"stopped by {error.sigval.name}; no worker is left", file=sys.stderr)  # noqa: T201
+            return 128 + int(error.sigval)
+        except RendezvousError as error:
+            raise LaunchError(f"the machines did not meet at {spec.rendezvous.endpoint}: {error}") from error
+    return 0
+
+
+def _set_log_level(*, debug: bool) -> None:
+    if debug:
+        logging.basicConfig(level=logging.INFO)
+    names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")] if debug else _NOISE
+    for name in names:
+        logging.getLogger(name).setLevel(logging.INFO if debug else logging.CRITICAL)
+
+
+def _end_stragglers(failures: Mapping[int, Failure]) -> None:
+    # torchrun stops the workers; what a dead worker had started itself (data loader processes) is still there.
+    for failure in failures.values():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(failure.pid, signal.SIGKILL)

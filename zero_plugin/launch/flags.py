@@ -1,0 +1,125 @@
+"""From launch flags and the file they name to the one checked document."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+from zero_plugin.config.check import check_document
+from zero_plugin.config.document import Document
+from zero_plugin.config.located import as_number
+from zero_plugin.config.overlay import overlay_flags
+from zero_plugin.config.read import read_document
+from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.tree import Path
+from zero_plugin.errors import Problem
+
+__all__ = ["CONFIG_VARIABLE", "default_config_file", "document_from_flags"]
+
+CONFIG_VARIABLE: Final = "ZERO_PLUGIN_CONFIG_FILE"
+_DEFAULT_FILE: Final = FilePath("~/.cache/zero_plugin/default_config.yaml")
+
+# What a switch says about how the processes work together. ZeRO on the CPU of a machine with GPUs is asked for in the
+# file: `distributed_type: DEEPSPEED` with `use_cpu: true`.
+_SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "cpu": {"distributed_type": "MULTI_CPU", "use_cpu": True},
+    "multi_gpu": {"distributed_type": "MULTI_GPU", "use_cpu": False},
+    "use_deepspeed": {"distributed_type": "DEEPSPEED"},
+}
+# Flags that ask for something only ZeRO has.
+_ZERO_FLAGS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))
+# Flags that are no key of the document: they choose files, or say what runs.
+_NO_KEY: Final = ("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "rdzv_endpoint")
+
+
+def default_config_file() -> str | None:
+    """The file for launches that name none: `$ZERO_PLUGIN_CONFIG_FILE`, else the user's default file if it exists."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    fallback = _DEFAULT_FILE.expanduser()
+    return named or (str(fallback) if fallback.is_file() else None)
+
+
+def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
+    """Read the file, lay the flags over it, check the whole.
+
+    Args:
+        flags: what was typed, by the flag's name with underscores.
+
+    Raises:
+        ConfigError: every problem of the file, of the flags, and between them.
+    """
+    file = flags.get("config_file") or default_config_file()
+    document = read_document(str(file)) if file else Document()
+    if "deepspeed_config_file" in flags:
+        document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
+    values, where = _values(flags)
+    problems = _contradictions(flags, document)
+    implied = next((f"--{name}" for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags), None)
+    if implied and not any(name in flags for name in _SWITCHES) and not document.launch.value("distributed_type"):
+        values["distributed_type",], where["distributed_type",] = "DEEPSPEED", implied
+    document = overlay_flags(document, values, where)
+    document = replace(document, problems=(*document.problems, *problems))
+    check_document(document)
+    return document
+
+
+def _with_training(document: Document, training: Document) -> Document:
+    """`document` with the training part of another, whole: two configurations are never mixed key by key."""
+    sections = {path: where for path, where in document.sections.items() if path[0] != "deepspeed"}
+    return replace(
+        document,
+        deepspeed=training.deepspeed,
+        sources=(*document.sources, *training.sources),
+        sections={**sections, **training.sections},
+        notes=(*document.notes, *training.notes),
+        problems=(*document.problems, *training.problems),
+    )
+
+
+def _values(flags: Mapping[str, str | bool]) -> tuple[dict[Path, Any], dict[Path, str]]:
+    values: dict[Path, Any] = {}
+    where: dict[Path, str] = {}
+    for name, text in flags.items():
+        if name in _NO_KEY:
+            continue
+        if name in _SWITCHES:
+            new: dict[Path, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
+        else:
+            new = {("deepspeed", *SHORT_FIELDS[name]) if name in SHORT_FIELDS else (name,): _read(text)}
+        values.update(new)
+        where.update(dict.fromkeys(new, f"--{name}"))
+    return values, where
+
+
+def _read(text: str | bool) -> Any:
+    """A flag's text as a file would read it."""
+    if isinstance(text, bool):
+        return text
+    number = as_number(text)
+    return {"true": True, "false": False}.get(text.lower(), text if number is None else number)
+
+
+def _contradictions(flags: Mapping[str, str | bool], document: Document) -> list[Problem]:
+    """Switches that exclude each other, and flags for ZeRO beside the choice of a run without it."""
+    switches = [name for name in _SWITCHES if name in flags]
+    if len(switches) > 1:
+        one, other = switches[:2]
+        fix = "Keep one of the two."
+        if {one, other} == {"cpu", "use_deepspeed"}:
+            fix += " For ZeRO on the CPU, write distributed_type: DEEPSPEED and use_cpu: true in the config file."
+        return [Problem(f"--{one}", "", f"contradicts --{other}", fix)]
+    typed = document.launch.get("distributed_type")
+    if switches:
+        kind, chosen, fix = _SWITCHES[switches[0]]["distributed_type"], f"--{switches[0]}", "Leave one of the two out."
+    elif typed is not None:
+        kind, chosen = typed.value, f"distributed_type: {typed.value} at {typed.origin.where}"
+        fix = "Add --use_deepspeed, or leave the flag out."
+    else:
+        return []
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        return []
+    message = f"has no effect without ZeRO, and {chosen} asks for a run without it"
+    return [Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags]

@@ -1,0 +1,82 @@
+"""What a launch is, decided and typed before anything starts: program, processes, meeting point, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zero_plugin.config.document import Document
+
+__all__ = ["LaunchSpec", "Program", "Rendezvous", "Setting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every worker runs.
+
+    Attributes:
+        kind: "script" as `python NAME`, "module" as `python -m NAME`, "executable" as `NAME` itself.
+        name: path, module or executable, as typed.
+        arguments: its own arguments, untouched.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    kind: Literal["script", "module", "executable"] = "script"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the machines of a run meet, in torchrun's terms.
+
+    Attributes:
+        backend: "c10d" or "static", or another that torchrun knows.
+        endpoint: `host:port`; port 0 lets the store take a free one.
+        run_id: tells runs that share an endpoint apart.
+        options: backend options; with "static", `rank` is this machine's number.
+        local_address: by what name workers reach this machine; None lets torchrun look it up.
+    """
+
+    backend: str
+    endpoint: str
+    run_id: str
+    options: Mapping[str, str | int] = field(default_factory=dict)
+    local_address: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One environment variable added for the workers, and why."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """One launch on this machine, complete: nothing is looked up or decided after it exists.
+
+    Attributes:
+        document: the configuration that is handed to the workers.
+        local_processes: workers that this machine starts.
+        local_processes_reason: why as many, empty where the user said so.
+        machines: machines in the run, this one included.
+        environment: variables added for the workers, by name.
+        max_restarts: how often the whole group is started again after a failure.
+        monitor_interval: seconds between two looks at the workers.
+        log_dir: folder for a log of each worker beside what it prints; None writes none.
+        debug: whether torchrun's own log is shown.
+    """
+
+    program: Program
+    document: Document
+    local_processes: int
+    machines: int
+    rendezvous: Rendezvous
+    environment: Mapping[str, Setting]
+    local_processes_reason: str = ""
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_dir: str | None = None
+    debug: bool = False

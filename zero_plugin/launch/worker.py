@@ -1,0 +1,119 @@
+"""Run the user's program inside a worker: the first rank to fail says why, and no rank outlives the launcher.
+
+The launcher starts this file by its path, so that nothing in the user's folder can shadow what it imports:
+
+    worker.py SCRIPT ARGUMENT…          as `python SCRIPT` would
+    worker.py -m MODULE ARGUMENT…       as `python -m MODULE` would
+    worker.py --no_python PROGRAM …     replaces this process by PROGRAM
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+__all__ = ["FIRST_FAILURE", "main", "run_module", "run_script"]
+
+FIRST_FAILURE = "first_failure"  # file in the attempt's folder that holds the rank which failed first
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+_LONGEST_LINE = 240
+
+
+def main() -> None:
+    """Run what the command line names; never returns for `--no_python`."""
+    _die_with_launcher()
+    if sys.argv[1] == "--no_python":
+        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
+    sys.excepthook = _report_exception
+    if sys.argv[1] == "-m":
+        run_module(sys.argv[2], sys.argv[3:])
+    else:
+        run_script(sys.argv[1], sys.argv[2:])
+
+
+def run_script(path: str, arguments: list[str]) -> None:
+    """Run a file as `__main__`, in a module that stays: spawned children and pickles look it up there."""
+    sys.argv[:] = [path, *arguments]
+    _set_import_folder(Path(path).resolve().parent)
+    module = ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = SourceFileLoader("__main__", path)
+    sys.modules["__main__"] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)  # noqa: S102 - this file's purpose
+
+
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run a module as `python -m` does; `sys.argv[0]` becomes its file."""
+    sys.argv[:] = [name, *arguments]
+    _set_import_folder(Path.cwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _set_import_folder(folder: Path) -> None:
+    # Python put this file's own folder first; under -P (safe path) it put nothing.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(folder)
+
+
+def _die_with_launcher() -> None:
+    """Let the kernel kill this process when the launcher dies, even by SIGKILL: nobody else would ever stop it."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+
+
+def _report_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The whole traceback for the first rank that fails, one line for the others, nothing after Ctrl-C."""
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    errors = sys.modules.get("zero_plugin.errors")
+    ours = errors is not None and issubclass(kind, errors.ZeroPluginError)
+    if _is_first_failure():
+        trace = _user_frames(trace, stop_at_package=ours)
+        sys.__excepthook__(kind, error.with_traceback(trace), trace)
+    else:
+        line = next(iter(f"{kind.__name__}: {error}".splitlines()))[:_LONGEST_LINE]
+        print(f"rank {os.environ.get('RANK')} failed later: {line}", file=sys.stderr)  # noqa: T201
+    if ours:
+        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
+
+
+def _user_frames(trace: TracebackType | None, *, stop_at_package: bool) -> TracebackType | None:
+    """`trace` without the frames that start the script and, for an error of our own, without our insides."""
+    while trace is not None and (_file(trace) == __file__ or Path(_file(trace)).stem in ("runpy", "<frozen runpy>")):
+        trace = trace.tb_next
+    last = trace
+    while stop_at_package and last is not None:
+        if last.tb_next is not None and _file(last.tb_next).startswith(_PACKAGE):
+            last.tb_next = None
+        last = last.tb_next
+    return trace
+
+
+def _file(trace: TracebackType) -> str:
+    return trace.tb_frame.f_code.co_filename
+
+
+def _is_first_failure() -> bool:
+    """Whether no rank of this attempt failed before on this machine; torchrun's error files share a folder."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return True
+    try:
+        with (Path(error_file).parents[1] / FIRST_FAILURE).open("x") as marker:
+            marker.write(os.environ["RANK"])
+    except FileExistsError:
+        return False
+    except OSError:  # no room, or no such folder: better one traceback too many than none
+        return True
+    return True
+
+
+if __name__ == "__main__":
+    main()
