@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +10,12 @@ import typer
 
 from zero_plugin import demo as package
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers
-from zero_plugin.launch.machine import count_gpus
-from zero_plugin.launch.plan import plan_launch
+from zero_plugin.launch.flags import document_from_flags
+from zero_plugin.launch.machine import look_at_machine
+from zero_plugin.launch.spec import Program
 
 __all__ = ["demo"]
 
@@ -29,20 +32,21 @@ def demo(
     config: Annotated[str | None, typer.Option("--config", help="Short for --config_file.", show_default=False)] = None,
     **_: Any,
 ) -> None:
-    """Train a small GPT on Python's own library: ZeRO-2, on all GPUs, else by two processes on the CPU.
+    """Train a small GPT on Python's own library: ZeRO-2, on every GPU, else by two processes on the CPU.
 
     Every launch flag changes how it runs, e.g. --zero_stage 3 --offload_optimizer_device cpu. What follows -- goes to
     the training script: zero-plugin demo -- --steps 1000 --width 256; zero-plugin demo -- --help lists it all.
     """
-    flags = typed_flags(ctx)
-    if config is not None:
-        flags.setdefault("config_file", config)
-    if "config_file" not in flags:
-        flags["config_file"] = str(_FOLDER / "config.yaml")
-        if "num_processes" not in flags and count_gpus() == 0:
-            print("no GPU here: two processes on the CPU")
-            flags["num_processes"] = "2"
-    spec = plan_launch(flags, str(_FOLDER / "train.py"), tuple(arguments or ()))
+    flags = {"config_file": config or str(_FOLDER / "config.yaml"), **typed_flags(ctx)}
+    document, machine = document_from_flags(flags), look_at_machine()
+    if not machine.gpus and document.launch.value("num_processes") is None:
+        two, why = (
+            ("num_processes",),
+            "zero-plugin demo: no GPU here, so two processes on the CPU show what ZeRO splits",
+        )
+        document = document.overlay({two: 2}, kind="rule", where={two: why})
+    program = Program(str(_FOLDER / "train.py"), tuple(arguments or ()))
+    spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))
     if flags.get("dry_run"):
         print(shell_script(spec))
     else:
