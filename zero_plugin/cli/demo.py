@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from zero_plugin import demo as package
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers
@@ -27,7 +29,7 @@ def demo(
     ctx: typer.Context,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- ARGUMENT...", help="Arguments of the training script.", show_default=False),
+        typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script.", show_default=False),
     ] = None,
     config: Annotated[str | None, typer.Option("--config", help="Short for --config_file.", show_default=False)] = None,
     **_: Any,
@@ -40,11 +42,10 @@ def demo(
     flags = {"config_file": config or str(_FOLDER / "config.yaml"), **typed_flags(ctx)}
     document, machine = document_from_flags(flags), look_at_machine()
     if not machine.gpus and document.launch.value("num_processes") is None:
-        two, why = (
-            ("num_processes",),
-            "zero-plugin demo: no GPU here, so two processes on the CPU show what ZeRO splits",
+        two = Entry(
+            2, Origin("rule", "zero-plugin demo", "no GPU here; two processes on the CPU show what ZeRO splits")
         )
-        document = document.overlay({two: 2}, kind="rule", where={two: why})
+        document = replace(document, launch=document.launch.replace({("num_processes",): two}))
     program = Program(str(_FOLDER / "train.py"), tuple(arguments or ()))
     spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))
     if flags.get("dry_run"):
