@@ -22,7 +22,7 @@ def test_maps_bytes_to_logits_and_starts_near_a_uniform_guess(model: GPT) -> Non
     ids = torch.randint(256, (3, 16))
     logits = model(ids)
     assert logits.shape == (3, 16, 256)
-    assert next_byte_loss(logits, ids).item() == pytest.approx(math.log(256), abs=0.1)
+    assert next_byte_loss(logits, ids).mean().item() == pytest.approx(math.log(256), abs=0.1)
 
 
 def test_later_bytes_never_change_earlier_logits(model: GPT) -> None:
@@ -50,7 +50,7 @@ def test_learns_a_repeating_text_in_twenty_steps(model: GPT) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(20):
-        loss = next_byte_loss(model(text[:, :-1]), text[:, 1:])
+        loss = next_byte_loss(model(text[:, :-1]), text[:, 1:]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,13 +58,15 @@ def test_learns_a_repeating_text_in_twenty_steps(model: GPT) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_loss_is_computed_in_fp32(model: GPT) -> None:
-    """A bf16 model's loss is the cross-entropy of its logits in fp32, not rounded to bf16."""
+def test_loss_is_one_fp32_mean_for_each_block(model: GPT) -> None:
+    """Each block's loss is the mean of its own bytes, in fp32 also where the model computes in bf16."""
     ids = torch.randint(256, (2, 16))
     logits = model.bfloat16()(ids)
     loss = next_byte_loss(logits, ids)
     assert logits.dtype is torch.bfloat16
     assert loss.dtype is torch.float32
+    by_hand = -logits.float().log_softmax(-1).gather(2, ids.unsqueeze(2)).mean((1, 2))
+    torch.testing.assert_close(loss, by_hand)
 
 
 def test_generate_continues_the_prompt_and_repeats_with_the_seed(model: GPT) -> None:

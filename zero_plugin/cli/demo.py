@@ -42,9 +42,8 @@ def demo(
     flags = {"config_file": config or str(_FOLDER / "config.yaml"), **typed_flags(ctx)}
     document, machine = document_from_flags(flags), look_at_machine()
     if not machine.gpus and document.launch.value("num_processes") is None:
-        two = Entry(
-            2, Origin("rule", "zero-plugin demo", "no GPU here; two processes on the CPU show what ZeRO splits")
-        )
+        why = "no GPU here; two processes on the CPU show what ZeRO splits"
+        two = Entry(2, Origin("rule", "zero-plugin demo", why))
         document = replace(document, launch=document.launch.replace({("num_processes",): two}))
     program = Program(str(_FOLDER / "train.py"), tuple(arguments or ()))
     spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))

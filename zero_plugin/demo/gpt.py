@@ -94,8 +94,14 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte of `[batch, length, 256]` logits against `[batch, length]` bytes, in fp32."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Mean cross-entropy of each block, `[batch]`, in nats per byte and fp32.
+
+    Args:
+        logits: `[batch, length, 256]`.
+        targets: the bytes that came, `[batch, length]`.
+    """
+    nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return nats.view(targets.shape).mean(1)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

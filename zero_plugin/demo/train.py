@@ -52,7 +52,7 @@ def main() -> None:
     with Progress(total=args.steps) as progress:
         for step, (ids, targets) in enumerate(islice(repeat(loader), args.steps), start=1):
             with accelerator.accumulate(model):
-                loss = next_byte_loss(model(ids), targets)
+                loss = next_byte_loss(model(ids), targets).mean()
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 rates.append(scheduler.get_last_lr()[0])  # read before step(): the rate that this step uses
@@ -103,13 +103,9 @@ def repeat(loader: Iterable[Batch]) -> Iterator[Batch]:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def bits_per_byte(model: Callable[[Tensor], Tensor], loader: Iterable[Batch], accelerator: Accelerator) -> float:
-    """Mean loss over all processes' batches, in bits: what an ideal compressor driven by the model would need."""
-    total = torch.zeros(2, device=accelerator.device)  # nats, bytes
-    for ids, targets in loader:
-        total[0] += next_byte_loss(model(ids), targets) * ids.numel()
-        total[1] += ids.numel()
-    nats, count = accelerator.reduce(total, "mean").tolist()
-    return float(nats / count / math.log(2))
+    """Mean loss over the whole text, in bits: what an ideal compressor driven by the model would need for a byte."""
+    nats = [accelerator.gather_for_metrics(next_byte_loss(model(ids), targets)) for ids, targets in loader]
+    return float(torch.cat(nats).mean()) / math.log(2)
 
 
 if __name__ == "__main__":
