@@ -54,7 +54,7 @@ def check_document(document: Document) -> None:
 
 def _launch_problems(document: Document) -> Iterator[Problem]:
     settings = document.launch.where(
-        lambda path, entry: path[0] in LaunchSettings.model_fields and entry.value is not AUTO
+        lambda path, entry: path[0] in LaunchSettings.model_fields and entry.value not in (None, AUTO)
     )
     for found in violations(settings, validator(launch_schema())):
         refused = REFUSED_VALUES.get((found.path[0], str(found.value)))

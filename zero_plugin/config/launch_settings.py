@@ -155,7 +155,7 @@ def launch_schema() -> Mapping[str, Any]:
 
 
 def launch_settings(document: Document) -> LaunchSettings:
-    """The launch part of a checked document, with defaults; `auto` counts as absent."""
+    """The launch part of a checked document, with defaults; `auto` and `null` count as absent."""
     known = LaunchSettings.model_fields
     given = {path[0]: entry.value for path, entry in document.launch.entries.items() if path[0] in known}
-    return LaunchSettings(**{name: value for name, value in given.items() if value is not AUTO})
+    return LaunchSettings(**{name: value for name, value in given.items() if value not in (None, AUTO)})

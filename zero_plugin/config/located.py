@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from zero_plugin.config.tree import Entry, Origin, OriginKind, Path, Tree, dotted
+from zero_plugin.config.tree import Entry, Origin, OriginKind, Path, dotted, freeze
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["MAX_DEPTH", "Located", "as_number", "duplicate_key", "leaves", "sections", "syntax_error"]
@@ -51,8 +51,7 @@ def leaves(node: Located, kind: OriginKind, prefix: Path = ()) -> dict[Path, Ent
             found.update(leaves(child, kind, path))
         else:
             value = {} if isinstance(child.value, dict) else child.plain()
-            origin = Origin(kind, child.where)
-            found[path] = Tree.from_nested({"value": value}, lambda _, origin=origin: origin).entries["value",]  # type: ignore[misc]
+            found[path] = Entry(freeze(value), Origin(kind, child.where))
     return found
 
 

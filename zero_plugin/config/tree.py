@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-__all__ = ["AUTO", "Auto", "Entry", "Origin", "OriginKind", "Path", "Tree", "dotted"]
+__all__ = ["AUTO", "Auto", "Entry", "Origin", "OriginKind", "Path", "Tree", "dotted", "freeze"]
 
 Path = tuple[str, ...]
 OriginKind = Literal["file", "flag", "environment", "code", "rule", "default"]
@@ -160,16 +160,17 @@ def _leaves(prefix: Path, node: Any, origin: Callable[[Path], Origin]) -> Iterab
         for key, child in node.items():
             yield from _leaves((*prefix, str(key)), child, origin)
     elif prefix:
-        yield prefix, Entry(_freeze(node), origin(prefix))
+        yield prefix, Entry(freeze(node), origin(prefix))
 
 
-def _freeze(value: Any) -> Any:
+def freeze(value: Any) -> Any:
+    """A leaf's value as a tree holds it: lists as tuples, mappings read-only, the string `auto` as AUTO."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return AUTO
     if isinstance(value, list | tuple):
-        return tuple(_freeze(v) for v in value)
+        return tuple(freeze(v) for v in value)
     if isinstance(value, Mapping):
-        return MappingProxyType({str(k): _freeze(v) for k, v in value.items()})
+        return MappingProxyType({str(k): freeze(v) for k, v in value.items()})
     return value
 
 

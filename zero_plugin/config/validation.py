@@ -11,7 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 from zero_plugin.config.located import as_number
-from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted
+from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted, freeze
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -99,24 +99,21 @@ def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[str]]:
         The tree with such values replaced, and a note for each that a person should know of.
     """
     notes: list[str] = []
-    while True:
+    for _ in range(2):  # once more, because an optimizer type that is now understood opens the check of its parameters
         changes: dict[Path, Entry] = {}
         for found in violations(tree, by):
             if found.kind != "value" or found.path not in tree or found.index:
                 continue
             wanted = by.evolve(schema=found.wanted)
-            for reading, obvious in _readings(found.value, found.wanted):
-                if wanted.is_valid(reading):
-                    origin = tree.entries[found.path].origin
-                    changes[found.path] = Tree.from_nested({"v": reading}, lambda _, o=origin: o).entries["v",]  # type: ignore[misc]
-                    if not obvious:
-                        notes.append(
-                            f"{origin.where}: {dotted(found.path)}: read {show(found.value)} as {show(reading)}"
-                        )
-                    break
-        if not changes:
-            return tree, notes
-        tree = tree.replace(changes)  # a type that is now understood may open the check of its parameters: look again
+            reading = next((r for r in _readings(found.value, found.wanted) if wanted.is_valid(r[0])), None)
+            if reading is not None:
+                value, goes_without_saying = reading
+                origin = tree.entries[found.path].origin
+                changes[found.path] = Entry(freeze(value), origin)
+                if not goes_without_saying:
+                    notes.append(f"{origin.where}: {dotted(found.path)}: read {show(found.value)} as {show(value)}")
+        tree = tree.replace(changes)
+    return tree, notes
 
 
 def _readings(value: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[Any, bool]]:

@@ -1,0 +1,79 @@
+"""A configuration file as located values, whichever of the two languages it is written in."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Final
+
+from zero_plugin.config.json_reader import looks_like_json, parse_json
+from zero_plugin.config.located import Located, syntax_error
+from zero_plugin.config.yaml_reader import parse_yaml
+from zero_plugin.errors import ConfigError, Problem
+
+__all__ = ["nearest_file", "parse_file"]
+
+_MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; this is a data file given by mistake
+
+
+def parse_file(path: Path, problems: list[Problem]) -> Located:
+    """Read a YAML or JSON file whose top level holds keys; content tells the language, not the extension.
+
+    Args:
+        path: the file.
+        problems: duplicate keys are added here.
+
+    Raises:
+        ConfigError: the file is missing, is not text, is broken, or holds something else than keys.
+    """
+    text = _text(path)
+    if not looks_like_json(text):
+        root = parse_yaml(text, str(path), problems)
+    elif path.suffix in (".yaml", ".yml"):
+        root = _parse_flow_yaml(text, str(path), problems)
+    else:
+        root = parse_json(text, str(path), problems)
+    if not isinstance(root.value, dict):
+        kind = "a list" if isinstance(root.value, list) else "a single value"
+        found = "the file is empty" if root.value is None else f"holds {kind}, not keys"
+        raise syntax_error(root.where, found, "Write a launch YAML (num_processes: 2, …) or a DeepSpeed JSON.")
+    return root
+
+
+def nearest_file(path: Path) -> str:
+    """What to write where `path` was written and does not exist."""
+    try:
+        names = [child.name for child in path.parent.iterdir() if child.is_file()]
+    except OSError:
+        return f"The folder {path.parent} does not exist or cannot be read; check the path."
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"Did you mean {path.parent / near[0]}?" if near else f"Check the path: {path.parent} holds no such name."
+
+
+def _parse_flow_yaml(text: str, name: str, problems: list[Problem]) -> Located:
+    """YAML whose first character is a bracket: JSON, as a rule, with its tabs and comments."""
+    found: list[Problem] = []
+    try:
+        root = parse_json(text, name, found)
+    except ConfigError:
+        return parse_yaml(text, name, problems)
+    problems += found
+    return root
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise syntax_error(str(path), "no such file", nearest_file(path)) from None
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise syntax_error(str(path), f"cannot be read: {reason}", "Give a readable YAML or JSON file.") from None
+    if len(data) > _MAX_BYTES:
+        raise syntax_error(str(path), f"is larger than {_MAX_BYTES} bytes", "This is no configuration; check the path.")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        message = f"is not UTF-8 text: byte {data[error.start]:#04x} at position {error.start}"
+        raise syntax_error(str(path), message, "Save it as UTF-8.") from None
