@@ -92,7 +92,6 @@ def write_model_folder(
             names.append(list(shard))
             total += sum(tensor.numel() * tensor.element_size() for tensor in shard.values())
             del shard  # else it lives on while the next one is collected
-        _check_names(names, tied)
         if len(drafts) == 1:
             final = [SINGLE_NAME]
         else:
@@ -103,8 +102,8 @@ def write_model_folder(
             _write_text(drafts[-1], json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
         return _publish(folder, drafts, final)
     finally:
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
+        for draft in folder.glob(".writing-*"):  # also what an earlier run, killed here, left
+            draft.unlink()
 
 
 def _cut_into_shards(
@@ -112,36 +111,30 @@ def _cut_into_shards(
 ) -> Iterable[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     shard_bytes = 0
+    stored: set[str] = set()
     for name, tensor in tensors:
         if tied.get(name, name) != name:
             continue
         if tensor.numel() == 0 and name not in may_be_empty:
             raise LoopError(
-                f"save_model: {name!r} has no elements (shape {tuple(tensor.shape)}): at ZeRO stage 3 its data lie with "
-                "all processes. Save through accelerator.save_model or accelerator.get_state_dict, which collect them"
+                f"save_model: {name!r} has no elements (shape {tuple(tensor.shape)}): at ZeRO stage 3 its data lie "
+                "with all processes. Save through accelerator.save_model or accelerator.get_state_dict"
             )
         if tensor.dtype not in DTYPE_NAMES:
             raise LoopError(f"save_model: {name!r} is {tensor.dtype}, which safetensors files cannot hold; convert it")
-        if name in shard:
+        if name in stored:
             raise LoopError(f"save_model: {name!r} occurs twice among the model's tensors")
+        stored.add(name)
         tensor_bytes = tensor.numel() * tensor.element_size()
         if shard and shard_bytes + tensor_bytes > limit:
             yield shard
             shard, shard_bytes = {}, 0
         shard[name] = tensor.detach().cpu()
         shard_bytes += tensor_bytes
-    yield shard
-
-
-def _check_names(names: list[list[str]], tied: Mapping[str, str]) -> None:
-    stored: set[str] = set()
-    for name in (name for shard_names in names for name in shard_names):
-        if name in stored:
-            raise LoopError(f"save_model: {name!r} occurs twice among the model's tensors")
-        stored.add(name)
     lost = sorted(f"{alias!r} → {kept!r}" for alias, kept in tied.items() if kept not in stored)
     if lost:
         raise LoopError(f"save_model: tied to a tensor that is not among the model's: {', '.join(lost)}")
+    yield shard
 
 
 def _write_text(path: Path, text: str) -> None:

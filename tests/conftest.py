@@ -1,0 +1,54 @@
+"""Fixtures that several folders of tests share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
+    """Run a script as `world` processes, `script STORE RANK WORLD ARGS…`; their outputs, or the failing one's as error.
+
+    STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken. No process
+    outlives the call.
+    """
+
+    def run(script: str | Path, world: int, *args: object, seconds: float = 120) -> list[str]:
+        store = tmp_path / f"store-{time.monotonic_ns()}"
+        logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(world)]
+        workers: list[subprocess.Popen[bytes]] = []
+        deadline = time.monotonic() + seconds
+        try:
+            for rank, log in enumerate(logs):
+                command = [sys.executable, str(script), str(store), str(rank), str(world), *map(str, args)]
+                with log.open("wb") as output:
+                    workers.append(
+                        subprocess.Popen(
+                            command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                        )
+                    )
+            while any(worker.poll() is None for worker in workers):
+                if time.monotonic() > deadline or any(worker.poll() for worker in workers):
+                    break
+                time.sleep(0.02)
+        finally:
+            alive = [worker.poll() is None for worker in workers]
+            codes = [worker.poll() for worker in workers]
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        outputs = [log.read_text() for log in logs]
+        assert codes == [0] * world, "\n".join(
+            f"--- process {rank}: {'still running' if alive[rank] else codes[rank]}\n{output}"
+            for rank, output in enumerate(outputs)
+        )
+        return outputs
+
+    return run

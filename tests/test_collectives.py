@@ -1,0 +1,121 @@
+"""Collectives mean the same in one process and in several."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_plugin import collectives
+from zero_plugin.errors import LoopError
+
+Pair = namedtuple("Pair", "left right")
+
+
+def check_gather(rank: int, world: int) -> None:
+    tree = {
+        "rows": torch.full((rank + 1, 2), rank, dtype=torch.bfloat16),
+        "nested": [Pair(torch.tensor(float(rank)), (torch.tensor([rank % 2 == 0]),))],
+        "one_sided": torch.arange(3 if rank == world - 1 else 0),
+        "same": torch.full((2,), rank, dtype=torch.int16),
+        "nothing": torch.empty(0, 3),
+    }
+    got = collectives.gather(tree)
+    assert list(got) == list(tree)
+    assert got["rows"].dtype == torch.bfloat16
+    assert got["rows"][:, 0].tolist() == [float(r) for r in range(world) for _ in range(r + 1)]
+    assert isinstance(got["nested"][0], Pair)
+    assert got["nested"][0].left.tolist() == [float(r) for r in range(world)]
+    assert got["nested"][0].right[0].tolist() == [r % 2 == 0 for r in range(world)]
+    assert got["one_sided"].tolist() == [0, 1, 2]
+    assert got["same"].tolist() == [r for r in range(world) for _ in range(2)]
+    assert got["nothing"].shape == (0, 3)
+    leaf = torch.ones(2, requires_grad=True)
+    assert not collectives.gather(leaf * 2).requires_grad
+    transposed = torch.arange(6).view(2, 3).t() + rank
+    assert collectives.gather(transposed)[:3].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def check_objects(rank: int, world: int) -> None:
+    assert collectives.gather_object([rank] * rank) == [r for r in range(world) for _ in range(r)]
+    box = [f"from {rank}", {"rank": rank}]
+    assert collectives.broadcast_object_list(box, from_process=world - 1) is box
+    assert box == [f"from {world - 1}", {"rank": world - 1}]
+
+
+def check_reduce_and_broadcast(rank: int, world: int) -> None:
+    own = torch.tensor([rank, 1])
+    total = world * (world - 1) // 2
+    assert collectives.reduce({"a": own}, "sum")["a"].tolist() == [total, world]
+    assert own.tolist() == [rank, 1]
+    assert collectives.reduce(own.float(), "mean").tolist() == [total / world, 1.0]
+    assert collectives.reduce(own, "mean").tolist() == [total / world, 1.0]
+    assert collectives.reduce(torch.tensor(True), "sum").item() == world
+    assert collectives.broadcast([own], from_process=world - 1)[0].tolist() == [world - 1, 1]
+    assert own.tolist() == [rank, 1]
+
+
+def check_padding(rank: int, world: int) -> None:
+    own = torch.ones(2, rank + 1)
+    padded = collectives.pad_across_processes({"x": own, "scalar": torch.tensor(1.0)}, dim=1, pad_index=-1)
+    assert padded["x"].tolist() == [[1.0] * (rank + 1) + [-1.0] * (world - rank - 1)] * 2
+    assert padded["scalar"].ndim == 0
+    first = collectives.pad_across_processes(own, dim=-1, pad_first=True)
+    assert first.tolist() == [[0.0] * (world - rank - 1) + [1.0] * (rank + 1)] * 2
+
+
+def check_mismatch(rank: int, world: int) -> None:
+    with pytest.raises(LoopError, match="pad_across_processes") as caught:
+        collectives.gather(torch.ones(2, rank + 1))
+    assert f"process {world - 1}: [((2, {world}), 'torch.float32')]" in str(caught.value)
+
+
+CHECKS = [check_gather, check_objects, check_reduce_and_broadcast, check_padding]
+
+
+def test_one_process_without_a_group() -> None:
+    """Without a process group every operation returns what a group of one would."""
+    assert (collectives.process_index(), collectives.num_processes()) == (0, 1)
+    for check in CHECKS:
+        check(0, 1)
+    collectives.barrier()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_several_processes(run_processes, world: int) -> None:
+    """Over gloo, with uneven first dimensions, every process has exactly the others' data."""
+    run_processes(__file__, world)
+
+
+@pytest.mark.parametrize("call", [collectives.gather, collectives.reduce, collectives.pad_across_processes])
+def test_a_leaf_that_is_no_tensor_is_named(call) -> None:
+    """Numbers and texts cannot travel as tensors; the error says what does carry them."""
+    with pytest.raises(LoopError, match="found a str.*gather_object"):
+        call(OrderedDict(a=torch.ones(1), b="text"))
+
+
+def test_gather_object_wants_a_list() -> None:
+    """A bare object would be taken apart or lost when lists are joined."""
+    with pytest.raises(LoopError, match=r"gather_object\(\[value\]\)"):
+        collectives.gather_object({"a": 1})  # type: ignore[arg-type]
+
+
+def test_reduce_names_its_two_ways() -> None:
+    """Another word than sum or mean is an error, not the default."""
+    with pytest.raises(LoopError, match='"sum" or "mean"'):
+        collectives.reduce(torch.ones(1), "max")  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for check in CHECKS:
+        check(rank, world)
+    if world > 1:
+        check_mismatch(rank, world)
+    collectives.barrier()
+    dist.destroy_process_group()
