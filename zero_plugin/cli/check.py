@@ -15,13 +15,16 @@ __all__ = ["check"]
 
 def check(files: Annotated[list[str], typer.Argument(metavar="FILE...", show_default=False)]) -> None:
     """Read launch configs (YAML) and DeepSpeed configs (JSON) and print every problem; exit code 2 if there is one."""
-    problems: list[Problem] = []
-    for file in files:
-        try:
-            check_document(read_document(file))
-        except ConfigError as error:
-            problems += error.problems
-        else:
-            print(f"{file}: no problem found")
+    problems = [problem for file in files for problem in _problems(file)]
     if problems:
         raise ConfigError(problems)
+
+
+def _problems(file: str) -> tuple[Problem, ...]:
+    try:
+        document = read_document(file)
+        check_document(document)
+    except ConfigError as error:
+        return error.problems
+    print("\n".join([*document.notes, f"{file}: no problem found"]))
+    return ()

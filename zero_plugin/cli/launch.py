@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated, Any, Literal
 
 import typer
@@ -36,8 +37,11 @@ def launch(
     kind: Literal["script", "module", "executable"] = (
         "module" if flags.get("module") else "executable" if flags.get("no_python") else "script"
     )
+    document = document_from_flags(flags)
+    if document.sources and "config_file" not in flags:
+        print(f"configuration: {', '.join(document.sources)}", file=sys.stderr)  # not named, so it must be said
     spec = build_spec(
-        document_from_flags(flags),
+        document,
         Program(program, tuple(arguments or ()), kind),
         look_at_machine(),
         os.environ,

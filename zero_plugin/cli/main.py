@@ -26,10 +26,10 @@ _COMMANDS = {
 class _LazyCommands(TyperGroup):
     """Imports a command's module when the command is named, so that none pays for another's imports."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
         return list(_COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
         module, function, takes_script = _COMMANDS[cmd_name]

@@ -25,40 +25,40 @@ class Failure(Protocol):
     pid: int
 
 
-def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> int:
-    """The rank whose failure caused the others.
+def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> tuple[int, int]:
+    """The rank whose failure caused the others, and its exit code (negative: the signal that ended it).
 
     Args:
         failures: by rank, of this machine.
-        folder: where torchrun kept the error files; the first rank to raise left a mark there.
+        folder: where torchrun kept the error files; the first rank to fail in Python left its mark there.
     """
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
         if failure.exitcode in _SUDDEN and failure.timestamp - earliest <= _SAME_MOMENT_S:
-            return rank
+            return rank, failure.exitcode
     marks = sorted(folder.glob(f"*/attempt_*/{FIRST_FAILURE}"), key=lambda mark: mark.stat().st_mtime_ns)
-    if marks and (rank := int(marks[-1].read_text() or -1)) in failures:
-        return rank
-    ended_by_launcher = {-signal.SIGTERM, -signal.SIGKILL}
-    return min(
-        failures, key=lambda rank: (failures[rank].exitcode in ended_by_launcher, failures[rank].timestamp, rank)
-    )
+    if marks:
+        # The mark, not the exit code: torchrun may have stopped that rank while it was still on its way out.
+        marked, code = map(int, marks[-1].read_text().split())
+        if marked in failures:
+            return marked, code
+    stopped = {-signal.SIGTERM, -signal.SIGKILL}
+    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in stopped, item[1].timestamp, item[0]))
+    return rank, failure.exitcode
 
 
-def describe_failure(rank: int, failures: Mapping[int, Failure]) -> str:
+def describe_failure(rank: int, exitcode: int) -> str:
     """A few lines for people: who failed first, how, and for SIGKILL the likely cause with this machine's memory."""
-    code = failures[rank].exitcode
-    if code > 0:
-        return f"rank {rank} failed first, with exit code {code}; what it printed is above. All workers were stopped."
-    name = signal.Signals(-code).name
-    text = f"rank {rank} was ended by signal {-code} ({name}); all workers were stopped."
-    if -code != signal.SIGKILL:
+    if exitcode > 0:
+        return f"rank {rank} failed first, with exit code {exitcode}; its output is above. All workers are stopped."
+    text = f"rank {rank} was ended by signal {-exitcode} ({signal.Signals(-exitcode).name}). All workers are stopped."
+    if -exitcode != signal.SIGKILL:
         return text
     memory = host_memory_bytes()
     size = "" if memory is None else f" ({memory / 2**30:.1f} GiB here, for all processes together)"
     return (
         f"{text}\n"
-        f"On Linux that is nearly always the kernel, because host memory ran out{size}; `dmesg` names the process.\n"
+        f"On Linux that is nearly always the kernel, because host memory ran out{size}; `dmesg` tells.\n"
         "What lowers it: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
         "`pin_memory: false` in the offload sections. Errors that other ranks printed only follow from this one."
     )

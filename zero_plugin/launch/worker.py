@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 
 __all__ = ["FIRST_FAILURE", "main", "run_module", "run_script"]
 
-FIRST_FAILURE = "first_failure"  # file in the attempt's folder that holds the rank which failed first
+FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, and its exit code
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _LONGEST_LINE = 240
@@ -30,10 +30,15 @@ def main() -> None:
     if sys.argv[1] == "--no_python":
         os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
     sys.excepthook = _report_exception
-    if sys.argv[1] == "-m":
-        run_module(sys.argv[2], sys.argv[3:])
-    else:
-        run_script(sys.argv[1], sys.argv[2:])
+    try:
+        if sys.argv[1] == "-m":
+            run_module(sys.argv[2], sys.argv[3:])
+        else:
+            run_script(sys.argv[1], sys.argv[2:])
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _claim_first_failure(end.code if isinstance(end.code, int) else 1)
+        raise
 
 
 def run_script(path: str, arguments: list[str]) -> None:
@@ -74,14 +79,15 @@ def _report_exception(kind: type[BaseException], error: BaseException, trace: Tr
         return
     errors = sys.modules.get("zero_plugin.errors")
     ours = errors is not None and issubclass(kind, errors.ZeroPluginError)
-    if _is_first_failure():
+    code = error.exit_code if ours else 1  # type: ignore[attr-defined]
+    if _claim_first_failure(code):
         trace = _user_frames(trace, stop_at_package=ours)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
     else:
         line = next(iter(f"{kind.__name__}: {error}".splitlines()))[:_LONGEST_LINE]
         print(f"rank {os.environ.get('RANK')} failed later: {line}", file=sys.stderr)  # noqa: T201
     if ours:
-        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
+        raise SystemExit(code)
 
 
 def _user_frames(trace: TracebackType | None, *, stop_at_package: bool) -> TracebackType | None:
@@ -100,14 +106,14 @@ def _file(trace: TracebackType) -> str:
     return trace.tb_frame.f_code.co_filename
 
 
-def _is_first_failure() -> bool:
+def _claim_first_failure(code: int) -> bool:
     """Whether no rank of this attempt failed before on this machine; torchrun's error files share a folder."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return True
     try:
         with (Path(error_file).parents[1] / FIRST_FAILURE).open("x") as marker:
-            marker.write(os.environ["RANK"])
+            marker.write(f"{os.environ['RANK']} {code}")
     except FileExistsError:
         return False
     except OSError:  # no room, or no such folder: better one traceback too many than none

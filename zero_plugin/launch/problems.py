@@ -1,0 +1,95 @@
+"""What cannot be launched here, although the configuration is right: the program, the machine, the meeting point."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.errors import Problem
+from zero_plugin.launch.machine import port_is_free
+from zero_plugin.launch.spec import Program
+
+__all__ = ["find_problems", "where"]
+
+_REMOTE_LAUNCHERS: Final = ("pdsh", "openmpi", "mvapich", "mpich", "nossh", "slurm")
+
+
+def find_problems(
+    document: Document, settings: LaunchSettings, program: Program, *, gpus: int, endpoint: str | None
+) -> list[Problem]:
+    """Everything that stands against this launch on this machine.
+
+    Args:
+        document: for where each setting was written.
+        settings: the document's launch part.
+        program: what the workers shall run.
+        gpus: GPUs of this machine that the run may use; 0 for a run on the CPU.
+        endpoint: `--rdzv_endpoint`, where it was given.
+    """
+    meeting = _meeting(settings, endpoint, document) if settings.num_machines > 1 else _port(settings)
+    found = [*_unsupported(settings), *_processes(settings, gpus), *meeting]
+    problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
+    return [*_program(program), *problems]
+
+
+def where(document: Document, key: str) -> str:
+    """Where a launch key was written, as a person would say it."""
+    entry = document.launch.get(key)
+    return str(entry.origin) if entry else "launch"
+
+
+_Found = Iterator[tuple[str, str, str]]  # key, what is wrong, what to write
+
+
+def _program(program: Program) -> Iterator[Problem]:
+    if program.kind == "script" and not Path(program.name).is_file():
+        yield Problem("command line", "", f"{program.name} is not a file", "Name the script to run.")
+    if program.kind == "executable" and shutil.which(program.name) is None:
+        yield Problem("command line", "", f"{program.name} is not an executable here", "Name one that is on the PATH.")
+
+
+def _unsupported(settings: LaunchSettings) -> _Found:
+    kind, launcher = settings.distributed_type, settings.deepspeed_multinode_launcher
+    if kind in ("TPU", "XLA"):
+        yield "distributed_type", f"{kind} cannot be launched yet", "Write DEEPSPEED, MULTI_GPU, MULTI_CPU or NO."
+    if settings.num_machines > 1 and launcher in _REMOTE_LAUNCHERS:
+        fix = "Write standard, and start the same command on every machine with its own machine_rank."
+        yield "deepspeed_multinode_launcher", f"{launcher} cannot start other machines yet", fix
+    if settings.enable_cpu_affinity:
+        yield "enable_cpu_affinity", "processes cannot be bound to cores yet", "Write false."
+
+
+def _processes(settings: LaunchSettings, gpus: int) -> _Found:
+    wanted, machines = settings.num_processes, settings.num_machines
+    if wanted is None:
+        return
+    if wanted % machines:
+        yield "num_processes", f"{wanted} over {machines} machines", f"Write a multiple of {machines}."
+    if wanted > 1 and settings.distributed_type == "NO":
+        fix = "Write num_processes: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
+        yield "num_processes", f"{wanted}, but distributed_type NO is one process", fix
+    elif gpus and wanted // machines > gpus:
+        fix = f"Write at most {gpus * machines}, since each process has a GPU of its own; or add --cpu."
+        yield "num_processes", f"{wanted // machines} processes on this machine, which has {gpus} usable GPUs", fix
+
+
+def _port(settings: LaunchSettings) -> _Found:
+    port = settings.main_process_port
+    if port and not port_is_free(port):
+        yield "main_process_port", f"port {port} is taken on this machine", "Leave it out: a free one is then taken."
+
+
+def _meeting(settings: LaunchSettings, endpoint: str | None, document: Document) -> _Found:
+    if not endpoint and not settings.main_process_ip:
+        yield "main_process_ip", "missing for several machines", "Write machine 0's address, the same on each machine."
+    if not endpoint and settings.main_process_port == 0:
+        yield "main_process_port", "0, but all machines must know it", "Write one port, the same on each machine."
+    last = settings.num_machines - 1
+    if settings.rdzv_backend == "static" and "machine_rank" not in {path[0] for path in document.launch}:
+        yield "machine_rank", "missing for several machines", f"Write this machine's number, 0 to {last}."
+    if settings.machine_rank > last:
+        yield "machine_rank", f"{settings.machine_rank} of {last + 1} machines", f"Write 0 to {last}."
