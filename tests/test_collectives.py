@@ -94,7 +94,7 @@ def test_several_processes(run_processes, world: int) -> None:
 @pytest.mark.parametrize("call", [collectives.gather, collectives.reduce, collectives.pad_across_processes])
 def test_a_leaf_that_is_no_tensor_is_named(call) -> None:
     """Numbers and texts cannot travel as tensors; the error says what does carry them."""
-    with pytest.raises(LoopError, match="found a str.*gather_object"):
+    with pytest.raises(LoopError, match=r"found a str.*gather_object"):
         call(OrderedDict(a=torch.ones(1), b="text"))
 
 

@@ -1,0 +1,365 @@
+"""A prepared loader in one process, and each rank's part of it simulated."""
+
+from __future__ import annotations
+
+import logging
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
+
+from zero_plugin.data.device import move_batch
+from zero_plugin.data.loader import ActiveLoaders, ShardedLoader, skip_first_batches
+from zero_plugin.data.metrics import gather_for_metrics
+from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.errors import ConfigError, LoopError
+
+
+class Numbers(Dataset):
+    """0 … size-1; remembers what was read and which epoch it was told."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read: list[int] = []
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Stream(IterableDataset):
+    """0 … size-1 without a length."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+
+    def __iter__(self):
+        number = 0
+        while self.size is None or number < self.size:
+            yield number
+            number += 1
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.size
+
+
+class KeptStream(IterableDataset):
+    """A stream of ready batches."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def alone(loader: DataLoader, **options) -> ShardedLoader:
+    return prepare_loader(loader, **{"rank": 0, "world_size": 1, "device": torch.device("cpu"), **options})
+
+
+def values(loader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_process_sees_the_plain_loader(workers: int) -> None:
+    """With the same seed, two epochs of a shuffled loader are plain torch's, to the last draw of the global RNG."""
+
+    def two_epochs(wrap) -> tuple[list[list[list[int]]], float]:
+        torch.manual_seed(5)
+        loader = wrap(DataLoader(Numbers(23), batch_size=4, shuffle=True, num_workers=workers))
+        return [values(loader), values(loader)], torch.rand(()).item()
+
+    (first, second), drawn = two_epochs(alone)
+    assert ([first, second], drawn) == two_epochs(lambda loader: loader)
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: DataLoader(Numbers(10), batch_size=4),
+        lambda: DataLoader(Numbers(10), batch_size=5),
+        lambda: DataLoader(Stream(10), batch_size=4),
+        lambda: DataLoader(Stream(8), batch_size=4),
+    ],
+)
+def test_the_last_batch_is_known_when_it_is_yielded(build) -> None:
+    """`on_last_batch` is true exactly at the last batch, for streams too, in every epoch."""
+    loader = alone(build())
+    for _ in range(2):
+        flags = [loader.on_last_batch for _ in loader]
+        assert flags == [False] * (len(flags) - 1) + [True]
+
+
+def test_batches_left_counts_down() -> None:
+    """Before the loop it is the length; a stream without a length tells at its last batch only."""
+    loader = alone(DataLoader(Numbers(10), batch_size=4))
+    assert loader.batches_left == 3
+    assert [(loader.position, loader.batches_left) for _ in loader] == [(0, 2), (1, 1), (2, 0)]
+    stream = alone(DataLoader(Stream(10), batch_size=4))
+    assert [stream.batches_left for _ in stream] == [None, None, 0]
+
+
+def test_an_endless_stream_is_read_one_batch_ahead() -> None:
+    """A stream without end yields at once and can be left."""
+    loader = alone(DataLoader(Stream(None), batch_size=2))
+    for batch in loader:
+        if loader.position == 3:
+            break
+    assert batch.tolist() == [6, 7]
+    assert values(alone(DataLoader(Stream(3), batch_size=2))) == [[0, 1], [2]]
+
+
+def test_an_empty_data_set_is_an_empty_loop() -> None:
+    """No batch, no error."""
+    assert values(alone(DataLoader(Numbers(0), batch_size=2))) == []
+    assert values(alone(DataLoader(Stream(0), batch_size=2))) == []
+
+
+def test_what_a_loop_asks_of_a_dataloader_is_there() -> None:
+    """Sizes are this process's and the whole's; everything else is the wrapped loader's."""
+    data = Numbers(10)
+    loader = alone(DataLoader(data, batch_size=4, num_workers=0, pin_memory=False), rank=1, world_size=2)
+    assert (len(loader), loader.batch_size, loader.total_batch_size, loader.total_dataset_length) == (2, 4, 8, 10)
+    assert loader.dataset is data
+    assert loader.num_workers == 0
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = loader.no_such_thing
+    split = alone(DataLoader(data, batch_size=4), world_size=2, split_batches=True)
+    assert (len(split), split.batch_size, split.total_batch_size) == (3, 2, 4)
+    sized = alone(DataLoader(SizedStream(10), batch_size=4), world_size=2)
+    assert (len(sized), sized.dataset.size) == (2, 10)
+    with pytest.raises(TypeError):
+        len(alone(DataLoader(Stream(10), batch_size=4)))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_sized_stream_s_length_is_the_number_of_batches(world: int, even: bool, drop_last: bool) -> None:
+    """For every size: len() is the number of steps that all processes have."""
+    for samples in range(30):
+        loaders = [
+            prepare_loader(
+                DataLoader(SizedStream(samples), batch_size=4, drop_last=drop_last),
+                rank=rank,
+                world_size=world,
+                device=None,
+                even_batches=even,
+            )
+            for rank in range(world)
+        ]
+        shortest = min(len(list(loader._inner)) for loader in loaders)
+        assert {len(loader) for loader in loaders} == {shortest}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("split", [False, True])
+def test_stream_and_map_style_shard_alike(workers: int, split: bool) -> None:
+    """A stream gives each rank the same batches, real counts included, as the same data by index."""
+    for samples in (1, 5, 8, 12, 13) if workers == 0 else (13,):
+        for rank in range(2):
+            options = {"rank": rank, "world_size": 2, "device": None, "split_batches": split}
+            by_index = prepare_loader(DataLoader(Numbers(samples), batch_size=4, num_workers=workers), **options)
+            stream = prepare_loader(DataLoader(Stream(samples), batch_size=4), **options)
+            assert [(p.batch.tolist(), p.samples, p.real) for p in stream._portions()] == [
+                (p.batch.tolist(), p.samples, p.real) for p in by_index._portions()
+            ]
+
+
+def test_ready_batches_are_dealt_out_whole() -> None:
+    """With batch_size=None an item is a batch; one repeated to make a step even counts as no real sample."""
+    batches = [torch.arange(n) for n in (3, 1, 2)]
+    sources = [
+        lambda: DataLoader(KeptStream(batches), batch_size=None),
+        lambda: DataLoader(batches, batch_size=None),
+    ]
+    for source in sources:
+        loader = alone(source(), rank=1, world_size=2)
+        assert [(p.batch.tolist(), p.samples, p.real) for p in loader._portions()] == [
+            ([0], None, None),
+            ([0, 1, 2], None, 0),
+        ]
+        assert loader.batch_size is None
+
+
+def test_a_batch_sampler_given_as_sampler_is_shared_by_batches() -> None:
+    """`DataLoader(sampler=BatchSampler(…), batch_size=None)` hands index lists to the data set."""
+    data = torch.arange(10)
+    loader = DataLoader(data, sampler=BatchSampler(range(10), 4, False), batch_size=None)
+    assert values(alone(loader, rank=1, world_size=2)) == [[4, 5, 6, 7], [2, 3, 4, 5]]
+
+
+def test_a_custom_batch_sampler_without_attributes_works() -> None:
+    """A plain list of index lists is a batch sampler."""
+    loader = DataLoader(Numbers(6), batch_sampler=[[5, 4], [3], [2, 1, 0]])
+    assert values(alone(loader)) == [[5, 4], [3], [2, 1, 0]]
+    assert alone(loader).batch_size is None
+
+
+def test_the_subclass_and_its_way_of_iterating_are_kept() -> None:
+    """A DataLoader subclass that changes the batches still does, and the user's loader is not touched."""
+
+    class Doubling(DataLoader):
+        def __iter__(self):
+            return (batch * 2 for batch in super().__iter__())
+
+    loader = Doubling(Numbers(4), batch_size=2)
+    assert values(alone(loader)) == [[0, 2], [4, 6]]
+    assert values(alone(loader, rank=1, world_size=2)) == [[4, 6]]
+    assert values(loader) == [[0, 2], [4, 6]]
+
+
+def test_persistent_workers_serve_every_epoch() -> None:
+    """Workers that stay alive draw anew each epoch, also when an epoch is left early."""
+    loader = alone(DataLoader(Numbers(9), batch_size=2, num_workers=1, persistent_workers=True))
+    for _ in loader:
+        break
+    for _ in range(2):
+        assert values(loader) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+        assert loader.real_samples == 1
+
+
+def test_set_epoch_reaches_all_who_want_to_know() -> None:
+    """The data set, the batch sampler and its sampler are told."""
+
+    class Told(RandomSampler):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    data, sampler = Numbers(4), Told(range(4))
+    alone(DataLoader(data, batch_size=2, sampler=sampler)).set_epoch(3)
+    assert (data.epoch, sampler.epoch) == (3, 3)
+
+
+def test_active_loaders_follow_nested_and_broken_loops() -> None:
+    """The innermost running loop's loader is current; a loop left by break or error is out."""
+    active = ActiveLoaders()
+    outer = alone(DataLoader(Numbers(4), batch_size=2), active=active)
+    inner = alone(DataLoader(Numbers(4), batch_size=2), active=active)
+    assert active.current is None
+    for _ in outer:
+        assert active.current is outer
+        for _ in inner:
+            assert active.current is inner
+            break
+        assert active.current is outer
+    assert active.current is None
+    first, second = iter(outer), iter(inner)
+    next(first), next(second)
+    first.close()
+    assert active.current is inner
+    second.close()
+    assert active.current is None
+
+
+def test_skipping_reads_nothing_it_skips() -> None:
+    """Map-style data are not read for skipped batches; a stream goes on where it should; the original is whole."""
+    data = Numbers(10)
+    loader = alone(DataLoader(data, batch_size=3))
+    later = skip_first_batches(loader, 2)
+    assert values(later) == [[6, 7, 8], [9]]
+    assert data.read == [6, 7, 8, 9]
+    assert (len(later), len(loader)) == (2, 4)
+    assert [later.batches_left for _ in later] == [1, 0]
+    assert values(skip_first_batches(later, 1)) == [[9]]
+    assert len(values(loader)) == 4
+    assert values(skip_first_batches(alone(DataLoader(SizedStream(5), batch_size=2)), 1)) == [[2, 3], [4]]
+    assert values(skip_first_batches(loader, 99)) == []
+    with pytest.raises(LoopError, match="prepare the loader first"):
+        skip_first_batches(DataLoader(data), 1)  # type: ignore[arg-type]
+
+
+def test_what_is_left_out_is_told_once_by_the_main_process(caplog: pytest.LogCaptureFixture) -> None:
+    """With even_batches off the number of samples lost is a warning of process 0, once, not per epoch."""
+    for rank in range(3):
+        loader = alone(DataLoader(Numbers(10), batch_size=4), rank=rank, world_size=3, even_batches=False)
+        assert sum(map(len, values(loader))) + sum(map(len, values(loader))) == [8, 8, 4][rank]
+    assert caplog.records == []
+    loader = alone(DataLoader(Numbers(7), batch_size=2), world_size=3, even_batches=False)
+    with caplog.at_level(logging.WARNING):
+        assert values(loader) == values(loader) == [[0, 1]]
+    assert [record.message.split(" at ")[0] for record in caplog.records] == ["1 samples are"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: [1, 2], "found a list"),
+        (lambda: alone(DataLoader(Numbers(4))), "prepared already"),
+        (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 2, 0)), "no DistributedSampler"),
+        (lambda: DataLoader(Numbers(4), in_order=False), "in_order=True"),
+    ],
+)
+def test_a_loader_that_cannot_be_shared_is_named(loader, message: str) -> None:
+    """The error says what was found and what to give."""
+    with pytest.raises(LoopError, match=message):
+        alone(loader(), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Numbers(4), batch_size=3), "batch_size=3"),
+        (lambda: DataLoader(Numbers(4), batch_size=None), "no batch size"),
+        (lambda: DataLoader(Numbers(4), batch_sampler=[[0], [1]]), "no batch size"),
+    ],
+)
+def test_split_batches_wants_a_divisible_batch_size(loader, message: str) -> None:
+    """A global batch that cannot be split evenly is a configuration error."""
+    with pytest.raises(ConfigError, match=message):
+        alone(loader(), world_size=2, split_batches=True)
+
+
+def test_batches_move_however_nested() -> None:
+    """Tensors go to the device in containers of every kind; what knows how to move, moves itself; the rest stays."""
+    Pair = namedtuple("Pair", "a b")
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    batch = {"x": [torch.ones(1), Pair(torch.ones(1), "text")], "y": UserDict(z=torch.ones(1)), "p": packed, "n": None}
+    meta = torch.device("meta")
+    moved = move_batch({key: value for key, value in batch.items() if key != "p"}, meta)
+    assert (moved["x"][0].device, moved["x"][1].a.device, moved["y"]["z"].device) == (meta, meta, meta)
+    assert (moved["x"][1].b, moved["n"]) == ("text", None)
+    assert isinstance(move_batch(batch, torch.device("cpu"))["p"], PackedSequence)
+    assert [b[0].device for b in alone(DataLoader(TensorDataset(torch.ones(2))), device=meta)] == [meta, meta]
+
+
+def test_metrics_outside_a_loop_are_refused() -> None:
+    """Without a running loader nothing says what is padding."""
+    with pytest.raises(LoopError, match="inside `for batch in loader:`"):
+        gather_for_metrics(torch.ones(2), None)
+
+
+def test_metrics_that_are_not_per_sample_are_refused_at_the_first_batch() -> None:
+    """A mean loss, or flattened tokens, cannot be cut to the real samples: the error says to use gather()."""
+    loader = alone(DataLoader(Numbers(6), batch_size=4))
+    for batch in loader:
+        for wrong in (batch.float().mean(), batch.repeat(3), [1] * 7):
+            with pytest.raises(LoopError, match=r"use gather\(\)"):
+                gather_for_metrics(wrong, loader)
+        with pytest.raises(LoopError, match="found a str"):
+            gather_for_metrics("text", loader)
+        # One row per nominal sample, as `loss.repeat(batch_size)` gives, is cut to the samples that there are.
+        assert len(gather_for_metrics(torch.ones(4), loader)) == len(batch)
