@@ -1,12 +1,12 @@
-"""DeepSpeed 0.19.8's own defaults, for fields that say `auto` and have no better rule."""
+"""DeepSpeed's own defaults, for fields that are written out or say `auto` and have no better rule."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
 from zero_plugin.config.tree import Path
+from zero_plugin.config.validation import deepspeed_schema
 
 __all__ = ["DEEPSPEED_AUTO", "OPTIMIZER_DEFAULTS", "SCHEDULER_DEFAULTS", "deepspeed_default"]
 
@@ -68,156 +68,16 @@ SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 
-_DEFAULTS: Final[Mapping[str, Any]] = {
-    "optimizer": {"legacy_fusion": False},
-    "steps_per_print": None,
-    "dump_state": False,
-    "disable_python_gc": False,
-    "disable_allgather": False,
-    "communication_data_type": None,
-    "seq_parallel_communication_data_type": "fp32",
-    "prescale_gradients": False,
-    "gradient_predivide_factor": 1.0,
-    "gradient_allreduce_op": "mean",
-    "wall_clock_breakdown": False,
-    "memory_breakdown": False,
-    "log_level": None,
-    "dataloader_drop_last": False,
-    "use_data_before_expert_parallelism": False,
-    "vocabulary_size": None,
-    "zero_optimization": {
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": 500_000_000,
-        "use_multi_rank_bucket_allreduce": True,
-        "allgather_partitions": True,
-        "allgather_bucket_size": 500_000_000,
-        "overlap_comm": None,
-        "compute_grad_norm": True,
-        "load_from_fp32_weights": True,
-        "elastic_checkpoint": False,
-        "sub_group_size": 1_000_000_000,
-        "stage3_prefetch_bucket_size": 50_000_000,
-        "stage3_param_persistence_threshold": 100_000,
-        "stage3_model_persistence_threshold": sys.maxsize,
-        "stage3_max_live_parameters": 1_000_000_000,
-        "stage3_max_reuse_distance": 1_000_000_000,
-        "stage3_gather_16bit_weights_on_model_save": False,
-        "stage3_module_granularity_threshold": 0,
-        "stage3_use_all_reduce_for_fetch_params": False,
-        "stage3_allgather_sequential": False,
-        "ignore_unused_parameters": True,
-        "round_robin_gradients": False,
-        "parameter_alignment": False,
-        "zero_hpz_partition_size": 1,
-        "zero_quantized_weights": False,
-        "zero_quantized_nontrainable_weights": False,
-        "zero_quantized_gradients": False,
-        "memory_efficient_linear": True,
-        "pipeline_loading_checkpoint": False,
-        "override_module_apply": True,
-        "log_trace_cache_warnings": False,
-        "enable_sanity_checks": False,
-        "save_muon_momentum_buffer_in_memory": False,
-        "offload_param": {
-            "nvme_path": None,
-            "pin_memory": True,
-            "buffer_count": 5,
-            "buffer_size": 100_000_000,
-            "max_in_cpu": 1_000_000_000,
-        },
-        "offload_optimizer": {
-            "nvme_path": None,
-            "pin_memory": True,
-            "buffer_count": 4,
-            "pipeline_read": False,
-            "pipeline_write": False,
-            "fast_init": False,
-            "ratio": 1.0,
-            "super_offload": False,
-            "cpuadam_cores_perc": 0.8,
-        },
-        "zenflow": {
-            "topk_ratio": 0.1,
-            "overlap_step": False,
-            "offload": False,
-            "auto_ratio": 0.99,
-            "full_warm_up_rounds": 0,
-            "pt_reserved_cores_perc": 0.5,
-        },
-    },
-    "fp16": {
-        "auto_cast": False,
-        "loss_scale": 0.0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-        "fp16_master_weights_and_grads": False,
-    },
-    "bf16": {
-        "immediate_grad_update": False,
-        "check_grad_overflow": True,
-        "bf16_master_weights_and_grads": False,
-        "bf16_optimizer_states": False,
-    },
-    "torch_autocast": {"enabled": False},
-    "data_types": {"param_dtype": None, "buffer_dtype": None},
-    "activation_checkpointing": {
-        "partition_activations": False,
-        "number_checkpoints": None,
-        "contiguous_memory_optimization": False,
-        "synchronize_checkpoint_boundary": False,
-        "profile": False,
-        "cpu_checkpointing": False,
-    },
-    "aio": {
-        "block_size": 1_048_576,
-        "queue_depth": 8,
-        "intra_op_parallelism": 1,
-        "single_submit": False,
-        "overlap_events": True,
-        "use_gds": False,
-    },
-    "checkpoint": {
-        "tag_validation": "Warn",
-        "load_universal": False,
-        "use_node_local_storage": False,
-        "checkpoint_serialization": True,
-        "parallel_write": {"pipeline_stage": False},
-    },
-    "comms_logger": {"enabled": False, "prof_all": True, "prof_ops": (), "verbose": False, "debug": False},
-    "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
-    "csv_monitor": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
-    "wandb": {"enabled": False, "group": None, "team": None, "project": "deepspeed"},
-    "comet": {"enabled": False, "samples_log_interval": 100, "project": None, "workspace": None, "mode": None},
-    "flops_profiler": {
-        "enabled": False,
-        "recompute_fwd_factor": 0.0,
-        "profile_step": 1,
-        "module_depth": -1,
-        "top_modules": 1,
-        "detailed": True,
-        "output_file": None,
-    },
-    "timers": {"throughput": {"enabled": True, "synchronized": True}},
-    "tensor_parallel": {"autotp_size": 0, "tp_overlap_comm": False},
-    "compile": {"deepcompile": False},
-}
 
-# Inside zero_optimization DeepSpeed also takes these keys without their prefix.
-_SHORT_STAGE3: Final = "stage3_"
+def deepspeed_default(path: Path, kind: str | None = None) -> tuple[Any] | None:
+    """The default at `path` in a one-element tuple (a default may be None), or None where none is known.
 
-
-def deepspeed_default(path: Path) -> tuple[Any] | None:
-    """The default at `path` in a one-element tuple (a default may be None), or None where none is known."""
-    node: Any = _DEFAULTS
+    Args:
+        path: a key of the configuration.
+        kind: for a key below `optimizer.params`, the optimizer's type as its section writes it.
+    """
+    node: Any = deepspeed_schema()
     for part in path:
-        if not isinstance(node, Mapping):
-            return None
-        name = part if part in node else _SHORT_STAGE3 + part
-        if name not in node:
-            return None
-        node = node[name]
-    return None if isinstance(node, Mapping) else (node,)
+        branches = [node, *(b["then"] for b in node.get("allOf", ()) if b["if"]["properties"]["type"]["const"] == kind)]
+        node = next((b["properties"][part] for b in reversed(branches) if part in b.get("properties", {})), {})
+    return (node["default"],) if "default" in node else None

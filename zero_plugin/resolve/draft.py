@@ -11,7 +11,7 @@ from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import Resolved
 
-__all__ = ["Draft", "holds_auto", "same"]
+__all__ = ["Draft", "frozen", "holds_auto"]
 
 
 class Draft:
@@ -26,7 +26,7 @@ class Draft:
         self.facts = facts
         self.tree = document.deepspeed
         self.launch = document.launch
-        self._file = document.sources[0] if document.sources else "the configuration"
+        self._document = document
         self._problems: list[Problem] = []
         self._refused: set[Path] = set()
         self._said: list[str] = []
@@ -76,12 +76,12 @@ class Draft:
         """Note a choice that has to be printed once at start."""
         self._said.append(sentence)
 
-    def refuse(self, path: Path, message: str, fix: str, *, where: str = "") -> None:
+    def refuse(self, path: Path, message: str, fix: str) -> None:
         """Note a problem; `finish` raises all of them at once."""
         entry = self.tree.get(*path) or self.launch.get(*path)
-        self._problems.append(
-            Problem(where or (entry.origin.where if entry else self._file), dotted(path), message, fix)
-        )
+        found = entry.origin.where if entry else self._section(path)
+        self._problems.append(Problem(found, dotted(path), message, fix))
+        self._refused.add(path)
 
     def still_open(self) -> list[Path]:
         """The open leaves for which no rule has found a value or a problem."""
@@ -98,11 +98,21 @@ class Draft:
         kept = {key: self.launch.entries[(key,)] for key in ("mixed_precision", "scheduler_counts")}
         return Resolved(self.tree, Tree({(key,): entry for key, entry in kept.items()}), tuple(self._said))
 
+    def _section(self, path: Path) -> str:
+        """Where the innermost written section around an absent key is."""
+        prefixes = [("deepspeed", *path[:depth]) for depth in range(len(path) - 1, -1, -1)]
+        places = [self._document.sections[prefix] for prefix in prefixes if prefix in self._document.sections]
+        return next(iter([*places, *self._document.sources]), "the configuration")
+
     @staticmethod
     def _entry(path: Path, value: Any, reason: str, kind: OriginKind) -> Entry:
-        value = tuple(value) if isinstance(value, list) else value
         where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
-        return Entry(value, Origin(kind, where, reason))
+        return Entry(frozen(value), Origin(kind, where, reason))
+
+
+def frozen(value: Any) -> Any:
+    """A list as the tuple that a tree holds, anything else as it is."""
+    return tuple(frozen(child) for child in value) if isinstance(value, list | tuple) else value
 
 
 def holds_auto(value: Any) -> bool:
@@ -112,17 +122,6 @@ def holds_auto(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(holds_auto(child) for child in value)
     return value is AUTO
-
-
-def same(left: Any, right: Any) -> bool:
-    """Whether two arguments mean the same: numbers by value (to one part in 10⁹), lists element by element."""
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
-    if isinstance(left, bool) or isinstance(right, bool):
-        return left is right
-    if isinstance(left, int | float) and isinstance(right, int | float):
-        return abs(left - right) <= 1e-9 * max(abs(left), abs(right))
-    return bool(left == right)
 
 
 def _shown(value: Any) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from zero_plugin.config.overlay import same_value
 from zero_plugin.config.tree import Tree
-from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS
-from zero_plugin.resolve.draft import Draft, holds_auto, same
+from zero_plugin.config.validation import show
+from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS, deepspeed_default
+from zero_plugin.resolve.draft import Draft, frozen, holds_auto
 from zero_plugin.resolve.facts import OptimizerFacts
 
 __all__ = ["settle_optimizer"]
@@ -29,8 +31,12 @@ def settle_optimizer(draft: Draft) -> None:
         return
     if facts is not None and not facts.placeholder and not _check_type(draft, kind.lower(), facts):
         return
+    if kind.lower() in _ADAMS:
+        _choose_adam(draft, facts)
     _fill_params(draft, kind.lower(), facts)
-    _settle_variant(draft, kind.lower(), facts)
+    if kind.lower() in _ADAMS:
+        _check_adam(draft)
+        _say_defaults(draft, kind.lower(), facts)
 
 
 def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
@@ -44,11 +50,11 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
         path = (*_PARAMS, name)
         entry = draft.tree.get(*path)
         if entry is not None and not holds_auto(entry.value):
-            if name in given and not same(entry.value, given[name]):
+            if name in given and not same_value(entry.value, given[name]):
                 draft.refuse(
                     path,
-                    f"{entry.value} here, but {source} says {given[name]}.",
-                    f'Write "auto" or {given[name]}, or drop the argument in the code.',
+                    f"{show(entry.value)} here, but {source} says {show(given[name])}.",
+                    f'Write "auto" or {show(given[name])}, or drop the argument in the code.',
                 )
         elif name in given:
             draft.put(path, _merged(entry.value if entry else None, given[name]), f"given to {source}")
@@ -56,10 +62,10 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
             fix = "Write a number, or pass DummyOptim(params, lr=…) or an optimizer to prepare."
             draft.refuse(path, "auto, and no optimizer tells the learning rate.", fix)
         elif name in defaults:
-            aloud = name == "lr"
-            reason = f"the default of {draft.value('optimizer', 'type')} in DeepSpeed; no learning rate is given"
-            reason = reason if aloud else "the optimizer's default in DeepSpeed"
-            draft.put(path, _merged(entry.value if entry else None, defaults[name]), reason, "default", aloud=aloud)
+            value = _merged(entry.value if entry else None, defaults[name])
+            draft.put(path, value, "the optimizer's default in DeepSpeed; none is given", "default", aloud=name == "lr")
+        elif (default := deepspeed_default(path, draft.value("optimizer", "type"))) is not None:
+            draft.put(path, default[0], "no rule fills it", "default")
         else:
             fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
             draft.refuse(path, f"auto, and {draft.value('optimizer', 'type')} has no known default for it.", fix)
@@ -73,10 +79,8 @@ def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[
     """
     if facts is None:
         return {}
-    if facts.placeholder:
-        return facts.given
-    shared = {*OPTIMIZER_DEFAULTS.get(kind, {}), *(path[0] for path in typed)} - {"adam_w_mode"}
-    return {name: value for name, value in facts.given.items() if name in shared}
+    own = {*OPTIMIZER_DEFAULTS.get(kind, {}), *(path[0] for path in typed)} - {"adam_w_mode"}
+    return {name: frozen(value) for name, value in facts.given.items() if facts.placeholder or name in own}
 
 
 def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
@@ -105,29 +109,29 @@ def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
     return False
 
 
-def _settle_variant(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
-    """Which of DeepSpeed's implementations of Adam runs, and that it can do what is written."""
-    if kind not in _ADAMS:
+def _choose_adam(draft: Draft, facts: OptimizerFacts | None) -> None:
+    """`torch_adam`: which implementation of Adam runs, where neither the file nor the loop says it."""
+    path = (*_PARAMS, "torch_adam")
+    given = facts.given if facts is not None and facts.placeholder else {}
+    if not draft.is_unsettled(*path) or "torch_adam" in given:
         return
-    torch_adam = (*_PARAMS, "torch_adam")
-    bias_correction = (*_PARAMS, "bias_correction")
-    corrected = draft.value(*bias_correction, default=True)
     offloaded = draft.value("zero_optimization", "offload_optimizer", "device", default="none") != "none"
+    corrected = draft.value(*_PARAMS, "bias_correction", default=given.get("bias_correction", True))
     if draft.on_deepspeed and draft.facts.machine.accelerator == "cpu" and not offloaded and corrected:
-        if draft.is_unsettled(*torch_adam):
-            draft.put(torch_adam, True, "on a CPU, building DeepSpeed's fused kernel would take over a minute")
-    elif draft.is_open(*torch_adam):
-        draft.put(torch_adam, False, "DeepSpeed's default", "default")
-    if draft.value(*torch_adam):
-        if not corrected:
-            draft.refuse(
-                bias_correction, "false, but torch's Adam always corrects.", "Remove torch_adam, or write true."
-            )
+        draft.put(path, True, "on a CPU, building DeepSpeed's fused kernel would take over a minute")
+
+
+def _check_adam(draft: Draft) -> None:
+    """Refuse what the implementation that runs cannot do."""
+    bias_correction, amsgrad = (*_PARAMS, "bias_correction"), (*_PARAMS, "amsgrad")
+    if draft.value(*_PARAMS, "torch_adam"):
+        if not draft.value(*bias_correction, default=True):
+            fix = "Remove torch_adam, or write true."
+            draft.refuse(bias_correction, "false, but torch's Adam always corrects.", fix)
         draft.tree = draft.tree.without(*bias_correction)  # true is all that torch knows; it takes no such argument
-    elif draft.value(*_PARAMS, "amsgrad") and draft.on_deepspeed:
+    elif draft.value(*amsgrad) and draft.on_deepspeed:
         fix = "Write torch_adam: true beside it, or remove it."
-        draft.refuse((*_PARAMS, "amsgrad"), "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)
-    _say_defaults(draft, kind, facts)
+        draft.refuse(amsgrad, "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)
 
 
 def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:

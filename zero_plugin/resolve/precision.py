@@ -17,9 +17,6 @@ _LEGAL = "Write one of: no, fp16, bf16, auto."
 
 def settle_precision(draft: Draft) -> None:
     """Settle `mixed_precision`, `fp16.enabled` and `bf16.enabled` to one precision, then check it."""
-    for short in [path for path in draft.tree if path[0] == "bfloat16"]:  # DeepSpeed's older name of the section
-        entry = draft.tree.entries[short]
-        draft.tree = draft.tree.without(*short).replace({("bf16", *short[1:]): entry})
     asked = draft.launch.get("mixed_precision")
     if asked is not None and asked.value is None:
         asked = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from zero_plugin.config.overlay import same_value
+from zero_plugin.config.validation import show
 from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS
-from zero_plugin.resolve.draft import Draft, holds_auto, same
+from zero_plugin.resolve.draft import Draft, frozen, holds_auto
 from zero_plugin.resolve.facts import SchedulerFacts
 
 __all__ = ["settle_scheduler"]
@@ -84,10 +86,10 @@ def _fill_params(draft: Draft, kind: str, facts: SchedulerFacts | None) -> None:
         path = (*_PARAMS, name)
         entry = draft.tree.get(*path)
         if entry is not None and not holds_auto(entry.value):
-            if name in given and not same(entry.value, given[name][0]):
+            if name in given and not same_value(entry.value, given[name][0]):
                 value, reason = given[name]
-                fix = f'Write "auto" or {value}, or drop the argument in the code.'
-                draft.refuse(path, f"{entry.value} here, but the loop says {value}: {reason}.", fix)
+                fix = f'Write "auto" or {show(value)}, or drop the argument in the code.'
+                draft.refuse(path, f"{show(entry.value)} here, but the loop says {show(value)}: {reason}.", fix)
             continue
         filled = given.get(name)
         if filled is None and (entry is not None or described):
@@ -109,7 +111,7 @@ def _given(draft: Draft, facts: SchedulerFacts | None) -> dict[str, tuple[Any, s
     """The placeholder's arguments with reasons, its step numbers turned into optimizer steps."""
     if facts is None:
         return {}
-    given = {name: (value, "given to DummyScheduler") for name, value in facts.given.items()}
+    given = {name: (frozen(value), "given to DummyScheduler") for name, value in facts.given.items()}
     for name, steps in (("total_num_steps", facts.total_num_steps), ("warmup_num_steps", facts.warmup_num_steps)):
         if steps is not None:
             given[name] = _in_optimizer_steps(draft, steps)
@@ -156,7 +158,7 @@ def _say_defaults(draft: Draft, kind: str) -> None:
         draft.say("scheduler.params.warmup_type = log: none is given, and DeepSpeed's warm-up is logarithmic then.")
     peak = draft.tree.get(*_PARAMS, "warmup_max_lr")
     lr = draft.value("optimizer", "params", "lr")
-    if peak is not None and peak.origin.kind == "default" and peak.value is not None and not same(peak.value, lr):
+    if peak is not None and peak.origin.kind == "default" and peak.value is not None and not same_value(peak.value, lr):
         draft.say(
             f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the optimizer's lr {lr}."
         )

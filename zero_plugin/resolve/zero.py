@@ -189,12 +189,9 @@ _RULES: Final[dict[str, Rule]] = {
     "reduce_bucket_size": _reduce_bucket,
     "allgather_bucket_size": _reduce_bucket,
     "stage3_prefetch_bucket_size": _prefetch_bucket,
-    "prefetch_bucket_size": _prefetch_bucket,
     "stage3_param_persistence_threshold": _persistence_threshold,
-    "param_persistence_threshold": _persistence_threshold,
     "sub_group_size": _sub_group_size,
     "stage3_gather_16bit_weights_on_model_save": _gather_on_save,
-    "gather_16bit_weights_on_model_save": _gather_on_save,
     "offload_param.buffer_size": _swap_buffer,
     "offload_param.max_in_cpu": _kept_in_ram,
 }

@@ -1,0 +1,30 @@
+import pytest
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.tree import Origin, Tree, dotted
+from zero_plugin.resolve.facts import Facts
+from zero_plugin.resolve.resolve import resolve
+
+
+@pytest.fixture
+def document():
+    """Makes a document from plain training keys and launch keys; every value's place names its path."""
+
+    def make(training=None, launch=None, launch_kind="file"):
+        return Document(
+            Tree.from_nested(launch or {}, lambda path: Origin(launch_kind, f"run.yaml:{dotted(path)}")),
+            Tree.from_nested(training or {}, lambda path: Origin("file", f"ds.json:{dotted(path)}")),
+            ("ds.json",),
+        )
+
+    return make
+
+
+@pytest.fixture
+def resolved(document):
+    """Resolves plain keys against the facts named as keywords."""
+
+    def make(training=None, launch=None, launch_kind="file", **facts):
+        return resolve(document(training, launch, launch_kind), Facts(**facts))
+
+    return make

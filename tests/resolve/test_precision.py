@@ -1,0 +1,83 @@
+import pytest
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.resolve.facts import MachineFacts
+
+GPU = MachineFacts(accelerator="cuda", bf16=True, fp16=True)
+OLD_GPU = MachineFacts(accelerator="cuda", bf16=False, fp16=True)
+CPU = MachineFacts(accelerator="cpu", bf16=True, fp16=False)
+
+
+@pytest.mark.parametrize(
+    ("training", "launch", "machine", "expected"),
+    [
+        ({}, {}, GPU, "no"),
+        ({}, {"mixed_precision": None}, GPU, "no"),
+        ({}, {"mixed_precision": "bf16"}, GPU, "bf16"),
+        ({}, {"mixed_precision": "auto"}, GPU, "bf16"),
+        ({}, {"mixed_precision": "auto"}, OLD_GPU, "fp16"),
+        ({}, {"mixed_precision": "auto"}, MachineFacts(bf16=False, fp16=False), "no"),
+        ({"bf16": {"enabled": False}}, {"mixed_precision": "auto"}, GPU, "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {"mixed_precision": "fp16"}, GPU, "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {}, GPU, "no"),
+        ({"fp16": {"loss_scale": 0}}, {"mixed_precision": "fp16"}, GPU, "fp16"),
+        ({"fp16": {"loss_scale": 0}}, {}, GPU, "no"),
+        ({"fp16": {"enabled": True}}, {}, GPU, "fp16"),
+        ({"fp16": {"enabled": True}}, {"mixed_precision": "auto"}, GPU, "fp16"),
+        ({"bf16": {"enabled": True}}, {"mixed_precision": "bf16"}, CPU, "bf16"),
+    ],
+)
+def test_one_precision_comes_of_three_settings(resolved, training, launch, machine, expected):
+    """mixed_precision, fp16.enabled and bf16.enabled settle to one precision, written into both sections."""
+    result = resolved(training, launch, machine=machine)
+    assert result.precision == expected
+    assert result.tree.value("fp16", "enabled") is (expected == "fp16")
+    assert result.tree.value("bf16", "enabled") is (expected == "bf16")
+    assert result.launch.value("mixed_precision") == expected or launch.get("mixed_precision") == expected
+
+
+@pytest.mark.parametrize(
+    ("training", "asked"),
+    [
+        ({"fp16": {"enabled": False}}, "fp16"),
+        ({"fp16": {"enabled": True}}, "no"),
+        ({"bf16": {"enabled": True}}, "fp16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "auto"),
+    ],
+)
+def test_contradicting_settings_are_refused_with_both_places(resolved, training, asked):
+    """A section that says another thing than mixed_precision is an error at the section's line."""
+    with pytest.raises(ConfigError, match=r"ds\.json:(fp|bf)16\.enabled"):
+        resolved(training, {"mixed_precision": asked}, machine=GPU)
+
+
+def test_a_flag_overrides_the_file(resolved):
+    """--mixed_precision wins over the sections, and the reason names both."""
+    result = resolved({"fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "flag", machine=GPU)
+    assert result.precision == "bf16"
+    assert "overrides ds.json:fp16.enabled" in result.tree.get("fp16", "enabled").origin.reason
+
+
+def test_code_does_not_override_the_file(resolved):
+    """An argument in code against an explicit, different value of the file is an error."""
+    with pytest.raises(ConfigError, match=r"mixed_precision is bf16"):
+        resolved({"fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "code", machine=GPU)
+
+
+def test_fp16_with_deepspeed_on_a_cpu_is_refused_before_the_start(resolved):
+    """DeepSpeed would refuse it late; off DeepSpeed it runs."""
+    with pytest.raises(ConfigError, match=r"does not run fp16 on a cpu device.*\n.*Write bf16"):
+        resolved({}, {"mixed_precision": "fp16"}, machine=CPU)
+    assert resolved({}, {"mixed_precision": "fp16"}, machine=CPU, strategy="ddp").precision == "fp16"
+
+
+def test_emulated_bf16_is_said_aloud(resolved):
+    """bf16 on a device without it runs, slowly, and says so."""
+    result = resolved({}, {"mixed_precision": "bf16"}, machine=OLD_GPU)
+    assert any("emulated" in sentence for sentence in result.said_aloud)
+
+
+def test_unknown_precision_is_refused(resolved):
+    """What this package does not compute in is named with the legal values."""
+    with pytest.raises(ConfigError, match="no, fp16, bf16, auto"):
+        resolved({}, {"mixed_precision": "fp8"}, machine=GPU)

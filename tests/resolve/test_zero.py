@@ -1,0 +1,138 @@
+import pytest
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.resolve.facts import MachineFacts, ModelFacts
+
+GPU = MachineFacts(accelerator="cuda", processes=4, bf16=True, fp16=True)
+CPU = MachineFacts(accelerator="cpu", processes=2)
+LARGE = ModelFacts(
+    hidden_size=8192, hidden_size_reason="model.config.hidden_size", largest_parameter=10**9, parameters=7 * 10**10
+)
+
+
+def zero(result, *path):
+    return result.tree.value("zero_optimization", *path)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "expected"),
+    [
+        (LARGE, "reduce_bucket_size", 8192**2),
+        (LARGE, "allgather_bucket_size", 8192**2),
+        (LARGE, "stage3_prefetch_bucket_size", int(0.9 * 8192**2) + 1),  # even
+        (LARGE, "stage3_param_persistence_threshold", 81920),
+        (ModelFacts(1024, "", 10**7, 10**9), "reduce_bucket_size", 25_000_000),
+        (ModelFacts(65536, "", 10**9, 10**12), "reduce_bucket_size", 500_000_000),
+        (ModelFacts(64, "", 4096, 100_001), "reduce_bucket_size", 100_002),
+        (ModelFacts(None, "", 10**8, 10**9), "reduce_bucket_size", 10**8),
+        (None, "reduce_bucket_size", 500_000_000),
+        (ModelFacts(64, "", 4096, 100_001), "stage3_param_persistence_threshold", 10_000),
+        (ModelFacts(200_000, "", 10**9, 10**12), "stage3_param_persistence_threshold", 1_000_000),
+        (None, "stage3_param_persistence_threshold", 100_000),
+    ],
+)
+def test_buckets_come_from_the_model_within_bounds(resolved, model, key, expected):
+    """h², 0.9 h² and 10 h, within a floor and a ceiling, never more than the model, else the shapes, else default."""
+    result = resolved({"zero_optimization": {"stage": 3, key: "auto"}}, machine=GPU, model=model)
+    assert zero(result, key) == expected
+    assert isinstance(zero(result, key), int)
+    assert result.tree.get("zero_optimization", key).origin.reason
+
+
+def test_stage_and_device_wait_for_the_planner(resolved):
+    """`stage: auto` would be stage 0 inside DeepSpeed; until the planner fills it, it is refused with what to write."""
+    config = {"zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}}}
+    with pytest.raises(ConfigError) as caught:
+        resolved(config)
+    assert [problem.key for problem in caught.value.problems] == [
+        "zero_optimization.stage",
+        "zero_optimization.offload_param.device",
+    ]
+    assert all("coming release" in problem.message for problem in caught.value.problems)
+
+
+def test_without_deepspeed_open_zero_fields_are_none(resolved):
+    """On the DDP path an open stage is 0 and an open device none, with the reason; nothing else of DeepSpeed's is added."""
+    config = {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto", "pin_memory": "auto"}}}
+    result = resolved(config, strategy="ddp")
+    assert result.zero_stage == 0
+    assert result.offload_device("optimizer") == "none"
+    assert "no ZeRO" in result.tree.get("zero_optimization", "stage").origin.reason
+    assert "managed_gradient_accumulation" not in result.deepspeed_config()
+
+
+@pytest.mark.parametrize(("machine", "expected"), [(GPU, True), (CPU, False)])
+@pytest.mark.parametrize("written", [{}, {"pin_memory": "auto"}])
+def test_pin_memory_is_written_out(resolved, machine, expected, written):
+    """DeepSpeed's default for it changed in 0.19.5, so that absent and auto are both settled here."""
+    section = {"device": "cpu", **written}
+    result = resolved({"zero_optimization": {"stage": 2, "offload_optimizer": section}}, machine=machine)
+    assert zero(result, "offload_optimizer", "pin_memory") is expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "written", "expected"), [(3, None, True), (2, None, False), (2, True, True), (1, True, False)]
+)
+def test_overlap_comm(resolved, stage, written, expected):
+    """Null means stage 3; below stage 2 it is off, aloud where the user had typed it."""
+    section = {"stage": stage} if written is None else {"stage": stage, "overlap_comm": written}
+    result = resolved({"zero_optimization": section})
+    assert zero(result, "overlap_comm") is expected
+    assert any("overlap_comm" in sentence for sentence in result.said_aloud) is (written is True and not expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "written", "expected"),
+    [
+        (2, "bf16", {}, "fp32"),
+        (2, "bf16", {"grad_accum_dtype": "auto"}, "fp32"),
+        (2, "bf16", {"grad_accum_dtype": "bf16"}, "bf16"),
+        (0, "bf16", {}, None),
+        (2, "no", {}, None),
+        (0, "bf16", {"grad_accum_dtype": "auto"}, None),
+    ],
+)
+def test_gradients_accumulate_in_fp32_under_bf16(resolved, stage, precision, written, expected):
+    """At stages 1-3, unless the user typed another type; DeepSpeed refuses fp32 at stage 0."""
+    config = {"zero_optimization": {"stage": stage}, "data_types": written}
+    result = resolved(config, {"mixed_precision": precision}, machine=GPU)
+    assert result.tree.value("data_types", "grad_accum_dtype") == expected
+
+
+def test_the_engine_runs_as_the_loop_contract_needs(resolved):
+    """Unmanaged accumulation, any elementwise optimizer, no forced CPU optimizer; a managed engine is refused."""
+    config = resolved({}).deepspeed_config()
+    assert config["managed_gradient_accumulation"] is False
+    assert config["zero_allow_untested_optimizer"] is True
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    with pytest.raises(ConfigError, match="managed_gradient_accumulation"):
+        resolved({"managed_gradient_accumulation": True})
+
+
+def test_sub_groups_are_small_enough_for_a_ratio(resolved):
+    """With one sub-group a ratio below 1 has no effect, so that auto splits a partition into ten."""
+    offload = {"device": "cpu", "ratio": 0.3}
+    config = {"zero_optimization": {"stage": 3, "sub_group_size": "auto", "offload_optimizer": offload}}
+    model = ModelFacts(parameters=4_000_000)
+    assert zero(resolved(config, machine=GPU, model=model), "sub_group_size") == 100_000
+    offload["ratio"] = 1.0
+    assert zero(resolved(config, machine=GPU, model=model), "sub_group_size") == 1_000_000_000
+
+
+def test_nvme_fields(resolved):
+    """On NVMe the buffer fits the largest parameter, parameters do not stay in RAM, and a folder cannot be guessed."""
+    offload = {"device": "nvme", "nvme_path": "/nvme", "buffer_size": "auto", "max_in_cpu": "auto"}
+    config = {"zero_optimization": {"stage": 3, "offload_param": offload}}
+    result = resolved(config, model=ModelFacts(largest_parameter=200_000_000, parameters=10**9))
+    assert zero(result, "offload_param", "buffer_size") == 200_000_000
+    assert zero(result, "offload_param", "max_in_cpu") == 0
+    offload["nvme_path"] = "auto"
+    with pytest.raises(ConfigError, match="local NVMe drive"):
+        resolved(config)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_are_gathered_on_save_at_stage_3_only(resolved, stage):
+    """`auto` asks for what saving needs."""
+    config = {"zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": "auto"}}
+    assert zero(resolved(config), "stage3_gather_16bit_weights_on_model_save") is (stage == 3)
