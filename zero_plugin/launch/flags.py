@@ -53,13 +53,15 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
     """
     file = flags.get("config_file") or default_config_file()
     document = read_document(str(file)) if file else Document()
+    asks_zero = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
+    if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
+        asks_zero.append("config_file")
     if "deepspeed_config_file" in flags:
         document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
     values, where = _values(flags)
     problems = _contradictions(flags, document)
-    implied = next((f"--{name}" for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags), None)
-    if implied and not any(name in flags for name in _SWITCHES) and not document.launch.value("distributed_type"):
-        values["distributed_type",], where["distributed_type",] = "DEEPSPEED", implied
+    if asks_zero and ("distributed_type",) not in values and not document.launch.value("distributed_type"):
+        values["distributed_type",], where["distributed_type",] = "DEEPSPEED", f"--{asks_zero[0]}"
     document = overlay_flags(document, values, where)
     document = replace(document, problems=(*document.problems, *problems))
     check_document(document)

@@ -1,0 +1,54 @@
+"""A launcher as a user runs it: a process of its own, in an empty folder and an empty home."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The caller's environment without anything that changes a launch, and with an empty home."""
+    touched = {"OMP_NUM_THREADS", "DS_ACCELERATOR", "ZERO_PLUGIN_CONFIG_FILE", ENVIRONMENT_VARIABLE}
+    kept = {name: value for name, value in os.environ.items() if name not in touched}
+    return {**kept, "HOME": str(tmp_path / "home")}
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess.Popen[str]]:
+    """Start `zero-plugin launch …` in `tmp_path`."""
+
+    def start(*arguments: str, **extra_environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "zero_plugin", "launch", *arguments],
+            cwd=tmp_path,
+            env={**environment, **extra_environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture
+def launch(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `zero-plugin launch …` in `tmp_path` to its end."""
+
+    def launch(*arguments: str, **extra_environment: str) -> subprocess.CompletedProcess[str]:
+        with start(*arguments, **extra_environment) as launcher:
+            try:
+                output, errors = launcher.communicate(timeout=90)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                raise
+        return subprocess.CompletedProcess(launcher.args, launcher.returncode, output, errors)
+
+    return launch

@@ -1,0 +1,138 @@
+"""From a document, a program and a machine to the complete spec."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment
+from zero_plugin.errors import ConfigError
+from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.machine import Machine
+from zero_plugin.launch.spec import LaunchSpec, Program
+
+LAPTOP = Machine(gpus=0, cores=8)
+SERVER = Machine(gpus=4, cores=64)
+SCRIPT = Program(__file__, ("--lr", "1"))
+TWO_MACHINES = {"num_machines": 2, "num_processes": 8, "main_process_ip": "10.0.0.1", "machine_rank": 1}
+
+
+def document(**keys: Any) -> Document:
+    paths = {(key,): value for key, value in keys.items()}
+    return Document().overlay(paths, kind="file", where={path: f"c.yaml:{n}:1" for n, path in enumerate(paths, 1)})
+
+
+def build(machine: Machine, environ: dict[str, str] | None = None, **keys: Any) -> LaunchSpec:
+    return build_spec(document(**keys), SCRIPT, machine, environ or {})
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "processes"),
+    [
+        (LAPTOP, {}, 1),
+        (LAPTOP, {"num_processes": 3}, 3),
+        (LAPTOP, {"distributed_type": "DEEPSPEED", "num_processes": 2}, 2),
+        (SERVER, {}, 4),
+        (SERVER, {"gpu_ids": "0,2"}, 2),
+        (SERVER, {"distributed_type": "NO"}, 1),
+        (SERVER, {"use_cpu": True}, 1),
+        (SERVER, {"distributed_type": "MULTI_CPU", "num_processes": 6}, 6),
+        (SERVER, TWO_MACHINES, 4),
+    ],
+    ids=str,
+)
+def test_number_of_processes(machine: Machine, keys: dict[str, Any], processes: int) -> None:
+    """What was written, divided by the machines; else one per usable GPU; else one."""
+    spec = build(machine, **keys)
+    assert spec.local_processes == processes
+    assert bool(spec.local_processes_reason) == ("num_processes" not in keys or "num_machines" in keys)
+
+
+def test_the_workers_get_the_document() -> None:
+    """One variable holds all of it."""
+    spec = build(LAPTOP, mixed_precision="bf16")
+    assert from_environment({ENVIRONMENT_VARIABLE: spec.environment[ENVIRONMENT_VARIABLE].value}) == spec.document
+
+
+@pytest.mark.parametrize(
+    ("machine", "environ", "keys", "expected"),
+    [
+        (LAPTOP, {}, {"num_processes": 2}, {"OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu"}),
+        (LAPTOP, {}, {"num_processes": 99}, {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}),
+        (LAPTOP, {"OMP_NUM_THREADS": "3", "DS_ACCELERATOR": "cpu"}, {"num_processes": 2}, {}),
+        (LAPTOP, {"OMP_NUM_THREADS": "3", "DS_ACCELERATOR": ""}, {"num_cpu_threads_per_process": 5}, {"OMP_NUM_THREADS": "5"}),
+        (SERVER, {}, {}, {"OMP_NUM_THREADS": "16"}),
+        (SERVER, {}, {"gpu_ids": "0,2"}, {"OMP_NUM_THREADS": "32", "CUDA_VISIBLE_DEVICES": "0,2"}),
+        (SERVER, {}, {"use_cpu": True}, {"OMP_NUM_THREADS": "64", "DS_ACCELERATOR": "cpu"}),
+    ],
+    ids=str,
+)
+def test_environment(machine: Machine, environ: dict[str, str], keys: dict[str, Any], expected: dict[str, str]) -> None:
+    """Threads come from cores and processes, DeepSpeed is told of a CPU run, and what the user set is left alone."""
+    added = build(machine, environ, **keys).environment
+    assert {name: setting.value for name, setting in added.items() if name != ENVIRONMENT_VARIABLE} == expected
+    assert all(setting.reason for setting in added.values())
+
+
+def test_one_machine_meets_on_a_free_port() -> None:
+    """Port 0, chosen by the store that listens on it, and a run id of its own: two launches never meet."""
+    one, other = build(LAPTOP).rendezvous, build(LAPTOP).rendezvous
+    assert (one.backend, one.endpoint, one.local_address) == ("c10d", "localhost:0", "localhost")
+    assert one.run_id != other.run_id
+
+
+def test_several_machines_meet_at_the_first() -> None:
+    """The static rendezvous at machine 0, 29500 unless written; an endpoint and options are passed on."""
+    meeting = build(SERVER, **TWO_MACHINES).rendezvous
+    assert (meeting.backend, meeting.endpoint, meeting.options) == ("static", "10.0.0.1:29500", {"rank": 1})
+    keys = {**TWO_MACHINES, "rdzv_backend": "c10d", "rdzv_conf": "timeout=5, read_timeout=7"}
+    meeting = build_spec(document(**keys), SCRIPT, SERVER, {}, rendezvous_endpoint="10.0.0.9:99").rendezvous
+    assert (meeting.backend, meeting.endpoint) == ("c10d", "10.0.0.9:99")
+    assert meeting.options == {"timeout": "5", "read_timeout": "7"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "parts"),
+    [
+        (SERVER, {"num_processes": 5}, ["c.yaml:1:1: num_processes", "4 usable GPUs"]),
+        (SERVER, {"num_processes": 3, "gpu_ids": "0,2"}, ["num_processes", "2 usable GPUs"]),
+        (SERVER, {"num_processes": 2, "distributed_type": "NO"}, ["num_processes", "NO is one process"]),
+        (SERVER, {**TWO_MACHINES, "num_processes": 7}, ["num_processes", "7 over 2 machines"]),
+        (SERVER, {"num_machines": 2}, ["main_process_ip", "machine_rank"]),
+        (SERVER, {**TWO_MACHINES, "machine_rank": 2}, ["machine_rank", "Write 0 to 1"]),
+        (SERVER, {**TWO_MACHINES, "main_process_port": 0}, ["main_process_port"]),
+        (SERVER, {**TWO_MACHINES, "deepspeed_multinode_launcher": "pdsh"}, ["pdsh", "standard"]),
+        (SERVER, {"distributed_type": "TPU"}, ["distributed_type", "TPU"]),
+        (SERVER, {"enable_cpu_affinity": True}, ["enable_cpu_affinity"]),
+    ],
+    ids=str,
+)
+def test_what_this_machine_cannot_launch(machine: Machine, keys: dict[str, Any], parts: list[str]) -> None:
+    """An error before any process starts, naming the key, where it is written, and what to write."""
+    with pytest.raises(ConfigError) as caught:
+        build(machine, **keys)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_taken_port_is_found_before_the_start() -> None:
+    """A port that another server holds is an error, not a hang."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} is taken"):
+            build(LAPTOP, main_process_port=port)
+    assert build(LAPTOP, main_process_port=port).rendezvous.endpoint == f"localhost:{port}"
+
+
+@pytest.mark.parametrize("program", [Program("gone.py"), Program("."), Program("no-such-tool", kind="executable")])
+def test_a_program_that_is_not_there(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that is not a file, or an executable that is not found, is an error of the command line."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{program.name} is not"):
+        build_spec(Document(), program, LAPTOP, {})

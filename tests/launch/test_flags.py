@@ -1,0 +1,128 @@
+"""Flags and files become one checked document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.tree import AUTO
+from zero_plugin.errors import ConfigError
+from zero_plugin.launch.flags import document_from_flags
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
+    Path("ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    Path("zero.yaml").write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n  gradient_clipping: 1.0\n"
+    )
+    Path("zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}))
+    return tmp_path
+
+
+def values(document: Document) -> dict[str, Any]:
+    """Every value by its dotted path; training keys start with `deepspeed`."""
+    trees = (document.launch, document.deepspeed.under("deepspeed"))
+    return {".".join(path): entry.value for tree in trees for path, entry in tree.entries.items()}
+
+
+STAGE = "deepspeed.zero_optimization.stage"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, {}),
+        ({"num_processes": "2"}, {"num_processes": 2}),
+        ({"cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True}),
+        ({"multi_gpu": True}, {"distributed_type": "MULTI_GPU", "use_cpu": False}),
+        ({"use_deepspeed": True}, {"distributed_type": "DEEPSPEED"}),
+        ({"zero_stage": "3"}, {"distributed_type": "DEEPSPEED", STAGE: 3}),
+        ({"zero_stage": "auto"}, {"distributed_type": "DEEPSPEED", STAGE: AUTO}),
+        ({"gradient_clipping": "0.5"}, {"deepspeed.gradient_clipping": 0.5}),
+        ({"gradient_accumulation_steps": "4"}, {"deepspeed.gradient_accumulation_steps": 4}),
+        ({"mixed_precision": "no"}, {"mixed_precision": "no"}),
+        ({"zero_stage": "3", "zero3_init_flag": "false"}, {"zero3_init_flag": False, STAGE: 3}),
+        (
+            {"zero_stage": "3", "zero3_save_16bit_model": "true"},
+            {"deepspeed.zero_optimization.stage3_gather_16bit_weights_on_model_save": True},
+        ),
+        (
+            {"zero_stage": "3", "offload_param_device": "nvme", "offload_param_nvme_path": "/disk"},
+            {
+                "deepspeed.zero_optimization.offload_param.device": "nvme",
+                "deepspeed.zero_optimization.offload_param.nvme_path": "/disk",
+            },
+        ),
+        ({"config_file": "zero.yaml"}, {STAGE: 2, "mixed_precision": "bf16"}),
+        ({"config_file": "zero.yaml", "zero_stage": "1", "mixed_precision": "no"}, {STAGE: 1, "mixed_precision": "no"}),
+        ({"config_file": "zero.json"}, {"distributed_type": "DEEPSPEED", STAGE: 3}),
+        ({"deepspeed_config_file": "zero.json"}, {"distributed_type": "DEEPSPEED", STAGE: 3}),
+        ({"config_file": "ddp.yaml", "use_deepspeed": True, "zero_stage": "2"}, {STAGE: 2, "num_processes": 4}),
+        ({"config_file": "zero.yaml", "cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True, STAGE: 2}),
+    ],
+    ids=str,
+)
+def test_flags_override_the_file(flags: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Each flag lands on its key, over what the file says; ZeRO's flags and a DeepSpeed JSON imply DEEPSPEED."""
+    found = values(document_from_flags(flags))
+    assert {key: found.get(key) for key in expected} == expected
+    if not flags:
+        assert found == {}
+
+
+def test_a_json_named_by_a_flag_replaces_the_files_training_part_whole() -> None:
+    """No key of the YAML's `deepspeed_config` survives beside the JSON that the flag names; its launch keys do."""
+    found = values(document_from_flags({"config_file": "zero.yaml", "deepspeed_config_file": "zero.json"}))
+    assert "deepspeed.gradient_clipping" not in found
+    assert found[STAGE] == 3
+    assert found["mixed_precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"cpu": True, "multi_gpu": True}, ["--cpu", "--multi_gpu"]),
+        ({"cpu": True, "use_deepspeed": True}, ["--cpu", "--use_deepspeed", "use_cpu: true"]),
+        ({"cpu": True, "zero_stage": "2"}, ["--zero_stage", "--cpu"]),
+        ({"config_file": "ddp.yaml", "zero_stage": "2"}, ["--zero_stage", "ddp.yaml:1", "--use_deepspeed"]),
+        ({"zero_stage": "4"}, ["--zero_stage", "zero_optimization.stage", "4", "0 to 3"]),
+        ({"zero_stage": "2", "offload_param_device": "cpu"}, ["--offload_param_device"]),
+        ({"zero_stage": "3", "offload_param_device": "nvme"}, ["nvme_path"]),
+        ({"mixed_precision": "bf17"}, ["--mixed_precision", "bf17", "bf16"]),
+        ({"num_processes": "two"}, ["--num_processes", "two"]),
+        ({"config_file": "none.yaml"}, ["none.yaml"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_an_error_that_names_the_flag(flags: dict[str, Any], parts: list[str]) -> None:
+    """A contradiction or an illegal value names the flag, what it contradicts and what to write."""
+    with pytest.raises(ConfigError) as caught:
+        document_from_flags(flags)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_all_problems_come_at_once() -> None:
+    """A bad flag beside a contradiction: one error with both."""
+    with pytest.raises(ConfigError) as caught:
+        document_from_flags({"cpu": True, "multi_gpu": True, "mixed_precision": "bf17"})
+    assert len(caught.value.problems) == 2
+
+
+def test_default_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --config_file: `$ZERO_PLUGIN_CONFIG_FILE`, else the user's default file, else nothing."""
+    default = folder / "home" / ".cache" / "zero_plugin" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("num_processes: 7\n")
+    assert values(document_from_flags({}))["num_processes"] == 7
+    monkeypatch.setenv("ZERO_PLUGIN_CONFIG_FILE", "ddp.yaml")
+    assert values(document_from_flags({}))["num_processes"] == 4
+    assert values(document_from_flags({"config_file": "zero.yaml"})).get("num_processes") is None

@@ -1,0 +1,60 @@
+"""What the launcher sees of the machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.launch import machine
+from zero_plugin.launch.machine import count_cores, count_gpus, host_memory_bytes, port_is_free
+
+
+def test_cores_are_those_this_process_may_use() -> None:
+    """A process bound to one core counts one."""
+    assert 1 <= count_cores() <= (os.cpu_count() or 1)
+    if hasattr(os, "sched_setaffinity"):
+        code = (
+            "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
+            "from zero_plugin.launch.machine import count_cores; print(count_cores())"
+        )
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "1"
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1)])
+def test_cores_within_a_container(quota: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU quota counts, rounded up; no quota does not."""
+    whole = count_cores()
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert count_cores() == min(whole, cores or whole)
+
+
+def test_host_memory_within_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container's limit counts where it is less than the machine's memory."""
+    (tmp_path / "memory.max").write_text("1048576\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert host_memory_bytes() == 1048576
+
+
+def test_gpus_are_counted_by_torch_only_where_a_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a driver's device file the answer is 0; with one, torch's own count."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(machine, "_GPU_DRIVERS", ("/no/such/device",))
+    assert count_gpus() == 0
+    monkeypatch.setattr(machine, "_GPU_DRIVERS", ("/dev/null",))
+    assert count_gpus() == torch.cuda.device_count()
+
+
+def test_ports() -> None:
+    """A port with a server is taken, and free again when the server is gone."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert not port_is_free(port)
+    assert port_is_free(port)
