@@ -60,7 +60,7 @@ def _launch_problems(document: Document) -> Iterator[Problem]:
         refused = REFUSED_VALUES.get((found.path[0], str(found.value)))
         if refused:
             yield Problem(
-                _where(document, (), found.path), dotted(found.path), f"{found.value} is not supported", refused
+                _where(document, (), found.path), dotted(found.path), f"{show(found.value)} is not supported", refused
             )
         else:
             yield _wrong_value(found, _where(document, (), found.path), found.path)
@@ -130,22 +130,16 @@ def _homes(schema: Mapping[str, Any], key: str, path: Path = ()) -> Iterator[Pat
 
 def _wrong_value(found: Violation, where: str, path: Path) -> Problem:
     place = "".join(f"[{step}]" for step in found.index)
-    message = f"{show(found.value)} is not {_article(found.wanted)}"
     if path == ("optimizer", "type") and str(found.value).lower() in RETIRED_OPTIMIZERS:
         return Problem(
-            where, dotted(path), f"{found.value} is not a type", RETIRED_OPTIMIZERS[str(found.value).lower()]
+            where, dotted(path), f"{show(found.value)} is not supported", RETIRED_OPTIMIZERS[str(found.value).lower()]
         )
     options = [o for branch in (found.wanted, *found.wanted.get("anyOf", ())) for o in branch.get("enum", ())]
     near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""
     default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") is not None else ""
-    fix = f"Did you mean {near}? Legal" if near else "Legal"
-    return Problem(where, dotted(path) + place, message, f"{fix}: {legal(found.wanted)}{default}.")
-
-
-def _article(wanted: Mapping[str, Any]) -> str:
-    """What was wanted, short: the fix spells it out."""
-    branches = [branch for branch in (wanted, *wanted.get("anyOf", ())) if "enum" in branch]
-    return "one of the legal values" if branches else legal(wanted)
+    message = f"{show(found.value)} is not legal here"
+    fix = f"Did you mean {near}? Write" if near else "Write"
+    return Problem(where, dotted(path) + place, message, f"{fix} {legal(found.wanted)}{default}.")
 
 
 def _where(document: Document, root: Path, path: Path) -> str:

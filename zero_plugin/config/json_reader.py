@@ -14,7 +14,7 @@ from zero_plugin.errors import ConfigError, Problem
 __all__ = ["looks_like_json", "parse_json"]
 
 _BLANK: Final = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
-_WORD: Final = re.compile(r"[A-Za-z_$][\w${}.-]*")
+_WORD: Final = re.compile(r"\$\{\w*\}|[A-Za-z_$][\w.-]*")
 _SCALARS: Final = json.JSONDecoder(parse_constant=lambda name: _refuse_constant(name))
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 

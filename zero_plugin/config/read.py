@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -29,13 +30,11 @@ _DEFAULT_STAGE: Final = Entry(
 )
 
 
-def read_document(path: str | FilePath, *, deepspeed_config_file: str | FilePath | None = None) -> Document:
+def read_document(path: str | os.PathLike[str]) -> Document:
     """Read a launch YAML with Accelerate's keys, or a DeepSpeed JSON by itself; content tells which, not the extension.
 
     Args:
         path: the file.
-        deepspeed_config_file: a DeepSpeed JSON that takes the place of the one that the file names, as the launch flag
-            of that name does.
 
     Returns:
         The document; what was wrong but could be read past is in its `problems`, which `check_document` raises.
@@ -44,7 +43,7 @@ def read_document(path: str | FilePath, *, deepspeed_config_file: str | FilePath
         ConfigError: a file cannot be read at all: missing, not text, broken YAML or JSON, not a mapping.
     """
     reading = _Reading("file")
-    return reading.document(reading.parse(FilePath(path)), FilePath(path), deepspeed_config_file)
+    return reading.document(reading.parse(FilePath(path)), FilePath(path))
 
 
 def document_from_mapping(mapping: Mapping[str, Any], where: str) -> Document:
@@ -57,7 +56,7 @@ def document_from_mapping(mapping: Mapping[str, Any], where: str) -> Document:
     Raises:
         ConfigError: a value is no plain value, or the file that it names cannot be read.
     """
-    return _Reading("code").document(_locate(mapping, where, ()), FilePath(), None)
+    return _Reading("code").document(_locate(mapping, where, ()), FilePath())
 
 
 @dataclass
@@ -74,7 +73,7 @@ class _Reading:
         self.sources.append(str(path))
         return parse_file(path, self.problems)
 
-    def document(self, root: Located, path: FilePath, training_file: str | FilePath | None) -> Document:
+    def document(self, root: Located, path: FilePath) -> Document:
         """Both halves of the document, each key under one path, from `root` and the file that it names."""
         is_launch = _is_launch(root.value, path)
         launch = dict(root.value) if is_launch else {}
@@ -84,11 +83,8 @@ class _Reading:
             launch.update({name: inline.pop(name) for name in LAUNCH_FIELDS if name in inline})
         short = {name: inline.pop(name) for name in SHORT_FIELDS if is_launch and name in inline}
         named = inline.pop(_TRAINING_FILE, launch.pop(_TRAINING_FILE, None))
-        folders = [path.parent, FilePath()]
-        if training_file is not None:
-            named, folders = Located(str(training_file), "--deepspeed_config_file"), [FilePath()]
 
-        nodes = [self._named_file(named, folders), Located(inline, training.where)]
+        nodes = [self._named_file(named, path.parent), Located(inline, training.where)]
         layers = [leaves(node, self.kind) for node in nodes]
         layers.append(translate_short_fields(leaves(Located(short, training.where), self.kind)))
         deepspeed = self._merged([self._training_layer(Tree(layer)) for layer in layers])
@@ -112,8 +108,8 @@ class _Reading:
         self.problems.append(Problem(node.where, _TRAINING, f"{show(node.plain())} is not a mapping of keys", fix))
         return Located({}, root.where)
 
-    def _named_file(self, named: Located | None, folders: list[FilePath]) -> Located:
-        """The DeepSpeed configuration that a launch config names, looked for in `folders` in turn."""
+    def _named_file(self, named: Located | None, folder: FilePath) -> Located:
+        """The DeepSpeed configuration that a launch config names: beside it, else in the working directory."""
         nothing = Located({}, "")
         if named is None or named.value in (None, "", "none", "None"):
             return nothing
@@ -124,7 +120,7 @@ class _Reading:
             self.problems.append(Problem(named.where, _TRAINING_FILE, message, "Write the path of a DeepSpeed JSON."))
             return nothing
         wanted = FilePath(named.value).expanduser()
-        candidates = list(dict.fromkeys(folder / wanted for folder in folders))
+        candidates = list(dict.fromkeys([folder / wanted, wanted]))
         existing = [path for path in candidates if path.is_file()]
         if not existing:
             looked = " or ".join(str(path) for path in candidates)

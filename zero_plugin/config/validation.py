@@ -156,14 +156,19 @@ def show(value: Any) -> str:
 
 def legal(schema: Mapping[str, Any]) -> str:
     """What a schema allows, in plain words."""
+    *first, last = dict.fromkeys(_options(schema))
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _options(schema: Mapping[str, Any]) -> list[str]:
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(legal(branch) for branch in schema["anyOf"]))
+        return [option for branch in schema["anyOf"] for option in _options(branch)]
     if "const" in schema:
-        return "auto" if schema["const"] == "auto" else show(schema["const"])
+        return ["auto" if schema["const"] == "auto" else show(schema["const"])]
     if "enum" in schema:
-        return ", ".join(str(option) for option in schema["enum"])
+        return [str(option) for option in schema["enum"]]
     kinds = schema.get("type", "object")
-    return " or ".join(_legal_type(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+    return [_legal_type(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
 
 
 def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
@@ -173,7 +178,7 @@ def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
         high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
         if low is not None and high is not None:
             return f"{noun} from {low} to {high}"
-        bounds = {"at least": low, "above": above, "at most": high, "below": below}
+        bounds = {"of at least": low, "above": above, "of at most": high, "below": below}
         words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
         return f"{noun} {words}".rstrip()
     if kind == "array":

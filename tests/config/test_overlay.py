@@ -1,0 +1,110 @@
+"""The one precedence: defaults, file, flags, code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.overlay import overlay_code, overlay_flags, same_value
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.tree import AUTO, Origin, Path, Tree
+from zero_plugin.errors import ConfigError
+
+STAGE: Path = ("deepspeed", "zero_optimization", "stage")
+CLIPPING: Path = ("deepspeed", "gradient_clipping")
+PRECISION: Path = ("mixed_precision",)
+
+
+@pytest.fixture
+def document() -> Document:
+    file = Origin("file", "c.yaml:1:1")
+    training = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": AUTO}},
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": "auto",
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}},
+    }
+    launch = {"mixed_precision": "bf16", "main_process_ip": None}
+    return Document(Tree.from_nested(launch, lambda _: file), Tree.from_nested(training, lambda _: file))
+
+
+def code(document: Document, values: dict[Path, Any]) -> Document:
+    return overlay_code(document, values, {path: f"Accelerator({path[-1]}=…)" for path in values})
+
+
+def test_a_flag_overrides_the_file(document: Document) -> None:
+    """A flag wins without a word, and the value then says that it is the flag's."""
+    laid = overlay_flags(document, {STAGE: 3, PRECISION: "no"}, {STAGE: "--zero_stage", PRECISION: "--mixed_precision"})
+    entry = laid.deepspeed.get("zero_optimization", "stage")
+    assert (entry.value, str(entry.origin)) == (3, "--zero_stage")
+    assert laid.launch.value("mixed_precision") == "no"
+    assert laid.deepspeed.value("gradient_clipping") == 1.0
+    assert document.deepspeed.value("zero_optimization", "stage") == 2
+
+
+def test_code_fills_what_is_open(document: Document) -> None:
+    """Code sets open, absent, null and defaulted values, and its call is their origin."""
+    steps: Path = ("deepspeed", "gradient_accumulation_steps")
+    new: Path = ("deepspeed", "bf16", "enabled")
+    laid = code(document, {steps: 4, new: True, ("main_process_ip",): "10.0.0.1"})
+    assert laid.deepspeed.value("gradient_accumulation_steps") == 4
+    assert laid.deepspeed.get("bf16", "enabled").origin == Origin("code", "Accelerator(enabled=…)")
+    assert laid.launch.value("main_process_ip") == "10.0.0.1"
+    defaulted = document_from_mapping({"distributed_type": "DEEPSPEED"}, "config")
+    assert code(defaulted, {STAGE: 3}).deepspeed.value("zero_optimization", "stage") == 3
+
+
+def test_equal_values_never_clash(document: Document) -> None:
+    """1 and 1.0, equal texts, equal lists agree and keep the file as origin; an open argument changes nothing."""
+    betas: Path = ("deepspeed", "optimizer", "params", "betas")
+    laid = code(document, {CLIPPING: 1, PRECISION: "bf16", betas: [0.9, 0.99], STAGE: "auto"})
+    assert laid.deepspeed == document.deepspeed
+    assert laid.launch == document.launch
+
+
+def test_every_clash_is_listed_at_once(document: Document) -> None:
+    """Code against explicit other values of file or flag is one error with all pairs, each with both places."""
+    flagged = overlay_flags(document, {STAGE: 3}, {STAGE: "--zero_stage"})
+    whole: Path = ("deepspeed", "zero_optimization", "offload_optimizer")
+    with pytest.raises(ConfigError) as caught:
+        code(flagged, {STAGE: 1, CLIPPING: 0.5, PRECISION: "fp16", whole: None})
+    found = {p.key: (p.where, p.message) for p in caught.value.problems}
+    assert found == {
+        "mixed_precision": ("Accelerator(mixed_precision=…)", '"fp16" in code, but "bf16" at c.yaml:1:1'),
+        "zero_optimization.stage": ("Accelerator(stage=…)", "1 in code, but 3 at --zero_stage"),
+        "gradient_clipping": ("Accelerator(gradient_clipping=…)", "0.5 in code, but 1.0 at c.yaml:1:1"),
+        "zero_optimization.offload_optimizer.device": (
+            "Accelerator(offload_optimizer=…)",
+            'null in code, but "cpu" at c.yaml:1:1',
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (1, 1.0, True),
+        (True, 1, False),
+        ("a", "a", True),
+        ((1, 2.0), (1.0, 2), True),
+        ((1,), (1, 2), False),
+        (AUTO, AUTO, True),
+    ],
+)
+def test_same_value(one: Any, other: Any, same: bool) -> None:
+    """Numbers compare by value, booleans only with booleans, lists item by item."""
+    assert same_value(one, other) is same
+
+
+def test_replacing_a_section() -> None:
+    """In a tree, a scalar replaces the section at its path, a leaf below replaces the scalar."""
+    at = Origin("file", "f")
+    tree = Tree.from_nested({"a": {"b": 1}, "c": None}, lambda _: at)
+    assert tree.replace(Tree.from_nested({"a": None}, lambda _: at).entries).nested() == {"a": None, "c": None}
+    assert tree.replace(Tree.from_nested({"a": {}}, lambda _: at).entries).nested() == {"a": {"b": 1}, "c": None}
+    assert tree.replace(Tree.from_nested({"c": {"d": 2}}, lambda _: at).entries).nested() == {
+        "a": {"b": 1},
+        "c": {"d": 2},
+    }
