@@ -20,7 +20,7 @@ _ONLY_DEEPSPEED = ("lamb", "muon", "muadam", "muadamw", "musgd")
 _SECTION = "the optimizer section"
 
 
-class Lion(Optimizer):  # type: ignore[misc]
+class Lion(Optimizer):
     """Lion (arXiv:2302.06675, algorithm 2): a step of size `lr` along the sign of interpolated momentum.
 
     It equals DeepSpeed's kernels but where that momentum is exactly 0 (the row of a token that never occurred): there
@@ -38,7 +38,7 @@ class Lion(Optimizer):  # type: ignore[misc]
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply one update; with a closure, return its loss."""
         loss = None
@@ -78,7 +78,7 @@ def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimiz
         _refuse("params.max_grad_norm", "DeepSpeed takes it from nowhere here.", "Write gradient_clipping instead.")
     if kind in _ONLY_DEEPSPEED:
         _refuse("type", f"{section.type} exists in DeepSpeed only.", "Train with DeepSpeed, or write AdamW.")
-    build: Any
+    build: Callable[..., Optimizer]
     if kind in ("adam", "adamw"):
         build = _adam_class(kind, arguments, groups)
     elif kind == "lion":
@@ -88,16 +88,17 @@ def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimiz
         _drop_state_precision(arguments, groups)
         build = torch.optim.Adagrad
     else:
-        build = getattr(torch.optim, section.type, None)
-        if not (isinstance(build, type) and issubclass(build, Optimizer)):
+        named = getattr(torch.optim, section.type, None)
+        if not (isinstance(named, type) and issubclass(named, Optimizer)):
             fix = "Write AdamW, Adam, SGD, RMSprop, Adagrad, Lion, or an exact class name of torch.optim."
             _refuse("type", f"{section.type} is neither an optimizer of DeepSpeed nor one of torch.optim.", fix)
+        build = named
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     try:
         return build(groups, **arguments)
     except (TypeError, ValueError) as error:
-        _refuse("params", str(error), f"Write the arguments of {build.__name__}.", error)
+        _refuse("params", str(error), f"Write the arguments of {section.type}.", error)
 
 
 def _adam_class(kind: str, arguments: dict[str, Any], groups: list[Any]) -> type[Optimizer]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -17,7 +18,7 @@ from zero_plugin.resolve.resolved import SchedulerSection
 __all__ = ["CurveLR", "LrPoint", "build_schedule", "preview_schedule"]
 
 
-class CurveLR(LRScheduler):  # type: ignore[misc]
+class CurveLR(LRScheduler):
     """A schedule that sets every group's learning rate (and betas) to its `Curve` at the number of steps taken.
 
     Args:
@@ -118,8 +119,8 @@ def preview_schedule(
     return tuple(LrPoint(label, step, curve.lrs(step)[0]) for label, step in points)
 
 
-def _set_lr(group: dict[str, Any], lr: float) -> None:
-    if hasattr(group["lr"], "fill_"):
+def _set_lr(group: dict[str, Any], lr: Any) -> None:
+    if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr

@@ -46,9 +46,8 @@ def test_every_clash_with_the_placeholder_is_listed_at_once(resolved):
     with pytest.raises(ConfigError) as caught:
         resolved(config, optimizer=placeholder(lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1))
     assert {problem.key for problem in caught.value.problems} == {"optimizer.params.lr", "optimizer.params.betas"}
-    assert "ds.json:optimizer.params.lr: optimizer.params.lr: 0.001 here, but DummyOptim says 0.002" in str(
-        caught.value
-    )
+    assert caught.value.problems[1].where == "ds.json:optimizer.params.lr"
+    assert caught.value.problems[1].message == "0.001 here, but DummyOptim says 0.002."
 
 
 def test_a_placeholder_without_a_section_is_adamw_said_aloud(resolved):

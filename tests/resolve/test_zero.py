@@ -52,7 +52,7 @@ def test_stage_and_device_wait_for_the_planner(resolved):
 
 
 def test_without_deepspeed_open_zero_fields_are_none(resolved):
-    """On the DDP path an open stage is 0 and an open device none, with the reason; nothing else of DeepSpeed's is added."""
+    """On the DDP path an open stage is 0 and an open device none, and nothing of DeepSpeed's is added."""
     config = {"zero_optimization": {"stage": "auto", "offload_optimizer": {"device": "auto", "pin_memory": "auto"}}}
     result = resolved(config, strategy="ddp")
     assert result.zero_stage == 0

@@ -37,7 +37,7 @@ def _computes_in_bf16(kind: AcceleratorKind) -> bool:
         return bool(torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False))
     if kind == "cpu":
         # oneDNN's own answer for this processor (AVX-512 or better on x86, BF16 instructions on ARM)
-        return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
     return True
 
 

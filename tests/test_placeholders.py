@@ -1,0 +1,43 @@
+import pytest
+
+from zero_plugin.errors import LoopError
+from zero_plugin.placeholders import UNSET, DummyOptim, DummyScheduler
+
+
+def test_only_what_was_given_is_described():
+    """An argument that the user left out is UNSET, so that no default contradicts the file."""
+    optimizer = DummyOptim([1, 2], betas=(0.9, 0.95))
+    assert optimizer.lr is UNSET
+    assert optimizer.describe().given == {"betas": (0.9, 0.95)}
+    assert optimizer.describe().placeholder
+    assert DummyOptim([1], lr=0.0, weight_decay=0.0).describe().given == {"lr": 0.0, "weight_decay": 0.0}
+
+
+def test_parameters_may_be_a_generator_or_groups():
+    """model.parameters() is read once; groups keep their own rates."""
+    assert DummyOptim(iter([1, 2])).param_groups == [{"params": [1, 2]}]
+    groups = [{"params": [1], "lr": 0.1}, {"params": [2]}]
+    assert DummyOptim(groups, lr=0.2).describe().group_lrs == (0.1, 0.2)
+    assert DummyOptim(groups).describe().group_lrs == ()
+
+
+def test_a_schedule_describes_its_numbers():
+    """None, as some scripts pass it, is not given."""
+    facts = DummyScheduler(None, total_num_steps=10, warmup_num_steps=None, cos_min_ratio=0.1).describe()
+    assert (facts.placeholder, facts.total_num_steps, facts.warmup_num_steps) == (True, 10, None)
+    assert facts.given == {"cos_min_ratio": 0.1}
+
+
+def test_a_callable_is_no_placeholder_for_a_section():
+    """lr_scheduler_callable builds the schedule itself."""
+    assert not DummyScheduler(None, lr_scheduler_callable=lambda optimizer: optimizer).describe().placeholder
+
+
+@pytest.mark.parametrize(
+    "call",
+    [DummyOptim([1]).step, DummyOptim([1]).zero_grad, DummyScheduler(None).step],
+)
+def test_an_unprepared_placeholder_says_to_prepare_it(call):
+    """Stepping it would train nothing."""
+    with pytest.raises(LoopError, match="prepare"):
+        call()
