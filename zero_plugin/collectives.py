@@ -174,8 +174,8 @@ def _gather_equal(tensor: Tensor) -> Tensor:
     if processes == 1 or tensor.numel() == 0:
         return tensor.expand(processes, *tensor.shape)
     wire = _as_bytes(tensor.to(_wire_device(tensor)))
-    stacked = wire.new_empty(processes * wire.numel())
-    dist.all_gather_into_tensor(stacked, wire)
+    stacked = wire.new_empty(processes, wire.numel())
+    dist.all_gather(list(stacked), wire)  # the one spelling that no release of torch has renamed
     return stacked.view(tensor.dtype).view(processes, *tensor.shape).to(tensor.device)
 
 

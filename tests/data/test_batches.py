@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
@@ -34,6 +34,10 @@ def indices_by_step(shares: list[list[Share]]) -> list[list[int]]:
     return [[index for share in step for index in share.indices] for step in zip(*shares, strict=True)]
 
 
+def flat(steps: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(steps))
+
+
 def real_indices(shares: list[list[Share]]) -> list[int]:
     return [i for step in zip(*shares, strict=True) for share in step for i in share.indices[: share.real]]
 
@@ -50,7 +54,7 @@ def test_even_batches_complete_the_last_step_from_the_first_samples(world: int, 
             steps = -(-samples // per_step)
             head = cycle(range(min(samples, per_step)))
             expected = list(range(samples)) + list(islice(head, steps * per_step - samples if samples else 0))
-            assert sum(indices_by_step(shares), []) == expected
+            assert flat(indices_by_step(shares)) == expected
             assert all(len(share.indices) == share.samples == batch_size for own in shares for share in own)
             assert real_indices(shares) == list(range(samples))
             assert dropped == []
@@ -75,7 +79,7 @@ def test_uneven_batches_stop_together_and_tell_what_is_left_out(world: int, spli
         for samples in SAMPLES:
             batches = batches_of(samples, batch_size * world if split else batch_size)
             shares, dropped = all_shares(batches, world, batch_size=batch_size, split=split, even=False)
-            taken = sum(indices_by_step(shares), [])
+            taken = flat(indices_by_step(shares))
             assert taken == list(range(samples - sum(dropped)))
             assert all(share.real == share.samples == len(share.indices) > 0 for own in shares for share in own)
             assert sum(dropped) <= (world - 1) * batch_size
@@ -86,7 +90,7 @@ def test_drop_last_leaves_out_the_incomplete_step(even: bool) -> None:
     """As one process with the global batch and drop_last would; this was asked for, so nothing is reported."""
     for samples in SAMPLES:
         shares, dropped = all_shares(batches_of(samples, 2, True), 3, batch_size=2, even=even, drop_last=True)
-        assert sum(indices_by_step(shares), []) == list(range(samples // 6 * 6))
+        assert flat(indices_by_step(shares)) == list(range(samples // 6 * 6))
         assert dropped == []
 
 
@@ -121,7 +125,7 @@ def test_a_short_batch_midway_is_not_filled_up() -> None:
 @pytest.mark.parametrize("batches", [[[0, 1], [2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5, 6, 7]]], ids=["short", "long"])
 def test_splitting_wants_full_batches(batches: list[list[int]]) -> None:
     """A batch that cannot be cut into one piece per process is an error, not a process without data."""
-    with pytest.raises(LoopError, match="2 × 2.*split_batches=False"):
+    with pytest.raises(LoopError, match=r"2 × 2.*split_batches=False"):
         all_shares(batches, 2, batch_size=2, split=True)
 
 

@@ -56,6 +56,6 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         file.write(encoded)
         for _, tensor in ordered:
             if tensor.numel():
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

@@ -69,6 +69,7 @@ def prepare_loader(
         replaced["dataset"] = StreamShard(loader.dataset, how)
         replaced["collate_fn"] = CountingCollate(loader.collate_fn, batched)
         if batched:
+            assert batch_size is not None, "a DataLoader over a stream batches by a number only"
             replaced["batch_sampler"] = BatchSampler(loader.sampler, batch_size, loader.drop_last)
     else:
         replaced[sampler_key] = BatchShard(sampler, how, report_dropped)
@@ -119,11 +120,11 @@ def _drop_reporter(how: Sharing, at_least: str) -> Callable[[int], None]:
         if not told and how.rank == 0:
             told = True
             _logger.warning(
-                "%s%d %s at the end of each epoch left out, so that all %d processes stop together; "
+                "%s left out: %s%d at the end of each epoch, so that all %d processes stop together; "
                 "even_batches: true repeats samples instead",
+                "samples" if how.batched else "batches",
                 at_least,
                 samples,
-                "samples are" if how.batched else "batches are",
                 how.world,
             )
 
