@@ -5,6 +5,7 @@ import torch
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.optimizers import Lion, build_optimizer, describe_optimizer
+from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS
 from zero_plugin.resolve.resolved import OptimizerSection
 
 
@@ -131,3 +132,29 @@ def test_a_real_optimizer_is_described():
     assert (facts.name, facts.group_lrs, facts.placeholder) == ("adamw", (0.1, 0.5), False)
     assert facts.given["weight_decay"] == 0.01
     assert describe_optimizer(torch.optim.Adam(parameters, lr=torch.tensor(0.5))).given["lr"] == 0.5
+
+
+def test_defaults_are_deepspeeds():
+    """What is written out for an absent argument is what DeepSpeed's own class would take."""
+    import inspect
+    import os
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    classes = {
+        "adam": [DeepSpeedCPUAdam, FusedAdam],
+        "adamw": [DeepSpeedCPUAdam, FusedAdam],
+        "adagrad": [DeepSpeedCPUAdagrad, torch.optim.Adagrad],
+        "lion": [DeepSpeedCPULion, FusedLion, Lion],
+        "sgd": [torch.optim.SGD],
+        "rmsprop": [torch.optim.RMSprop],
+    }
+    for kind, implementations in classes.items():
+        for implementation in implementations:
+            parameters = inspect.signature(implementation).parameters
+            for name, value in OPTIMIZER_DEFAULTS[kind].items():
+                if name != "adam_w_mode":
+                    assert parameters[name].default == value, (implementation, name)

@@ -10,7 +10,7 @@ import torch
 
 from zero_plugin.curves import CURVES
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS
+from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.resolve.resolved import SchedulerSection
 from zero_plugin.schedules import build_schedule, preview_schedule
 
@@ -111,8 +111,11 @@ def test_defaults_are_deepspeeds():
 
     for kind, defaults in SCHEDULER_DEFAULTS.items():
         parameters = inspect.signature(getattr(lr_schedules, kind)).parameters.values()
-        own = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "last_batch_iteration"}
-        assert own == dict(defaults)
+        named = {p.name: p.default for p in parameters if p.name not in ("optimizer", "last_batch_iteration")}
+        required = {name for name, default in named.items() if default is inspect.Parameter.empty}
+        assert required == SCHEDULER_REQUIRED[kind]
+        assert {name: default for name, default in named.items() if name not in required} == dict(defaults)
+    assert set(CURVES) == set(SCHEDULER_DEFAULTS)
 
 
 ENGINE = """
@@ -231,4 +234,3 @@ def test_the_preview_shows_the_curve_at_its_corners():
     points = preview_schedule(SchedulerSection("WarmupLR", {"warmup_num_steps": 0}), [0.005], total_steps=7)
     assert [(p.step, p.lr) for p in points] == [(0, 0.005), (3, 0.005), (7, 0.005)]
     assert preview_schedule(SchedulerSection("StepLR", {"step_size": 1}), [0.005]) == ()
-    assert set(CURVES) == set(SCHEDULER_DEFAULTS)

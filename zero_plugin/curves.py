@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS
+from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.resolve.resolved import SchedulerSection
 
 __all__ = ["CURVES", "Curve", "describe_curve"]
@@ -50,11 +50,11 @@ def describe_curve(section: SchedulerSection, group_lrs: Sequence[float]) -> Cur
     params = {**SCHEDULER_DEFAULTS[section.type], **section.params}
     if params.pop("last_batch_iteration", -1) != -1:
         raise _error("last_batch_iteration", "a schedule is resumed by load_state.", "Remove the key.")
-    missing = sorted(_REQUIRED[section.type] - {*params})
-    unknown = sorted({*params} - {*SCHEDULER_DEFAULTS[section.type]} - _REQUIRED[section.type])
+    missing = sorted(SCHEDULER_REQUIRED[section.type] - {*params})
+    unknown = sorted({*params} - {*SCHEDULER_DEFAULTS[section.type]} - SCHEDULER_REQUIRED[section.type])
     if missing or unknown:
         key = (missing or unknown)[0]
-        legal = ", ".join(sorted({*SCHEDULER_DEFAULTS[section.type], *_REQUIRED[section.type]}))
+        legal = ", ".join(sorted({*SCHEDULER_DEFAULTS[section.type], *SCHEDULER_REQUIRED[section.type]}))
         state = "is required" if missing else "is not a parameter"
         raise _error(key, f"{state} of {section.type}.", f"Its parameters: {legal}.")
     return CURVES[section.type](params, list(group_lrs))
@@ -204,12 +204,4 @@ CURVES: dict[str, Callable[[Mapping[str, Any], list[float]], Curve]] = {
     "WarmupCosineLR": _warmup_cosine_lr,
     "OneCycle": _one_cycle,
     "LRRangeTest": _lr_range_test,
-}
-
-_REQUIRED: dict[str, frozenset[str]] = {
-    "WarmupLR": frozenset(),
-    "WarmupDecayLR": frozenset(["total_num_steps"]),
-    "WarmupCosineLR": frozenset(["total_num_steps"]),
-    "OneCycle": frozenset(["cycle_min_lr", "cycle_max_lr"]),
-    "LRRangeTest": frozenset(),
 }

@@ -18,6 +18,14 @@ __all__ = ["Lion", "build_optimizer", "describe_optimizer"]
 
 _ONLY_DEEPSPEED = ("lamb", "muon", "muadam", "muadamw", "musgd")
 _SECTION = "the optimizer section"
+# DeepSpeed's own classes by name, since only its strategy may import them.
+_DEEPSPEED_CLASSES = {
+    "deepspeedcpuadam": "adam",
+    "fusedadam": "adam",
+    "deepspeedcpulion": "lion",
+    "fusedlion": "lion",
+    "deepspeedcpuadagrad": "adagrad",
+}
 
 
 class Lion(Optimizer):
@@ -127,7 +135,9 @@ def _drop_state_precision(arguments: dict[str, Any], groups: list[Any]) -> None:
 def describe_optimizer(optimizer: Optimizer) -> OptimizerFacts:
     """What resolution may know of a real torch optimizer: its algorithm's name, its defaults, its groups' rates."""
     name = type(optimizer).__name__.lower()
-    if name == "adam" and optimizer.defaults.get("decoupled_weight_decay"):
+    name = _DEEPSPEED_CLASSES.get(name, name)
+    decoupled = optimizer.defaults.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", False)
+    if name == "adam" and decoupled:
         name = "adamw"
     given = {key: _plain(value) for key, value in optimizer.defaults.items()}
     lrs = tuple(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)

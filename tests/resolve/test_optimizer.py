@@ -146,3 +146,4 @@ def test_a_section_without_params(resolved, params):
     config = {"optimizer": {"type": "SGD", "params": params}}
     assert resolved(config).optimizer.params == dict(OPTIMIZER_DEFAULTS["sgd"])
     assert resolved({"optimizer": {"type": "SGD"}}).optimizer.params == dict(OPTIMIZER_DEFAULTS["sgd"])
+    assert resolved({"optimizer": {"type": "NAdam", "params": params}}).optimizer.params == {}

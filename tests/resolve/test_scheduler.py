@@ -128,6 +128,13 @@ def test_a_default_peak_that_replaces_the_rate_is_said(resolved):
     assert any("warmup_max_lr = 0.001" in sentence for sentence in result.said_aloud)
 
 
+def test_a_warm_up_nobody_asked_for_is_said(resolved):
+    """An absent warmup_num_steps is DeepSpeed's 1000, not the placeholder's 0, and is printed."""
+    result = resolved(section("WarmupLR"), scheduler=dummy())
+    assert result.scheduler.params["warmup_num_steps"] == 1000
+    assert any("warmup_num_steps = 1000" in sentence for sentence in result.said_aloud)
+
+
 def test_arguments_that_do_not_shape_the_schedule_are_said(resolved):
     """WarmupLR has no end: a total given to the placeholder is mentioned, not dropped in silence."""
     result = resolved(section("WarmupLR", warmup_num_steps=5), scheduler=dummy(100, 5))

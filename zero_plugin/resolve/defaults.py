@@ -8,7 +8,7 @@ from typing import Any, Final
 from zero_plugin.config.tree import Path
 from zero_plugin.config.validation import deepspeed_schema
 
-__all__ = ["DEEPSPEED_AUTO", "OPTIMIZER_DEFAULTS", "SCHEDULER_DEFAULTS", "deepspeed_default"]
+__all__ = ["DEEPSPEED_AUTO", "OPTIMIZER_DEFAULTS", "SCHEDULER_DEFAULTS", "SCHEDULER_REQUIRED", "deepspeed_default"]
 
 # Fields in which DeepSpeed itself understands the word "auto": it must reach DeepSpeed as it is.
 DEEPSPEED_AUTO: Final = frozenset(
@@ -43,7 +43,7 @@ OPTIMIZER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 _WARMUP: Final = {"warmup_num_steps": 1000, "warmup_type": "log"}
 
-# By type, as DeepSpeed writes it. A schedule's required parameters have no default and are not listed.
+# By type, as DeepSpeed writes it; what has no default is in the table below.
 SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "WarmupLR": {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": None},
     "WarmupDecayLR": {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
@@ -66,6 +66,14 @@ SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "lr_range_test_step_rate": 1.0,
         "lr_range_test_staircase": False,
     },
+}
+
+SCHEDULER_REQUIRED: Final[Mapping[str, frozenset[str]]] = {
+    "WarmupLR": frozenset(),
+    "WarmupDecayLR": frozenset(["total_num_steps"]),
+    "WarmupCosineLR": frozenset(["total_num_steps"]),
+    "OneCycle": frozenset(["cycle_min_lr", "cycle_max_lr"]),
+    "LRRangeTest": frozenset(),
 }
 
 

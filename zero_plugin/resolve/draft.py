@@ -68,6 +68,14 @@ class Draft:
         if aloud:
             self.say(f"{dotted(path)} = {_shown(value)}: {reason}")
 
+    def drop(self, path: Path) -> None:
+        """Take a leaf away."""
+        self.tree = self.tree.without(*path)
+
+    def keys(self, *section: str) -> list[str]:
+        """The keys written in a section that holds plain values; none where it is absent, null or empty."""
+        return [path[-1] for path in self.tree if path[:-1] == section]
+
     def put_launch(self, key: str, value: Any, reason: str) -> None:
         """Settle a launch key."""
         self.launch = self.launch.replace({(key,): self._entry((key,), value, reason, "rule")})

@@ -43,10 +43,7 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
     defaults = OPTIMIZER_DEFAULTS.get(kind, {})
     given = _arguments(kind, facts, draft.tree.section(*_PARAMS))
     source = "DummyOptim" if facts is None or facts.placeholder else f"the loop's {facts.name}"
-    names = {path[2] for path in draft.tree if path[:2] == _PARAMS and len(path) == 3}
-    if not names and _PARAMS in draft.tree:
-        draft.tree = draft.tree.without(*_PARAMS)  # an empty or null object
-    for name in sorted({*names, *given, *defaults}):
+    for name in sorted({*draft.keys(*_PARAMS), *given, *defaults}):
         path = (*_PARAMS, name)
         entry = draft.tree.get(*path)
         if entry is not None and not holds_auto(entry.value):
@@ -128,7 +125,7 @@ def _check_adam(draft: Draft) -> None:
         if not draft.value(*bias_correction, default=True):
             fix = "Remove torch_adam, or write true."
             draft.refuse(bias_correction, "false, but torch's Adam always corrects.", fix)
-        draft.tree = draft.tree.without(*bias_correction)  # true is all that torch knows; it takes no such argument
+        draft.drop(bias_correction)  # true is all that torch knows; it takes no such argument
     elif draft.value(*amsgrad) and draft.on_deepspeed:
         fix = "Write torch_adam: true beside it, or remove it."
         draft.refuse(amsgrad, "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)

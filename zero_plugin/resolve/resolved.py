@@ -101,8 +101,8 @@ class Resolved:
         return [(path, _plain(entry.value), entry.origin) for path, entry in leaves]
 
     def _params(self, section: str) -> dict[str, Any]:
-        params: dict[str, Any] = self.tree.section(section).nested().get("params", {})
-        return params
+        params: dict[str, Any] | None = self.tree.section(section).nested().get("params")
+        return params or {}
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from zero_plugin.config.overlay import same_value
 from zero_plugin.config.validation import show
-from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS
+from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.resolve.draft import Draft, frozen, holds_auto
 from zero_plugin.resolve.facts import SchedulerFacts
 
@@ -21,11 +21,6 @@ _NEEDS: Final[Mapping[str, str]] = {
     "warmup_num_steps=…).",
     "cycle_min_lr": "Write a learning rate, or pass DummyScheduler(optimizer, cycle_min_lr=…).",
     "cycle_max_lr": "Write a learning rate, or pass DummyScheduler(optimizer, cycle_max_lr=…).",
-}
-_REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
-    "WarmupDecayLR": ("total_num_steps",),
-    "WarmupCosineLR": ("total_num_steps",),
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
 }
 
 
@@ -74,15 +69,11 @@ def _describe(draft: Draft, facts: SchedulerFacts) -> None:
 
 def _fill_params(draft: Draft, kind: str, facts: SchedulerFacts | None) -> None:
     defaults = SCHEDULER_DEFAULTS.get(kind, {})
-    required = _REQUIRED.get(kind, ())
     ours = draft.tree.get("scheduler", "type")
     described = ours is not None and not ours.origin.typed_by_user
-    known = {*defaults, *required}
+    known = {*defaults, *SCHEDULER_REQUIRED.get(kind, ())}
     given = {name: found for name, found in _given(draft, facts).items() if name in known or name not in _NEEDS}
-    names = {path[2] for path in draft.tree if path[:2] == _PARAMS and len(path) == 3}
-    if not names and _PARAMS in draft.tree:
-        draft.tree = draft.tree.without(*_PARAMS)  # an empty or null object
-    for name in sorted({*names, *given, *known}):
+    for name in sorted({*draft.keys(*_PARAMS), *given, *known}):
         path = (*_PARAMS, name)
         entry = draft.tree.get(*path)
         if entry is not None and not holds_auto(entry.value):
@@ -156,12 +147,12 @@ def _say_defaults(draft: Draft, kind: str) -> None:
     shape = draft.tree.get(*_PARAMS, "warmup_type")
     if shape is not None and shape.origin.kind == "default" and draft.value(*_PARAMS, "warmup_num_steps"):
         draft.say("scheduler.params.warmup_type = log: none is given, and DeepSpeed's warm-up is logarithmic then.")
-    peak = draft.tree.get(*_PARAMS, "warmup_max_lr")
-    lr = draft.value("optimizer", "params", "lr")
-    if peak is not None and peak.origin.kind == "default" and peak.value is not None and not same_value(peak.value, lr):
-        draft.say(
-            f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the optimizer's lr {lr}."
-        )
+    steps = draft.tree.get(*_PARAMS, "warmup_num_steps")
+    if steps is not None and steps.origin.kind == "default":
+        draft.say(f"scheduler.params.warmup_num_steps = {steps.value}: none is given, and that is DeepSpeed's default.")
+    peak, own = draft.get(*_PARAMS, "warmup_max_lr"), _peak_lr(draft)
+    if peak is not None and own is not None and peak.origin.kind == "default" and not same_value(peak.value, own[0]):
+        draft.say(f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the rate {own[0]}.")
     total, warmup = draft.value(*_PARAMS, "total_num_steps"), draft.value(*_PARAMS, "warmup_num_steps", default=0)
     if total is not None and total < warmup:
         draft.say(f"scheduler.type {kind} ends at step {total}, inside its warm-up of {warmup} steps.")
