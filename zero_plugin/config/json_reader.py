@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from typing import Any, Final
 
-from zero_plugin.config.located import MAX_DEPTH, Located, duplicate_key, syntax_error
+from zero_plugin.config.located import MAX_DEPTH, MAX_VALUES, Located, as_number, duplicate_key, syntax_error
 from zero_plugin.config.tree import Path
 from zero_plugin.errors import ConfigError, Problem
 
@@ -15,7 +15,6 @@ __all__ = ["looks_like_json", "parse_json"]
 
 _BLANK: Final = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _WORD: Final = re.compile(r"\$\{\w*\}|[A-Za-z_$][\w.-]*")
-_SCALARS: Final = json.JSONDecoder(parse_constant=lambda name: _refuse_constant(name))
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -44,6 +43,7 @@ class _Scanner:
         self._name = name
         self._problems = problems
         self._at = 0
+        self._values = 0
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def document(self) -> Located:
@@ -58,6 +58,9 @@ class _Scanner:
         where = where or self._where(self._at)
         if len(path) > MAX_DEPTH:
             raise self._refuse(f"nested deeper than {MAX_DEPTH} levels", "No setting is so deep; flatten it.")
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise self._refuse(f"holds more than {MAX_VALUES} values", "No configuration is so long; check the path.")
         opening = self._text[self._at : self._at + 1]
         if opening == "{":
             return Located(self._object(path), where)
@@ -156,5 +159,11 @@ def _end_of_blank(text: str, start: int) -> int:
     return match.end()
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+def _read_number(text: str) -> int | float:
+    number = as_number(text)
+    if number is None:  # NaN, Infinity, or beyond what a number can hold
+        raise ValueError(f"{text[:20]} is not a number that a setting can hold")
+    return number
+
+
+_SCALARS: Final = json.JSONDecoder(parse_int=_read_number, parse_float=_read_number, parse_constant=_read_number)

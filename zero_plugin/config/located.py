@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import Any, Final
 from zero_plugin.config.tree import Entry, Origin, OriginKind, Path, dotted, freeze
 from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["MAX_DEPTH", "Located", "as_number", "duplicate_key", "leaves", "sections", "syntax_error"]
+__all__ = ["MAX_DEPTH", "MAX_VALUES", "Located", "as_number", "duplicate_key", "leaves", "sections", "syntax_error"]
 
 MAX_DEPTH: Final = (
     50  # the deepest real configuration has seven levels; a bound keeps nonsense from exhausting the stack
 )
+
+MAX_VALUES: Final = 2_000  # ten times the longest real one; also bounds aliases of aliases, which grow exponentially
 
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
@@ -64,13 +67,14 @@ def sections(node: Located, prefix: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def as_number(text: str) -> int | float | None:
-    """A decimal number as YAML 1.2 and JSON spell it (`2e8` and `5e-5` are numbers); None for any other text."""
+    """A decimal number as YAML 1.2 and JSON spell it (`2e8`, `5e-5`); None for any other text, or if it is endless."""
     if not _NUMBER.fullmatch(text):
         return None
     if text.lstrip("+-").isdigit():
         # Python refuses to read integers of thousands of digits; so long a number is no setting
         return int(text) if len(text) < 100 else None
-    return float(text)
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def syntax_error(where: str, message: str, fix: str) -> ConfigError:

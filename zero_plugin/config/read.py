@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Mapping
@@ -195,6 +196,8 @@ def _locate(value: Any, where: str, path: Path) -> Located:
         return Located({str(k): _locate(child, where, (*path, str(k))) for k, child in value.items()}, where)
     if isinstance(value, list | tuple | set | frozenset):
         return Located([_locate(child, where, (*path, str(n))) for n, child in enumerate(value)], where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError([Problem(where, dotted(path), f"{value} is no number to set", "Pass a finite number.")])
     if value is None or value is AUTO or isinstance(value, bool | int | float | str):
         return Located(value, where)
     if isinstance(value, PurePath):

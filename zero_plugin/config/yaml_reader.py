@@ -8,23 +8,13 @@ from typing import Any, Final
 
 import yaml
 
-from zero_plugin.config.located import MAX_DEPTH, Located, as_number, duplicate_key, syntax_error
+from zero_plugin.config.located import MAX_DEPTH, MAX_VALUES, Located, as_number, duplicate_key, syntax_error
 from zero_plugin.config.tree import Path
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["parse_yaml"]
 
-_MAX_NODES: Final = 10_000  # aliases of aliases grow exponentially
-_WORDS: Final[dict[str, bool | float | None]] = {
-    "": None,
-    "~": None,
-    "null": None,
-    "true": True,
-    "false": False,
-    ".inf": float("inf"),
-    "-.inf": float("-inf"),
-    ".nan": float("nan"),
-}
+_WORDS: Final[dict[str, bool | None]] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
 def parse_yaml(text: str, name: str, problems: list[Problem]) -> Located:
@@ -119,8 +109,10 @@ class _Builder:
 
     def _count(self, event: yaml.Event, nodes: int) -> None:
         self._nodes += nodes
-        if self._nodes > _MAX_NODES:
-            raise self._refuse(event, f"holds more than {_MAX_NODES} values", "Check the aliases; write values out.")
+        if self._nodes > MAX_VALUES:
+            raise self._refuse(
+                event, f"holds more than {MAX_VALUES} values", "No configuration is so long; check aliases."
+            )
 
     def _where(self, event: Any) -> str:
         return f"{self._name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
