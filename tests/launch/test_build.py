@@ -64,7 +64,12 @@ def test_the_workers_get_the_document() -> None:
         (LAPTOP, {}, {"num_processes": 2}, {"OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu"}),
         (LAPTOP, {}, {"num_processes": 99}, {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}),
         (LAPTOP, {"OMP_NUM_THREADS": "3", "DS_ACCELERATOR": "cpu"}, {"num_processes": 2}, {}),
-        (LAPTOP, {"OMP_NUM_THREADS": "3", "DS_ACCELERATOR": ""}, {"num_cpu_threads_per_process": 5}, {"OMP_NUM_THREADS": "5"}),
+        (
+            LAPTOP,
+            {"OMP_NUM_THREADS": "3", "DS_ACCELERATOR": ""},
+            {"num_cpu_threads_per_process": 5},
+            {"OMP_NUM_THREADS": "5"},
+        ),
         (SERVER, {}, {}, {"OMP_NUM_THREADS": "16"}),
         (SERVER, {}, {"gpu_ids": "0,2"}, {"OMP_NUM_THREADS": "32", "CUDA_VISIBLE_DEVICES": "0,2"}),
         (SERVER, {}, {"use_cpu": True}, {"OMP_NUM_THREADS": "64", "DS_ACCELERATOR": "cpu"}),

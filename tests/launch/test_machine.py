@@ -26,7 +26,9 @@ def test_cores_are_those_this_process_may_use() -> None:
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1)])
-def test_cores_within_a_container(quota: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_within_a_container(
+    quota: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A CPU quota counts, rounded up; no quota does not."""
     whole = count_cores()
     (tmp_path / "cpu.max").write_text(quota + "\n")

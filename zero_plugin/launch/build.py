@@ -75,10 +75,11 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     pairs = (part.strip().partition("=") for part in settings.rdzv_conf.split(",") if part.strip())
     options: dict[str, str | int] = {key: value for key, _, value in pairs}
     if settings.num_machines == 1:
-        # Nobody else has to find this machine, so the store takes a free port and workers reach it by `localhost`.
-        options["is_host"] = "true"
-        here = f"localhost:{settings.main_process_port or 0}"
-        return Rendezvous("c10d", here, uuid.uuid4().hex, options, local_address="localhost")
+        # Nobody else has to find this machine: workers reach it by `localhost`, at a port that is free.
+        run, port = uuid.uuid4().hex, settings.main_process_port
+        if not port:
+            return Rendezvous("c10d", "localhost:0", run, options | {"is_host": "true"}, local_address="localhost")
+        return Rendezvous("static", f"localhost:{port}", run, options | {"rank": 0}, local_address="localhost")
     if settings.rdzv_backend == "static":
         options["rank"] = settings.machine_rank
     there = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or _STATIC_PORT}"

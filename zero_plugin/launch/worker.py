@@ -43,13 +43,14 @@ def main() -> None:
 
 def run_script(path: str, arguments: list[str]) -> None:
     """Run a file as `__main__`, in a module that stays: spawned children and pickles look it up there."""
+    file = Path(path).absolute()
     sys.argv[:] = [path, *arguments]
-    _set_import_folder(Path(path).resolve().parent)
+    _set_import_folder(file.resolve().parent)
     module = ModuleType("__main__")
-    module.__file__ = path
-    module.__loader__ = SourceFileLoader("__main__", path)
+    module.__file__ = str(file)
+    module.__loader__ = SourceFileLoader("__main__", str(file))
     sys.modules["__main__"] = module
-    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)  # noqa: S102 - this file's purpose
+    exec(compile(file.read_bytes(), file, "exec"), module.__dict__)  # noqa: S102 - this file's purpose
 
 
 def run_module(name: str, arguments: list[str]) -> None:

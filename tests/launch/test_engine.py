@@ -1,0 +1,280 @@
+"""Launches of real processes: what reaches the script, how runs end, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+SHOW = """
+import json, os, sys
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DS_ACCELERATOR", "ZERO_PLUGIN_DOCUMENT"]
+line = json.dumps({**{n: os.environ.get(n) for n in names}, "argv": sys.argv, "torch": "torch" in sys.modules})
+os.write(1, (line + "\\n").encode())  # one write: two ranks share the pipe
+"""
+GLOO = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+"""
+
+
+def shown(output: str) -> list[dict[str, object]]:
+    """What `SHOW` printed, by rank."""
+    return sorted((json.loads(line) for line in output.splitlines()), key=lambda row: str(row["RANK"]))
+
+
+def test_arguments_reach_the_script_untouched(launch: Launch, tmp_path: Path) -> None:
+    """What follows the script is the script's: spaces, other alphabets, `--help`, launch flags, `--`, empty text."""
+    (tmp_path / "show.py").write_text(SHOW)
+    arguments = ["--help", "two words", "ü→", "--num_processes", "9", "--", "", "$HOME"]
+    done = launch("--num-processes", "2", "show.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = shown(done.stdout)
+    assert [row["RANK"] for row in rows] == ["0", "1"]
+    assert all(row["argv"] == ["show.py", *arguments] for row in rows)
+    assert done.stderr == ""
+
+
+def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) -> None:
+    """Without a count on a CPU: one process, with a rank, a world and an address as several have."""
+    (tmp_path / "show.py").write_text(SHOW)
+    (row,) = shown(launch("--cpu", "show.py").stdout)
+    assert (row["RANK"], row["WORLD_SIZE"], row["MASTER_ADDR"]) == ("0", "1", "localhost")
+    assert row["torch"] is False  # nothing was imported on the script's behalf
+
+
+def test_environment_of_the_workers(launch: Launch, tmp_path: Path) -> None:
+    """Exactly one variable of ours; threads from cores and processes unless the user set them; DeepSpeed on the CPU."""
+    script = 'import os; print(sorted(n for n in os.environ if n.startswith(("ZERO_PLUGIN", "ACCELERATE"))))'
+    (tmp_path / "names.py").write_text(script)
+    assert launch("--cpu", "names.py").stdout.strip() == str([ENVIRONMENT_VARIABLE])
+    (tmp_path / "show.py").write_text(SHOW)
+    cores = len(os.sched_getaffinity(0))
+    rows = shown(launch("--cpu", "--num_processes", "2", "show.py").stdout)
+    assert {row["OMP_NUM_THREADS"] for row in rows} <= {str(n) for n in range(1, max(1, cores // 2) + 1)}
+    assert {row["DS_ACCELERATOR"] for row in rows} == {"cpu"}
+    (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7").stdout)
+    assert row["OMP_NUM_THREADS"] == "7"
+
+
+def test_other_starters_hand_nothing_over(tmp_path: Path, environment: dict[str, str]) -> None:
+    """The same script started by torchrun or by python sees no document."""
+    (tmp_path / "show.py").write_text(SHOW)
+    for starter in (["-m", "torch.distributed.run", "--standalone"], []):
+        done = subprocess.run(
+            [sys.executable, *starter, "show.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        (row,) = shown(done.stdout)
+        assert row[ENVIRONMENT_VARIABLE] is None
+
+
+def test_modules_and_executables(launch: Launch, tmp_path: Path) -> None:
+    """`-m` runs a module of the current folder, `--no_python` a program; both get their arguments."""
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "go.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    assert launch("--cpu", "-m", "pack.go", "-x").stdout.strip() == "__main__ ['-x']"
+    assert launch("--cpu", "--no-python", "echo", "-n", "a b").stdout == "a b"
+
+
+def test_the_first_failing_rank_is_shown_once(launch: Launch, tmp_path: Path) -> None:
+    """One traceback, of the rank that failed and without our frames; a line for the rank that failed after it; code 1."""
+    (tmp_path / "fail.py").write_text(GLOO + "if rank == 1:\n    raise ValueError('boom')\ndist.barrier()\n")
+    done = launch("--cpu", "--num_processes", "2", "fail.py")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("ValueError: boom") == 1
+    assert "rank 1 failed first, with exit code 1" in done.stderr
+    assert "worker.py" not in done.stderr
+    assert "ChildFailedError" not in done.stderr
+    assert "Sending process" not in done.stderr
+
+
+def test_exit_code_of_the_first_failing_rank(launch: Launch, tmp_path: Path) -> None:
+    """`sys.exit(7)` in one rank ends the launch with 7, although its peer then fails with another code."""
+    (tmp_path / "exit.py").write_text(GLOO + "if rank == 1:\n    sys.exit(7)\ndist.barrier()\n")
+    done = launch("--cpu", "--num_processes", "2", "exit.py")
+    assert done.returncode == 7
+    assert "rank 1 failed first, with exit code 7" in done.stderr
+
+
+def test_a_killed_rank_is_explained(launch: Launch, tmp_path: Path) -> None:
+    """SIGKILL of one rank: 137, the rank named although its peer's traceback came first, host memory explained."""
+    (tmp_path / "kill.py").write_text(GLOO + "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n")
+    done = launch("--cpu", "--num_processes", "2", "kill.py")
+    assert done.returncode == 137
+    assert "rank 1 was ended by signal 9 (SIGKILL)" in done.stderr
+    assert "host memory" in done.stderr
+
+
+def test_an_error_of_ours_in_a_worker_keeps_its_exit_code(launch: Launch, tmp_path: Path) -> None:
+    """A ConfigError raised inside the script ends the launch with 2 and shows the script's line, not our insides."""
+    (tmp_path / "wrong.py").write_text(
+        "from zero_plugin.config.read import read_document\nread_document('absent.yaml')\n"
+    )
+    done = launch("--cpu", "--num_processes", "2", "wrong.py")
+    assert done.returncode == 2
+    assert "read_document('absent.yaml')" in done.stderr
+    assert "zero_plugin/config" not in done.stderr
+
+
+def test_restarts(launch: Launch, tmp_path: Path) -> None:
+    """`--max_restarts 1` starts the group once more; a second failure ends it."""
+    script = "import os, sys; sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) < int(sys.argv[1]))"
+    (tmp_path / "fails.py").write_text(script)
+    assert launch("--cpu", "--max_restarts", "1", "fails.py", "1").returncode == 0
+    assert launch("--cpu", "--max_restarts", "1", "fails.py", "2").returncode == 1
+
+
+def test_logs_are_kept_where_asked(launch: Launch, tmp_path: Path) -> None:
+    """`--log_dir` keeps a file for each worker's output, and the screen still shows it."""
+    (tmp_path / "hello.py").write_text("print('hello')")
+    done = launch("--cpu", "--log_dir", "logs", "hello.py")
+    assert "hello" in done.stdout
+    assert [log.read_text() for log in (tmp_path / "logs").rglob("stdout.log")] == ["hello\n"]
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes of this machine that were started with `mark` on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "cmdline").read_text() and "Z" not in state(entry):
+                found.append(int(entry.name))
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+def state(entry: Path) -> str:
+    return (entry / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def start_and_wait(start: Start, tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], str]:
+    """Start two workers that each report and run `body`; the launcher and the mark on all their command lines."""
+    (tmp_path / "wait.py").write_text(f"import os, signal, time\n{body}\nos.write(1, b'up\\n')\ntime.sleep(100)\n")
+    mark = uuid.uuid4().hex
+    launcher = start("--cpu", "--num_processes", "2", "wait.py", mark)
+    assert launcher.stdout is not None
+    assert [launcher.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+    assert len(processes_with(mark)) == 3
+    return launcher, mark
+
+
+def is_gone(mark: str, seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while processes_with(mark):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_end_the_workers(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Ctrl-C, SIGTERM and a closed terminal reach the workers; none is left, and the code is 128 + n."""
+    launcher, mark = start_and_wait(start, tmp_path, "")
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == code
+    assert processes_with(mark) == []
+    assert "Traceback" not in errors
+    assert number.name in errors
+
+
+@needs_proc
+def test_workers_can_clean_up_after_a_signal(start: Start, tmp_path: Path) -> None:
+    """SIGTERM is the workers' own to handle: they finish what they do then."""
+    body = "def end(*_):\n    open(f'ended{os.environ[\"RANK\"]}', 'w').close()\n    raise SystemExit\nsignal.signal(15, end)"
+    launcher, _ = start_and_wait(start, tmp_path, body)
+    launcher.terminate()
+    launcher.communicate(timeout=20)
+    assert sorted(file.name for file in tmp_path.glob("ended*")) == ["ended0", "ended1"]
+
+
+@needs_proc
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
+def test_no_worker_outlives_a_killed_launcher(start: Start, tmp_path: Path) -> None:
+    """Even SIGKILL of the launcher, and workers that ignore every signal, leave none behind."""
+    launcher, mark = start_and_wait(start, tmp_path, "signal.signal(15, signal.SIG_IGN)")
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    assert is_gone(mark)
+
+
+@needs_proc
+def test_what_a_dead_worker_had_started_ends_too(launch: Launch, tmp_path: Path) -> None:
+    """A failing rank's own children (data loader workers) are ended with it."""
+    mark = uuid.uuid4().hex
+    (tmp_path / "parent.py").write_text(
+        f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)', '{mark}'])\n"
+        "sys.exit(3)\n"
+    )
+    assert launch("--cpu", "parent.py").returncode == 3
+    assert is_gone(mark)
+
+
+def test_two_launches_at_once_never_clash(start: Start, tmp_path: Path) -> None:
+    """Two launches of two processes each form their own groups at the same time, without a port being named."""
+    (tmp_path / "meet.py").write_text(
+        GLOO + "print(dist.get_world_size())\ndist.barrier()\ndist.destroy_process_group()\n"
+    )
+    launchers = [start("--cpu", "--num_processes", "2", "meet.py") for _ in range(2)]
+    for launcher in launchers:
+        output, errors = launcher.communicate(timeout=90)
+        assert (launcher.returncode, output.split()) == (0, ["2", "2"]), errors
+
+
+def test_a_port_can_be_chosen_and_is_free_afterwards(launch: Launch, tmp_path: Path) -> None:
+    """The workers meet at the port that was named; the launcher leaves it free."""
+    (tmp_path / "port.py").write_text("import os; print(os.environ['MASTER_PORT'])")
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    for _ in range(2):
+        done = launch("--cpu", "--main_process_port", str(port), "port.py")
+        assert done.stdout.strip() == str(port), done.stderr
+
+
+def test_two_machines(start: Start, tmp_path: Path) -> None:
+    """Two launchers with two machine ranks form one group of two processes."""
+    (tmp_path / "meet.py").write_text(
+        GLOO + "print(rank, dist.get_world_size())\ndist.barrier()\ndist.destroy_process_group()\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+    launchers = [
+        start(*common, "--main_process_port", port, "--machine_rank", rank, "meet.py", GLOO_SOCKET_IFNAME="lo")
+        for rank in "01"
+    ]
+    for rank, launcher in enumerate(launchers):
+        output, errors = launcher.communicate(timeout=90)
+        assert (launcher.returncode, output.strip()) == (0, f"{rank} 2"), errors

@@ -1,0 +1,85 @@
+"""A script inside the worker file behaves as under `python`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.launch import worker
+
+WORKER = str(Path(worker.__file__))
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+ASK = """
+import json, os, sys
+import neighbour
+print(json.dumps({
+    "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "package": __package__,
+    "main": sys.modules["__main__"].__dict__ is globals(), "spec": __spec__ is None, "where": neighbour.__file__,
+}))
+"""
+
+
+def test_a_script_sees_what_python_shows_it(tmp_path: Path) -> None:
+    """Name, file, arguments, first import folder and `__main__` are the same as under python, from another folder too."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "ask.py").write_text(ASK)
+    (inner / "neighbour.py").write_text("")
+    mine, pythons = (run(tmp_path, *start, "inner/ask.py", "-x", "y z") for start in ([WORKER], []))
+    assert mine.returncode == 0, mine.stderr
+    assert json.loads(mine.stdout) == json.loads(pythons.stdout)
+
+
+def test_a_module_sees_what_python_shows_it(tmp_path: Path) -> None:
+    """`-m` likewise."""
+    (tmp_path / "ask.py").write_text(ASK.replace('"spec": __spec__ is None, ', ""))
+    (tmp_path / "neighbour.py").write_text("")
+    mine, pythons = (run(tmp_path, *start, "ask", "-x") for start in ([WORKER, "-m"], ["-m"]))
+    assert mine.returncode == 0, mine.stderr
+    assert json.loads(mine.stdout) == json.loads(pythons.stdout)
+
+
+def test_files_beside_the_user_do_not_shadow_the_library(tmp_path: Path) -> None:
+    """A `token.py` in the current folder is not what the standard library imports, for a script elsewhere."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "ok.py").write_text("import tokenize; print('ok')")
+    for name in ("token.py", "types.py", "runpy.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    assert run(tmp_path, WORKER, "inner/ok.py").stdout == "ok\n"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_script_can_start_processes(method: str, tmp_path: Path) -> None:
+    """Functions and classes of the script are found again in processes that it starts (data loader workers)."""
+    (tmp_path / "pool.py").write_text(
+        "import multiprocessing as mp\n"
+        "class Sample:\n    value = 3\n"
+        "def square(sample):\n    return sample.value ** 2\n"
+        "if __name__ == '__main__':\n"
+        f"    with mp.get_context('{method}').Pool(1) as pool:\n        print(pool.map(square, [Sample()]))\n"
+    )
+    done = run(tmp_path, WORKER, "pool.py")
+    assert done.stdout == "[9]\n", done.stderr
+
+
+def test_failures_print_as_under_python(tmp_path: Path) -> None:
+    """The traceback, a syntax error and an exit message are python's own, without a frame of ours."""
+    for name, text in {
+        "raises.py": "def f():\n    1 / 0\nf()\n",
+        "syntax.py": "x = (\n",
+        "exits.py": "import sys; sys.exit('the end')",
+        "code.py": "import sys; sys.exit(5)",
+    }.items():
+        (tmp_path / name).write_text(text)
+        mine, pythons = run(tmp_path, WORKER, name), run(tmp_path, name)
+        assert mine.returncode == pythons.returncode
+        assert mine.stderr == pythons.stderr
