@@ -175,6 +175,13 @@ def test_yaml_scalars_are_those_of_yaml_1_2(read: Reader) -> None:
     assert document.deepspeed.section("optimizer").nested() == {"type": "AdamW", "params": {"lr": 5e-5, "eps": 1e-8}}
 
 
+def test_a_type_in_any_case_opens_its_parameters(read: Reader) -> None:
+    """Numbers written as text are read for an optimizer whose type is written in lower case, too."""
+    document = read({"ds.json": '{"optimizer": {"type": "adamw", "params": {"lr": "1e-3"}}}'})
+    optimizer = document.deepspeed.section("optimizer")
+    assert optimizer.nested() == {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
 def test_other_spellings_become_one(read: Reader) -> None:
     """What DeepSpeed takes for another key is moved to that key, with a note."""
     document = read(

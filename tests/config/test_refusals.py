@@ -85,6 +85,7 @@ WRONG = [
     ("a renamed key", "c.json", '{"aio": {"thread_count": 2}}', "c.json:1:10", "Write intra_op_parallelism"),
     ("a removed zero key", "c.json", "{" + ZERO3 + '"mics_shard_size": 8}}', "c.json:1:36", "removed in DeepSpeed 0.19.7"),
     ("legacy stage 1", "c.json", "{" + ZERO2 + '"legacy_stage1": true}}', "c.json:1:36", "legacy_stage1: true is not legal here Write false"),
+    ("two spellings at once", "c.json", '{"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "none"}}}', "c.json:1:24", "keep offload_optimizer"),
     ("a removed optimizer", "c.json", '{"optimizer": {"type": "OneBitAdam"}}', "c.json:1:16", "removed it by 0.19.7"),
     ("max_grad_norm", "c.json", '{"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}', "c.json:1:44", "write gradient_clipping"),
     # --- values
