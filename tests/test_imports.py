@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+import zero_plugin.cli
 import zero_plugin.config
+import zero_plugin.launch
+import zero_plugin.resolve
 
-# Add a package here once nothing in it imports torch at module level.
-COLD_PACKAGES = [zero_plugin.config]
+COLD_PACKAGES = [zero_plugin.config, zero_plugin.resolve, zero_plugin.launch, zero_plugin.cli]
 
 COLD_MODULES = [
     name
