@@ -57,11 +57,12 @@ class Progress:
         self._units = 0
         self._reported = 0  # the last step that was shown
         self._next = 1
+        self._first: tuple[int, float] | None = None  # step and time of the first line
         self._bar: Bar | None = None
 
     def __enter__(self) -> Progress:
         self._main = not _distributed() or distributed.get_rank() == 0
-        self._start = self._before = time.perf_counter()
+        self._before = time.perf_counter()
         if self._main and self._console.is_terminal:
             self._bar = Bar(
                 TextColumn("step"),
@@ -104,15 +105,20 @@ class Progress:
         self._next = step + max(1, min(due, 2 * steps))
         self._reported, self._before, self._units = step, now, 0
         if self._main:
-            self._show(step, lr, reports, left=(self._total - step) * (now - self._start) / step)
+            self._show(step, lr, reports, now)
 
-    def _show(self, step: int, lr: float, reports: list[_Report], left: float) -> None:
+    def _show(self, step: int, lr: float, reports: list[_Report], now: float) -> None:
         loss = sum(r.loss for r in reports) / len(reports)
         speed = sum(r.units for r in reports) / max(reports[0].seconds, 1e-9)
         peak = max(r.memory_bytes for r in reports)
+        if self._first is None:  # the first step, which warms everything up, tells nothing about the others
+            self._first, left = (step, now), "?"
+        else:
+            seconds = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
+            left = str(timedelta(seconds=round(seconds)))
         line = (
             f"loss {loss:.3f} · lr {lr:.2e} · {_scaled(speed, 1000, ('', 'k', 'M', 'G'))} {self._unit}/s"
-            f" · {_scaled(peak, 1024, (' B', ' KiB', ' MiB', ' GiB'))}/rank · ETA {timedelta(seconds=round(left))}"
+            f" · {_scaled(peak, 1024, (' B', ' KiB', ' MiB', ' GiB'))}/rank · ETA {left}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line, refresh=True)
@@ -133,8 +139,8 @@ def _gather(report: _Report) -> list[_Report]:
 
 
 def _peak_memory_bytes() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
+    if torch.cuda.is_available() and (allocated := torch.cuda.max_memory_allocated()):
+        return allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, getrusage(2)
 

@@ -30,7 +30,7 @@ class GPTConfig:
             )
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -51,10 +51,11 @@ class Block(nn.Module):  # type: ignore[misc]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, head, length, head width]
         mixed = F.scaled_dot_product_attention(_rotate(q, rotation), _rotate(k, rotation), v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.feed_out(F.gelu(self.feed_in(self.feed_norm(x))))
+        fed: Tensor = self.feed_out(F.gelu(self.feed_in(self.feed_norm(x))))
+        return x + fed
 
 
-class GPT(nn.Module):  # type: ignore[misc]
+class GPT(nn.Module):
     """Predicts each byte from those before it: `[batch, length]` byte values to `[batch, length, 256]` logits."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -76,7 +77,8 @@ class GPT(nn.Module):  # type: ignore[misc]
         rotation = _rotation(ids.shape[1], self.config.hidden_size // self.config.heads, x)
         for block in self.blocks:
             x = block(x, rotation)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def _rotation(length: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,7 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return nats.view(targets.shape).mean(1)
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def generate(
     forward: Callable[[Tensor], Tensor],
     prompt: Tensor,

@@ -46,7 +46,7 @@ def draw_curves(path: Path, losses: Sequence[float], rates: Sequence[float], hel
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
 
     top.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=1, label="training, each step")
-    reach = len(losses) // 50
+    reach = max(1, len(losses) // 50)
     top.plot(steps, _smooth(losses, reach), color=_BLUE, linewidth=2, label=f"training, mean of {2 * reach + 1} steps")
     top.plot(len(losses), held_out, "o", color=_RED, markersize=7, clip_on=False, zorder=3, label="held-out text")
     top.annotate(

@@ -53,7 +53,7 @@ def _join(files: Iterator[Path], limit: int) -> bytes:
     return bytes(text[:limit])
 
 
-class Blocks(Dataset[tuple[Tensor, Tensor]]):  # type: ignore[misc]
+class Blocks(Dataset[tuple[Tensor, Tensor]]):
     """Text cut into `block` bytes each: item i is (bytes, the bytes one later), both `[block]` of int64."""
 
     def __init__(self, text: bytes, block: int) -> None:

@@ -101,7 +101,7 @@ def repeat(loader: Iterable[Batch]) -> Iterator[Batch]:
         yield from loader
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def bits_per_byte(model: Callable[[Tensor], Tensor], loader: Iterable[Batch], accelerator: Accelerator) -> float:
     """Mean loss over the whole text, in bits: what an ideal compressor driven by the model would need for a byte."""
     nats = [accelerator.gather_for_metrics(next_byte_loss(model(ids), targets)) for ids, targets in loader]

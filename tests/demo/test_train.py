@@ -1,0 +1,54 @@
+"""The demo's script, run for real: it learns, and leaves everything that it promises, however it is started."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zero_plugin.demo import train
+from zero_plugin.demo.gpt import GPT, GPTConfig, next_byte_loss
+from zero_plugin.demo.text import Blocks, read_text
+
+SMALL = ["--steps=12", "--batch_size=32", "--block=32", "--width=32", "--layers=1", "--heads=2", "--sample=8"]
+DEMO = ["-m", "zero_plugin", "demo"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(train.__file__)]
+WAYS = {
+    "python": [str(train.__file__)],
+    "torchrun": TORCHRUN,
+    "zero2": [*DEMO, "--"],
+    "zero3": [*DEMO, "--zero_stage=3", "--"],
+    "ddp": [*DEMO, "--cpu", "--num_processes=2", "--"],
+}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("way", WAYS)
+def test_script_leaves_weights_curves_and_a_sample(way: str, tmp_path: Path) -> None:
+    """Weights load into the plain module and give the loss that was printed; one row of the table for each step."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *WAYS[way], *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    printed = float(re.findall(r"held-out loss: ([\d.]+) bits per byte", done.stdout)[0])
+    assert printed < 7.5, "twelve steps take more than half a bit off the uniform guess of 8"
+
+    output = tmp_path / "demo_output"
+    model = GPT(GPTConfig(**json.loads((output / "model" / "config.json").read_text())))
+    model.load_state_dict(load_file(output / "model" / "model.safetensors"))
+    blocks = Blocks(read_text()[1], block=32)
+    ids, targets = (torch.stack(side) for side in zip(*(blocks[i] for i in range(len(blocks))), strict=True))
+    with torch.no_grad():
+        bits = next_byte_loss(model(ids), targets).mean().item() / torch.log(torch.tensor(2.0)).item()
+    assert bits == pytest.approx(printed, abs=1e-3)
+
+    with (output / "curves.csv").open(newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == [str(step) for step in range(1, 13)]
+    assert len((output / "sample.txt").read_bytes()) == len(b"    def __init__(self, ") + 8
