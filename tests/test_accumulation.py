@@ -29,8 +29,8 @@ class FakeEpoch:
 
 def run_epoch(steps: int, length: int, *, known: bool, context: bool) -> list[tuple[list[int], float]]:
     """Per applied step: the divisors of its micro-batches, and the correction."""
-    window = AccumulationWindow(steps)
-    window.epoch = epoch = FakeEpoch(length, known)
+    epoch = FakeEpoch(length, known)
+    window = AccumulationWindow(steps, lambda: epoch)
     applied: list[tuple[list[int], float]] = []
     divisors: list[int] = []
     for epoch.batch in range(length):

@@ -1,3 +1,36 @@
 """Train a PyTorch model that does not fit: DeepSpeed ZeRO from one config, or plain DDP with the same script."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_plugin.accelerator import Accelerator
+    from zero_plugin.data.loader import skip_first_batches
+    from zero_plugin.placeholders import DummyOptim, DummyScheduler
+    from zero_plugin.progress import Progress
+    from zero_plugin.seeding import set_seed
+
 __version__ = "0.1.0"
+__all__ = ["Accelerator", "DummyOptim", "DummyScheduler", "Progress", "set_seed", "skip_first_batches"]
+
+# Names load on first use, so that `import zero_plugin` and the command line do not import torch.
+_HOME = {
+    "Accelerator": "zero_plugin.accelerator",
+    "DummyOptim": "zero_plugin.placeholders",
+    "DummyScheduler": "zero_plugin.placeholders",
+    "Progress": "zero_plugin.progress",
+    "set_seed": "zero_plugin.seeding",
+    "skip_first_batches": "zero_plugin.data.loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'zero_plugin' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from zero_plugin.errors import LoopError
@@ -16,9 +17,8 @@ class Epoch(Protocol):
     def batches_left(self) -> int | None:
         """Batches still to come in this epoch after the current one; None where the length is unknown."""
 
-    @property
-    def on_last_batch(self) -> bool:
-        """Whether the current batch is the epoch's last."""
+    on_last_batch: bool
+    """Whether the current batch is the epoch's last."""
 
 
 class AccumulationWindow:
@@ -33,18 +33,17 @@ class AccumulationWindow:
 
     Args:
         steps: micro-batches per optimizer step, at least 1.
-        with_loader_end: whether the end of the loader ends the window too.
+        running_epoch: the prepared loader that is being iterated now; its end ends the window too.
 
     Attributes:
         ends_here: whether the current micro-batch is the window's last, so that `step()` applies it.
         in_context: whether the loop is inside `accumulate()`.
     """
 
-    def __init__(self, steps: int, *, with_loader_end: bool = True) -> None:
+    def __init__(self, steps: int, running_epoch: Callable[[], Epoch | None] = lambda: None) -> None:
         self.steps = steps
-        self.epoch: Epoch | None = None
         self.in_context = False
-        self._with_loader_end = with_loader_end
+        self._running_epoch = running_epoch
         self._size = steps  # micro-batches of the window, as far as known
         self._batches = 0  # of them seen so far
         self.ends_here = False
@@ -142,8 +141,9 @@ class AccumulationWindow:
         self._told_by_context = False
 
     def _advance(self) -> None:
-        if self._batches == 0 and self._with_loader_end and self.epoch is not None:
-            left = self.epoch.batches_left
+        epoch = self._running_epoch()
+        if self._batches == 0 and epoch is not None:
+            left = epoch.batches_left
             self._size = self.steps if left is None else min(self.steps, left + 1)
         self._batches += 1
         self.ends_here = self._is_end(self._batches)
@@ -151,4 +151,5 @@ class AccumulationWindow:
     def _is_end(self, batches: int) -> bool:
         if batches >= self._size:
             return True
-        return self._with_loader_end and batches > 0 and self.epoch is not None and self.epoch.on_last_batch
+        epoch = self._running_epoch()
+        return batches > 0 and epoch is not None and epoch.on_last_batch

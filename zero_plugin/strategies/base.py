@@ -62,10 +62,16 @@ class Session(ABC):
         """Ask `ends_window` before each forward whether the backward to come is the window's last."""
 
     @abstractmethod
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the coming step at `max_norm` and return the norm before clipping (scalar, fp32), at once.
+    def clip(self, max_norm: float, *, norm_type: float, only: list[nn.Parameter] | None) -> Tensor:
+        """Clip the coming step at `max_norm` and return the norm before clipping (scalar, fp32), at once. Collective.
 
-        `inf` only measures. Collective.
+        Args:
+            max_norm: `inf` only measures.
+            norm_type: 2 for the L2 norm.
+            only: the parameters that count; None for all of the optimizer's.
+
+        Raises:
+            LoopError: `norm_type` or `only` cannot be had where gradients are partitioned.
         """
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Processes:
             dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
 
     def stop(self) -> None:
-        """End the process group. Sessions must be closed before: gloo aborts at exit while DDP or an engine holds it."""
+        """End the process group. Sessions are closed before: gloo aborts at exit while DDP or an engine holds it."""
         if self.owns_group and dist.is_initialized():
             gc.collect()
             self.barrier()
@@ -50,7 +50,7 @@ class Processes:
 def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta | None = None) -> Processes:
     """Join the process group that the launcher's environment describes; without a launcher, a group of one.
 
-    The group exists with one process too, since a ZeRO engine needs one.
+    A group that exists already is taken as it is. There is one with one process too, since a ZeRO engine needs it.
 
     Args:
         cpu: compute on the CPU even where there is a GPU.
@@ -60,30 +60,22 @@ def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta
     Raises:
         LaunchError: the environment describes a part of a process group only.
     """
-    given = [name for name in _COORDINATES if name in os.environ]
-    if "RANK" in given and len(given) < len(_COORDINATES):
-        missing = ", ".join(name for name in _COORDINATES if name not in given)
-        raise LaunchError(
-            f"RANK is set but {missing} is not: the environment describes half a process group.\n"
-            "Start the script with `zero-plugin launch`, with torchrun, or unset RANK to run one process."
-        )
-    rank = int(os.environ.get("RANK", "0"))
+    owns_group = not dist.is_initialized()
+    launched = owns_group and _is_launched()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and not cpu
     if cuda and local_rank >= torch.cuda.device_count():
         raise LaunchError(
-            f"process {rank} has local rank {local_rank}, but this machine has {torch.cuda.device_count()} GPUs.\n"
+            f"the process of local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}.\n"
             f"Start at most {torch.cuda.device_count()} processes on this machine (--num_processes), or add --cpu."
         )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-
-    owns_group = not dist.is_initialized()
     if owns_group:
         backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
         wait = timeout or timedelta(minutes=30)
-        if "RANK" in given:
+        if launched:
             dist.init_process_group(backend, timeout=wait, device_id=device if cuda else None)
         else:
             # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
@@ -91,3 +83,17 @@ def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
     return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device, owns_group)
+
+
+def _is_launched() -> bool:
+    """Whether a launcher set this process' place in a group."""
+    given = [name for name in _COORDINATES if name in os.environ]
+    if "RANK" not in given:
+        return False
+    if len(given) < len(_COORDINATES):
+        missing = ", ".join(name for name in _COORDINATES if name not in given)
+        raise LaunchError(
+            f"RANK is set but {missing} is not: the environment describes half a process group.\n"
+            "Start the script with `zero-plugin launch`, with torchrun, or unset RANK to run one process."
+        )
+    return True

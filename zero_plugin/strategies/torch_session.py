@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero_plugin.nested import map_leaves
 from zero_plugin.optimizers import build_optimizer
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.resolve.facts import Precision
@@ -46,6 +47,7 @@ class TorchSession(Session):
         self.optimizer = optimizer
         self._clipping = clipping
         self._clipped = False
+        self._unscaled = False
         self._applied = False
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
@@ -72,13 +74,17 @@ class TorchSession(Session):
 
             ddp.register_forward_pre_hook(set_reduction)
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[nn.Parameter] | None = None) -> Tensor:
         """See `Session.clip`."""
         assert self.optimizer is not None
-        if self._scaler is not None:
+        if self._scaler is not None and not self._unscaled:
             self._scaler.unscale_(self.optimizer)
+            self._unscaled = True
+        parameters = self._trained_parameters() if only is None else only
+        if max_norm == float("inf"):
+            return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         self._clipped = True
-        return torch.nn.utils.clip_grad_norm_(self._trained_parameters(), max_norm)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def scale_gradients(self, factor: float) -> None:
         """See `Session.scale_gradients`."""
@@ -91,7 +97,7 @@ class TorchSession(Session):
         assert self.optimizer is not None
         if self._clipping is not None and not self._clipped:
             self.clip(self._clipping)
-        self._clipped = False
+        self._clipped = self._unscaled = False
         self._applied = True
         if self._scaler is None:
             self.optimizer.step()
@@ -103,8 +109,7 @@ class TorchSession(Session):
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
-        self._applied = False
-        self._clipped = False
+        self._applied = self._clipped = self._unscaled = False
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -155,25 +160,11 @@ def _under_autocast(forward: Callable[..., Any], device_type: str, dtype: torch.
     def autocast_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype):
             outputs = forward(*args, **kwargs)
-        return _to_fp32(outputs)
+        return map_leaves(_to_fp32, outputs)
 
     return autocast_forward
 
 
-def _to_fp32(value: Any) -> Any:
-    """Floating tensors of a nested output in fp32, so that the loss is computed as without mixed precision."""
-    if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
-    if isinstance(value, dict):
-        # Model outputs are often dict subclasses with attributes; changing them in place keeps their type.
-        converted = {key: _to_fp32(item) for key, item in value.items()}
-        if type(value) is dict:
-            return converted
-        for key, item in converted.items():
-            value[key] = item
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_fp32(item) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_to_fp32(item) for item in value)
-    return value
+def _to_fp32(leaf: Any) -> Any:
+    """A floating tensor in fp32, so that the loss is computed as without mixed precision."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

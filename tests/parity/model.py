@@ -1,0 +1,74 @@
+"""The parity suite's model and data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from cases import FEATURES, OUTPUTS, SAMPLES
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+
+class Net(nn.Module):
+    """A small regressor; `branch` takes part in the odd micro-batches only."""
+
+    def __init__(self, width: int, branch: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, width)
+        self.norm = nn.LayerNorm(width)
+        self.hidden = nn.Linear(width, width)
+        self.branch = nn.Linear(width, width) if branch else None
+        self.out = nn.Linear(width, OUTPUTS)
+
+    def forward(self, x: Tensor, use_branch: bool) -> Tensor:
+        """Predictions, [batch, OUTPUTS]."""
+        x = self.norm(torch.tanh(self.embed(x)))
+        x = x + torch.relu(self.hidden(x))
+        if self.branch is not None and use_branch:
+            x = x + torch.tanh(self.branch(x))
+        return self.out(x)
+
+
+def make_model(width: int, branch: bool) -> Net:
+    """The same weights on every process and in the reference."""
+    torch.manual_seed(7)
+    return Net(width, branch)
+
+
+def make_data(samples: int) -> tuple[Tensor, Tensor]:
+    """Inputs [samples, FEATURES] and targets [samples, OUTPUTS]."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator)
+    y = torch.sin(2 * x[:, :OUTPUTS]) + 0.1 * torch.randn(SAMPLES, OUTPUTS, generator=generator)
+    return x[:samples], y[:samples]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """The same samples as a stream that does not know its length."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.x, self.y, strict=True)
+
+
+def make_dataset(samples: int, stream: bool) -> Dataset[tuple[Tensor, ...]]:
+    """The data set of a case."""
+    x, y = make_data(samples)
+    return Stream(x, y) if stream else TensorDataset(x, y)
+
+
+def parameter_groups(model: nn.Module, lr: float, grouped: bool) -> list[dict[str, object]]:
+    """One group, or weights and the rest with half the learning rate and no weight decay."""
+    if not grouped:
+        return [{"params": list(model.parameters())}]
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": weights}, {"params": others, "lr": lr / 2, "weight_decay": 0.0}]
+
+
+def code_schedule(step: int) -> float:
+    """The LambdaLR of the cases without a section."""
+    return min(1.0, (step + 1) / 3) * 0.95**step

@@ -1,0 +1,98 @@
+"""The parity suite's reference: hand-written single-process torch on the global batch, without zero_plugin's loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import EPOCHS, Case, width_for
+from model import Net, code_schedule, make_data, make_model, parameter_groups
+from torch import Tensor
+
+
+class PlainLion(torch.optim.Optimizer):
+    """Lion as in arXiv:2302.06675, algorithm 2, tensor by tensor."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One update."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                b1, b2 = group["betas"]
+                update = torch.sign(b1 * m + (1 - b1) * p.grad)
+                p -= group["lr"] * (update + group["weight_decay"] * p)
+                self.state[p]["m"] = b2 * m + (1 - b2) * p.grad
+
+
+def run_reference(path: str, case: Case) -> dict[str, Any]:
+    """Losses and applied learning rates by step, the norms, and the final weights of plain torch."""
+    model = make_model(width_for(path), case.branch)
+    name, arguments = case.optimizer
+    kind = PlainLion if name == "Lion" else getattr(torch.optim, name)
+    compute: Net = model
+    if case.precision == "bf16" and path.startswith("zero"):
+        # ZeRO's regime: bf16 weights, gradients and forward; fp32 masters that start from the bf16 weights.
+        compute = make_model(width_for(path), case.branch).bfloat16()
+        with torch.no_grad():
+            for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
+                master.copy_(weight)
+    optimizer = kind(parameter_groups(model, arguments["lr"], case.groups), **arguments)
+    schedule = _schedule(case, optimizer)
+    x, y = make_data(8 * case.batches)
+    result: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
+    criterion = torch.nn.MSELoss()
+    for _ in range(EPOCHS):
+        for start in range(0, case.batches, case.accumulation):
+            window = range(start, min(start + case.accumulation, case.batches))
+            gradients: list[Tensor | None] = [None for _ in model.parameters()]
+            for i in window:
+                rows = slice(8 * i, 8 * i + 8)
+                loss = _loss(compute, x[rows], y[rows], i, case, path, criterion)
+                result["losses"].append(loss.item())
+                (loss / len(window)).backward()
+                for k, p in enumerate(compute.parameters()):
+                    if p.grad is not None:
+                        gradients[k] = p.grad.float() if gradients[k] is None else gradients[k] + p.grad.float()
+                        p.grad = None
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                # A parameter that sits the window out is left alone by torch; in ZeRO's flat partitions it has a zero
+                # gradient, so that weight decay and momentum go on.
+                p.grad = torch.zeros_like(p) if g is None and path.startswith("zero") else g
+            limit = case.clip if case.clip is not None else case.config_clip
+            if limit is not None:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
+                if case.clip is not None:
+                    result["norms"].append(norm)
+            result["rates"].append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if compute is not model:
+                with torch.no_grad():
+                    for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
+                        weight.copy_(master)
+    result["state"] = compute.state_dict()
+    return result
+
+
+def _loss(compute: Net, x: Tensor, y: Tensor, i: int, case: Case, path: str, criterion: Any) -> Tensor:
+    if case.precision == "bf16" and not path.startswith("zero"):
+        with torch.autocast("cpu", torch.bfloat16):
+            predicted = compute(x, i % 2 == 1)
+        return criterion(predicted.float(), y)
+    dtype = next(compute.parameters()).dtype
+    return criterion(compute(x.to(dtype), i % 2 == 1).float(), y)
+
+
+def _schedule(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+    if case.schedule is None:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, code_schedule)
+    # DeepSpeed's own classes, stepped as its engine does, are what a section means.
+    from deepspeed.runtime import lr_schedules
+
+    name, arguments = case.schedule
+    return getattr(lr_schedules, name)(optimizer, **arguments)

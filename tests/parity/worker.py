@@ -1,0 +1,145 @@
+"""Runs parity cases on one path through zero_plugin: STORE RANK WORLD PATH CASES OUTPUT NVME."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+os.environ.setdefault("MASTER_PORT", "0")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from cases import CASES, EPOCHS, PATHS, Case, width_for
+from model import code_schedule, make_dataset, make_model, parameter_groups
+from torch.utils.data import DataLoader
+
+from zero_plugin import Accelerator, DummyOptim, DummyScheduler
+from zero_plugin.optimizers import Lion
+
+
+def config_of(case: Case, training: dict[str, Any], nvme: str) -> dict[str, Any]:
+    """The DeepSpeed configuration of a case on a path."""
+    config = json.loads(json.dumps(training).replace("NVME", nvme))
+    config["gradient_accumulation_steps"] = case.accumulation
+    if case.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if case.config_clip is not None:
+        config["gradient_clipping"] = case.config_clip
+    if case.placeholders:
+        name, arguments = case.optimizer
+        params = {key: "auto" for key in arguments} | ({"adam_w_mode": False} if name == "Adam" else {})
+        config["optimizer"] = {"type": name, "params": params}
+        assert case.schedule is not None
+        config["scheduler"] = {"type": case.schedule[0], "params": case.schedule[1]}
+    return config
+
+
+def make_real_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The torch optimizer of a case without placeholders."""
+    name, arguments = case.optimizer
+    kind = Lion if name == "Lion" else getattr(torch.optim, name)
+    return kind(parameter_groups(model, arguments["lr"], case.groups), **arguments)
+
+
+def run(path: str, case: Case, nvme: str) -> dict[str, Any]:
+    """Losses and applied learning rates by step, the norms, and the final weights."""
+    world, training = PATHS[path]
+    zero = bool(training)
+    config: Any = {"deepspeed_config": config_of(case, training, nvme), "scheduler_counts": "steps", "use_cpu": True}
+    config["distributed_type"] = "DEEPSPEED" if zero else ("MULTI_CPU" if world > 1 else "NO")
+    accelerator = Accelerator(config=config)
+    model = make_model(width_for(path), case.branch)
+    loader = DataLoader(make_dataset(8 * case.batches, case.stream), batch_size=8 // world)
+    lr = case.optimizer[1]["lr"]
+    if case.placeholders:
+        optimizer: Any = DummyOptim(parameter_groups(model, lr, case.groups), **case.optimizer[1])
+        scheduler: Any = DummyScheduler(optimizer)
+    else:
+        optimizer = make_real_optimizer(case, model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, code_schedule)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    losses: list[float] = []
+    rates: list[list[float]] = []
+    norms: list[float] = []
+    criterion = torch.nn.MSELoss()
+
+    def note_step(before: int) -> None:
+        if optimizer.applied_steps > before:
+            rates.append(lrs)
+
+    for _ in range(EPOCHS):
+        for i, (x, y) in enumerate(loader):
+            before = optimizer.applied_steps
+            lrs = scheduler.get_last_lr()
+
+            def micro_batch(x: Any = x, y: Any = y, i: int = i) -> None:
+                loss = criterion(model(x, i % 2 == 1).float(), y)
+                accelerator.backward(loss)
+                losses.append(accelerator.gather(loss.detach()).mean().item())
+
+            if case.drop and optimizer.applied_steps % 3 == 0:
+                accelerator.backward(criterion(model(x * 3, i % 2 == 1).float(), y))
+                optimizer.zero_grad()
+            if case.style == "accumulate" and not case.drop:
+                with accelerator.accumulate(model):
+                    micro_batch()
+                    if case.clip is not None and accelerator.sync_gradients:
+                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), case.clip)))
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            elif case.style == "window":
+                micro_batch()
+                if (i + 1) % case.accumulation == 0 or i + 1 == case.batches:
+                    if case.clip is not None:
+                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), case.clip)))
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            else:
+                micro_batch()
+                if case.clip is not None:
+                    norm = float(accelerator.clip_grad_norm_(model.parameters(), case.clip))
+                    if norm == norm:
+                        norms.append(norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            note_step(before)
+    state = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return {"losses": losses, "rates": rates, "norms": norms, "state": state}
+
+
+def main() -> None:
+    """Run every case in one group of processes."""
+    store, rank, world, path, cases, output, nvme = sys.argv[1:8]
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
+    )
+    for name in cases.split(","):
+        try:
+            result = run(path, CASES[name], nvme)
+        except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
+            result = {"error": f"{type(error).__name__}: {error}"}
+            import traceback
+
+            traceback.print_exc()
+        if rank == "0":
+            torch.save(result, Path(output) / f"{name}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

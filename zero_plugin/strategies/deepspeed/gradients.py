@@ -1,0 +1,288 @@
+"""The gradients of one accumulation window inside an engine, one class per optimizer that DeepSpeed puts around ours.
+
+The engine runs with `managed_gradient_accumulation: false`: backwards add up and `engine.step()` is the boundary. In that
+mode `step()` also reduces and finalises the gradients. Here that part runs on its own (`finalize`), so that the norm
+is known and the gradients can be rescaled before the step; the engine's own call of it is switched off.
+
+DeepSpeed keeps gradient buffers from one window to the next and overwrites only those of parameters that took part. A
+parameter that sits a window out would be updated with an old gradient again, so each class clears what did not take part.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+__all__ = ["EngineGradients", "engine_gradients"]
+
+
+class EngineGradients(ABC):
+    """What a session does to the gradients of a window. All of it is collective but `drop` and `before_backward`."""
+
+    @abstractmethod
+    def before_backward(self, micro_batch: int) -> None:
+        """Called before the `micro_batch`-th backward of the window, counted from 0."""
+
+    @abstractmethod
+    def finalize(self, factor: float) -> None:
+        """Multiply the gradients by `factor`, reduce what is not reduced yet, and put it where the step reads it."""
+
+    @abstractmethod
+    def norm(self) -> Tensor:
+        """The global L2 norm of the finalised gradients, loss scale taken out; `inf` where one is not finite."""
+
+    @abstractmethod
+    def set_clipping(self, max_norm: float) -> None:
+        """Clip the coming steps at `max_norm`; 0 for no clipping."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Forget the window."""
+
+
+def engine_gradients(engine: Any) -> EngineGradients:
+    """The class for `engine.optimizer`."""
+    wrapper = engine.optimizer
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        return Stage3Gradients(engine)
+    if isinstance(wrapper, BF16_Optimizer):
+        return Bf16Stage1Gradients(engine)
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        return FlatGradients(engine)
+    return ReplicatedGradients(engine)
+
+
+@contextmanager
+def _at_boundary(engine: Any) -> Iterator[None]:
+    """Inside, the engine takes the current moment for the end of a window, as it does inside `engine.step()`."""
+    engine._running_engine_step = True
+    try:
+        yield
+    finally:
+        engine._running_engine_step = False
+
+
+def _finite_or_inf(norm: Tensor) -> Tensor:
+    # DeepSpeed marks a non-finite norm by -1.
+    norm = norm.detach().float().reshape(())
+    return torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, float("inf")))
+
+
+class ReplicatedGradients(EngineGradients):
+    """Stage 0: every process holds all gradients, in `param.grad`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wrapper = engine.optimizer
+        engine.enable_backward_allreduce = False
+
+    def before_backward(self, micro_batch: int) -> None:
+        """See `EngineGradients.before_backward`."""
+
+    def finalize(self, factor: float) -> None:
+        """See `EngineGradients.finalize`."""
+        gradients = self._gradients()
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        with _at_boundary(self._engine):
+            self._engine.allreduce_gradients()
+
+    def norm(self) -> Tensor:
+        """See `EngineGradients.norm`."""
+        norm = torch.nn.utils.get_total_norm([g.float() for g in self._gradients()])
+        scale = getattr(self._wrapper, "loss_scale", 1.0)  # plain torch optimizers, at fp32, have none
+        return _finite_or_inf(norm / scale)
+
+    def set_clipping(self, max_norm: float) -> None:
+        """See `EngineGradients.set_clipping`."""
+        self._engine._config.gradient_clipping = max_norm  # read at fp32
+        self._wrapper.clip_grad = max_norm  # read by the 16-bit wrappers
+
+    def drop(self) -> None:
+        """See `EngineGradients.drop`."""
+        self._engine.zero_grad()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+
+
+class Bf16Stage1Gradients(EngineGradients):
+    """Stage 1 with bf16 weights and fp32 gradients: fp32 gradients of all parameters in every process."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wrapper: BF16_Optimizer = engine.optimizer
+        engine.enable_backward_allreduce = False
+
+    def before_backward(self, micro_batch: int) -> None:
+        """See `EngineGradients.before_backward`."""
+
+    def finalize(self, factor: float) -> None:
+        """See `EngineGradients.finalize`."""
+        if factor != 1.0:
+            torch._foreach_mul_(list(self._wrapper.fp32_groups_gradients_flat), factor)
+        with _at_boundary(self._engine):
+            self._engine.allreduce_gradients()
+
+    def norm(self) -> Tensor:
+        """See `EngineGradients.norm`."""
+        gradients, _ = self._wrapper.get_grads_for_norm()
+        return _finite_or_inf(torch.as_tensor(get_global_norm_of_tensors(gradients)))
+
+    def set_clipping(self, max_norm: float) -> None:
+        """See `EngineGradients.set_clipping`."""
+        self._wrapper.clip_grad = max_norm
+
+    def drop(self) -> None:
+        """See `EngineGradients.drop`."""
+        self._wrapper.zero_grad(set_to_none=True)
+
+
+class FlatGradients(EngineGradients):
+    """Stages 1 and 2: each process keeps the reduced gradients of its own flat partition, on the device or the host."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wrapper: DeepSpeedZeroOptimizer = engine.optimizer
+        self._partitioned = bool(self._wrapper.partition_gradients)  # stage 2
+        self._own = [p for group in self._wrapper.params_in_partition for p in group if p.requires_grad]
+        if self._partitioned:
+            self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
+        else:
+            engine.enable_backward_allreduce = False
+
+    def before_backward(self, micro_batch: int) -> None:
+        """See `EngineGradients.before_backward`."""
+        if micro_batch > 0 and self._wrapper.cpu_offload and self._partitioned:
+            for param_id in self._sat_out():
+                if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
+                    kept.zero_()
+
+    def finalize(self, factor: float) -> None:
+        """See `EngineGradients.finalize`."""
+        wrapper = self._wrapper
+        if factor != 1.0:
+            self._scale(factor)
+        with _at_boundary(self._engine):
+            if self._partitioned:
+                type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
+            else:
+                # Stage 1 reduces once a window, so there is nothing in host memory to add to, whatever the count of
+                # backwards says; the buffer that DeepSpeed would add holds the previous window.
+                wrapper.micro_step_id = -1
+                self._engine.allreduce_gradients()
+        if wrapper.cpu_offload:
+            for param_id in self._sat_out():
+                group, _, offset, count = wrapper.grad_position[param_id]
+                wrapper.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count).zero_()
+
+    def norm(self) -> Tensor:
+        """See `EngineGradients.norm`."""
+        norm = _finite_or_inf(self._wrapper.scaled_global_norm() / self._wrapper.loss_scale)
+        if self._wrapper.cpu_offload and self._wrapper.dtype == torch.float16 and self._wrapper.local_overflow:
+            return torch.full_like(norm, float("inf"))
+        return norm
+
+    def set_clipping(self, max_norm: float) -> None:
+        """See `EngineGradients.set_clipping`."""
+        self._wrapper.clip_grad = max_norm
+
+    def drop(self) -> None:
+        """See `EngineGradients.drop`."""
+        wrapper = self._wrapper
+        wrapper.zero_grad(set_to_none=True)
+        for buffers in (wrapper.averaged_gradients, wrapper.all_grad_tensors):
+            for group in list(buffers):
+                buffers[group] = None
+        wrapper.reset_cpu_buffers()
+        wrapper.micro_step_id = -1
+        if wrapper.cpu_offload:
+            wrapper._offload_accumulated_param_ids = set()
+
+    def _sat_out(self) -> list[int]:
+        """Ids of this process' parameters without a gradient in the window so far (offloaded gradients only)."""
+        wrapper = self._wrapper
+        # Stage 1 copies at the boundary only, and notes the norm of each parameter that it copies.
+        seen = wrapper._offload_accumulated_param_ids if self._partitioned else wrapper.norm_for_param_grads.keys()
+        ids = [wrapper.get_param_id(p) for p in self._own]
+        return [i for i in ids if i not in seen]
+
+    def _scale(self, factor: float) -> None:
+        wrapper = self._wrapper
+        if not self._partitioned:
+            gradients = [wrapper.get_gradient_for_reduction(p) for group in wrapper.bit16_groups for p in group]
+            torch._foreach_mul_([g for g in gradients if g is not None], factor)
+            return
+        for i in range(len(wrapper.bit16_groups)):
+            if wrapper._use_compact_grad_partition_buffer(i):
+                if (kept := wrapper.averaged_gradients.get(i)) is not None:
+                    kept.flat_partition.mul_(factor)
+            elif wrapper.cpu_offload:
+                for p in wrapper.params_in_partition[i]:
+                    if (in_host := wrapper.accumulated_grads_in_cpu.get(wrapper.get_param_id(p))) is not None:
+                        in_host.mul_(factor)
+            elif wrapper.all_grad_tensors.get(i):
+                torch._foreach_mul_(list(wrapper.all_grad_tensors[i]), factor)
+
+
+class Stage3Gradients(EngineGradients):
+    """Stage 3: each process keeps its piece of every parameter's reduced gradient in one flat buffer."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._wrapper: DeepSpeedZeroOptimizer_Stage3 = engine.optimizer
+        self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
+        self._own = {
+            p.ds_id: p
+            for group in self._wrapper.fp16_groups
+            for p in group
+            if p.requires_grad and p.partition_numel() * self._wrapper._get_param_partition_rank(p) < p.ds_numel
+        }
+
+    def before_backward(self, micro_batch: int) -> None:
+        """See `EngineGradients.before_backward`."""
+        if micro_batch > 0:
+            self._clear_sat_out()
+
+    def finalize(self, factor: float) -> None:
+        """See `EngineGradients.finalize`."""
+        wrapper = self._wrapper
+        self._clear_sat_out()
+        if factor != 1.0:
+            wrapper.grad_partitions_flat_buffer.mul_(factor)
+        # What sat out is finalised too, as zeros: the host and NVMe buffers of the step keep old gradients as well.
+        wrapper._offload_boundary_param_ids = set(self._own)
+        with _at_boundary(self._engine):
+            type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
+
+    def norm(self) -> Tensor:
+        """See `EngineGradients.norm`."""
+        return _finite_or_inf(combine_grad_norm_groups(self._wrapper._get_norm_groups()) / self._wrapper.loss_scale)
+
+    def set_clipping(self, max_norm: float) -> None:
+        """See `EngineGradients.set_clipping`."""
+        self._wrapper.clip_grad = max_norm
+
+    def drop(self) -> None:
+        """See `EngineGradients.drop`."""
+        wrapper = self._wrapper
+        wrapper.zero_grad(set_to_none=True)
+        wrapper.averaged_gradients = {}
+        wrapper.reset_cpu_buffers()
+        wrapper._offload_boundary_param_ids = set()
+
+    def _clear_sat_out(self) -> None:
+        seen = self._wrapper._offload_boundary_param_ids
+        if len(seen) < len(self._own):
+            partitions = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+            for ds_id in self._own.keys() - seen:
+                partitions[ds_id].zero_()

@@ -1,0 +1,76 @@
+"""Chooses the strategy: the first that fits what was asked for and does not refuse."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import NamedTuple
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.errors import StrategyError
+from zero_plugin.strategies.base import Strategy
+from zero_plugin.strategies.ddp import DdpStrategy
+from zero_plugin.strategies.processes import Processes
+from zero_plugin.strategies.single import SingleStrategy
+
+__all__ = ["Selection", "select_strategy"]
+
+
+class Selection(NamedTuple):
+    """The chosen strategy, and one sentence that says which and why."""
+
+    strategy: Strategy
+    reason: str
+
+
+def select_strategy(document: Document, settings: LaunchSettings, processes: Processes) -> Selection:
+    """The strategy for this run.
+
+    ZeRO runs where `distributed_type: DEEPSPEED` asks for it, or where nothing is said and the document has a ZeRO
+    section. Otherwise plain DDP, or one device.
+
+    Raises:
+        StrategyError: ZeRO was asked for and cannot run.
+    """
+    where = f"{processes.world_size} × {processes.device.type}"
+    asked = settings.distributed_type
+    has_zero = document.deepspeed.has_section("zero_optimization")
+    if asked == "DEEPSPEED" or (asked is None and has_zero):
+        return Selection(_deepspeed(processes), f"DeepSpeed on {where}")
+    dropped = _dropped(document) if has_zero else ""
+    refusals = []
+    for strategy in (SingleStrategy(processes), DdpStrategy(processes)):
+        refusal = strategy.refuse()
+        if refusal is None:
+            return Selection(strategy, f"{strategy.name} on {where}{dropped}")
+        refusals.append(f"  {strategy.name}: {refusal}")
+    raise StrategyError("No strategy can run here:\n" + "\n".join(refusals))
+
+
+def _deepspeed(processes: Processes) -> Strategy:
+    try:
+        importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        raise StrategyError(
+            "The configuration asks for DeepSpeed, which is not installed: pip install deepspeed\n"
+            "Or run without ZeRO: --multi_gpu, --cpu, or distributed_type: MULTI_GPU in the configuration."
+        ) from None
+    from zero_plugin.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+    strategy = DeepSpeedStrategy(processes)
+    if (refusal := strategy.refuse()) is not None:
+        raise StrategyError(f"The configuration asks for DeepSpeed, but {refusal}.")
+    return strategy
+
+
+def _dropped(document: Document) -> str:
+    """What of the ZeRO section has no meaning without an engine, for the fallback's one line."""
+    zero = document.deepspeed.section("zero_optimization")
+    parts = [f"ZeRO stage {zero.value('stage', default=0)}"]
+    for what in ("optimizer", "param"):
+        device = zero.value(f"offload_{what}", "device")
+        if device not in (None, "none"):
+            parts.append(f"{what} offload to {device}")
+    asker = document.launch.get("distributed_type")
+    by = f", as {asker.origin.where} asks" if asker is not None else ""
+    return f"; {' and '.join(parts)} dropped{by}"
