@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
     Path("ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
     Path("zero.yaml").write_text(
-        "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n  gradient_clipping: 1.0\n"
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 2, gradient_clipping: 1}\n"
     )
     Path("zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}))
     return tmp_path

@@ -34,7 +34,7 @@ class Ended:
     ids=str,
 )
 def test_first_failure(failures: dict[int, Ended], mark: str | None, first: tuple[int, int], tmp_path: Path) -> None:
-    """A rank that died without a word comes first, then the rank that left its mark; the launcher's own signals last."""
+    """A rank that died without a word comes first, then the one that left its mark, last what torchrun stopped."""
     if mark:
         attempt = tmp_path / "run_x" / "attempt_0"
         attempt.mkdir(parents=True)

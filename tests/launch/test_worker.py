@@ -29,7 +29,7 @@ print(json.dumps({
 
 
 def test_a_script_sees_what_python_shows_it(tmp_path: Path) -> None:
-    """Name, file, arguments, first import folder and `__main__` are the same as under python, from another folder too."""
+    """Name, file, arguments, import folder and `__main__` are python's, for a script in another folder too."""
     inner = tmp_path / "inner"
     inner.mkdir()
     (inner / "ask.py").write_text(ASK)

@@ -1,0 +1,154 @@
+"""The command line itself: what it finds, how fast, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import zero_plugin
+
+
+def run(*arguments: str, folder: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    start = ["-c", code] if code else ["-m", "zero_plugin"]
+    environment = {name: value for name, value in os.environ.items() if name != "ZERO_PLUGIN_CONFIG_FILE"}
+    return subprocess.run(
+        [sys.executable, *start, *arguments],
+        cwd=folder,
+        env={**environment, "HOME": str(folder), "COLUMNS": "60"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_version(tmp_path: Path) -> None:
+    """`--version` prints the package's."""
+    assert run("--version", folder=tmp_path).stdout.strip() == zero_plugin.__version__
+
+
+def test_help_lists_every_command(tmp_path: Path) -> None:
+    """`--help` names the commands with their first line."""
+    done = run("--help", folder=tmp_path)
+    assert done.returncode == 0
+    for command in ("launch", "check", "demo"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [(["lunch"], "lunch"), (["launch", "--zero_stag", "2", "a.py"], "--zero_stage"), (["launch"], "SCRIPT")],
+    ids=str,
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], part: str, tmp_path: Path) -> None:
+    """An unknown command, an unknown flag (with the likely one) and a missing script are usage errors."""
+    done = run(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--zero_stage", "--zero-stage"])
+@pytest.mark.parametrize("join", ["=", " "])
+def test_flags_take_dash_and_underscore(flag: str, join: str, tmp_path: Path) -> None:
+    """Both spellings, with `=` or a blank, mean the same."""
+    (tmp_path / "a.py").write_text("")
+    done = run("launch", *f"{flag}{join}3".split(), "--dry-run", "a.py", folder=tmp_path)
+    assert '["zero_optimization","stage"],3,"flag","--zero_stage"' in done.stdout
+
+
+def test_an_error_is_one_screen_and_its_lines_stay_whole(tmp_path: Path) -> None:
+    """No traceback, exit code 2, and a long path in one piece on a narrow terminal, so that it can be copied."""
+    path = tmp_path / ("folder-" * 12) / "none.yaml"
+    done = run("launch", "--config_file", str(path), "a.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert str(path) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) < 24
+    assert done.stdout == ""
+
+
+IMPORTED = """
+import sys
+from zero_plugin.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    heavy = {"torch", "deepspeed", "numpy"} & set(sys.modules)
+    sys.exit(f"imported {heavy}" if heavy else end.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["launch", "--help"], 0),
+        (["--help"], 0),
+        (["check", "bad.yaml"], 2),
+        (["launch", "--config_file", "bad.yaml", "a.py"], 2),
+        (["launch", "--zero_stage", "4", "a.py"], 2),
+        (["launch", "--num_processes", "2", "absent.py"], 2),
+        (["launch", "--cpu", "--dry_run", "a.py"], 0),
+    ],
+    ids=str,
+)
+def test_errors_and_help_import_no_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
+    """Everything that is wrong is found before torch is imported, in far less than a second of processor time."""
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / "bad.yaml").write_text("mixed_precison: bf16\ndeepspeed_config: {zero_stage: 4}\n")
+    before = os.times()
+    done = run(*arguments, folder=tmp_path, code=IMPORTED)
+    after = os.times()
+    assert done.returncode == code, done.stderr
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 1
+
+
+def test_bad_config_starts_no_worker(tmp_path: Path) -> None:
+    """The script never runs when the configuration is wrong."""
+    (tmp_path / "a.py").write_text("open('ran', 'w')")
+    (tmp_path / "bad.json").write_text('{"zero_optimization": {"stage": 4}}')
+    started = time.monotonic()
+    done = run("launch", "--config_file", "bad.json", "a.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "bad.json:1:" in done.stderr
+    assert not (tmp_path / "ran").exists()
+    assert time.monotonic() - started < 10  # a bound against hanging; the speed is measured above
+
+
+def test_a_default_file_is_named(tmp_path: Path) -> None:
+    """A file that was found and not named on the command line is said."""
+    default = tmp_path / ".cache" / "zero_plugin" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("num_processes: 1\n")
+    (tmp_path / "a.py").write_text("")
+    done = run("launch", "--dry_run", "a.py", folder=tmp_path)
+    assert str(default) in done.stderr
+
+
+@pytest.mark.processes
+def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path) -> None:
+    """`--dry_run` starts nothing; its output, run by a shell, runs the script with the same environment."""
+    (tmp_path / "a.py").write_text(
+        "import os, sys; print(sys.argv[1], os.environ['OMP_NUM_THREADS']); open('ran', 'w')"
+    )
+    arguments = ["launch", "--cpu", "--num_cpu_threads_per_process", "3"]
+    done = run(*arguments, "--dry_run", "a.py", "it's $HOME", folder=tmp_path)
+    assert done.returncode == 0
+    assert not (tmp_path / "ran").exists()
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("torchrun --nnodes=1 --nproc-per-node=1")
+    assert all(line.startswith(("#", "export ")) for line in lines[:-1])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    shell = subprocess.run(
+        ["sh", "-c", done.stdout],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert shell.stdout.strip() == "it's $HOME 3", shell.stderr

@@ -1,0 +1,53 @@
+"""The ready configs in `ds_configs/` are right, and each JSON says what its YAML says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.config.check import check_document
+from zero_plugin.config.read import read_document
+from zero_plugin.config.tree import AUTO
+
+FOLDER = Path(__file__).parents[1] / "ds_configs"
+ZERO = {
+    "zero1": (1, None, None),
+    "zero2": (2, None, None),
+    "zero2_offload": (2, "cpu", None),
+    "zero3": (3, None, None),
+    "zero3_offload": (3, "cpu", "cpu"),
+    "zero3_nvme": (3, "nvme", "nvme"),
+}
+
+
+def test_no_config_is_forgotten() -> None:
+    """The folder holds these and no others."""
+    assert {file.name for file in FOLDER.iterdir()} == {
+        "ddp.yaml",
+        "cpu.yaml",
+        *(f"{name}.{kind}" for name in ZERO for kind in ("json", "yaml")),
+    }
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)
+def test_every_config_passes_the_check_without_a_note(file: Path) -> None:
+    """No problem, and nothing that had to be guessed."""
+    document = read_document(str(file))
+    check_document(document)
+    assert document.notes == ()
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_stage_and_offload_are_what_the_name_says(name: str) -> None:
+    """The YAML asks for its stage and devices; all that depends on the loop is `auto`; the JSON is the same."""
+    stage, optimizer, param = ZERO[name]
+    document = read_document(str(FOLDER / f"{name}.yaml"))
+    tree = document.deepspeed
+    assert tree.value("zero_optimization", "stage") == stage
+    assert tree.value("zero_optimization", "offload_optimizer", "device") == optimizer
+    assert tree.value("zero_optimization", "offload_param", "device") == param
+    for path in (("train_micro_batch_size_per_gpu",), ("gradient_clipping",), ("optimizer", "params", "lr")):
+        assert tree.value(*path) is AUTO
+    assert document.launch.value("scheduler_counts") == "steps"
+    assert read_document(str(FOLDER / f"{name}.json")).deepspeed.nested() == tree.nested()

@@ -1,0 +1,62 @@
+"""What a built wheel holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the tree, without fetching anything."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "zero_plugin"):
+        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", target, source],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    """Modules, `py.typed`, schemas and data: whatever lies in the package's folder and is no build product."""
+    files = (file for file in (ROOT / "zero_plugin").rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    wanted = {str(file.relative_to(ROOT)) for file in files}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert wanted <= names
+    assert {"zero_plugin/py.typed", "zero_plugin/config/schema/deepspeed.schema.json"} <= wanted
+
+
+def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:
+    """The console script, the licence's text and the Python versions are in its metadata."""
+    archive = zipfile.ZipFile(wheel)
+    (folder,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    assert "zero-plugin = zero_plugin.cli.main:main" in archive.read(f"{folder}/entry_points.txt").decode()
+    metadata = archive.read(f"{folder}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Requires-Python: >=3.10" in metadata
+    assert archive.read(f"{folder}/licenses/LICENSE").decode().lstrip().startswith("Apache License")
+
+
+def test_every_dependency_is_pinned_at_the_version_tested() -> None:
+    """`constraints.txt` names every direct dependency, extras included, and the pins are what is installed here."""
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins: dict[str, list[Requirement]] = {}
+    for pin in map(Requirement, filter(None, lines)):
+        pins.setdefault(pin.name.lower(), []).append(pin)
+    assert {Requirement(line).name.lower() for line in requires("zero-plugin") or ()} <= set(pins)
+    for name, choices in pins.items():
+        (pin,) = (pin for pin in choices if pin.marker is None or pin.marker.evaluate())
+        assert pin.specifier.contains(version(name)), f"{pin}, but {version(name)} is installed"
