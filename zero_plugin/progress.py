@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from torch import distributed
 
@@ -64,11 +64,10 @@ class Progress:
         self._main = not _distributed() or distributed.get_rank() == 0
         self._before = time.perf_counter()
         if self._main and self._console.is_terminal:
+            room_for_bar = self._console.width >= 100
             self._bar = Bar(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
                 TextColumn("{task.description}"),
+                *([BarColumn(bar_width=None)] if room_for_bar else []),
                 console=self._console,
                 auto_refresh=False,  # no thread beside the training: the line is drawn when it changes
                 expand=True,
@@ -116,14 +115,20 @@ class Progress:
         else:
             seconds = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
             left = str(timedelta(seconds=round(seconds)))
-        line = (
-            f"loss {loss:.3f} · lr {lr:.2e} · {_scaled(speed, 1000, ('', 'k', 'M', 'G'))} {self._unit}/s"
-            f" · {_scaled(peak, 1024, (' B', ' KiB', ' MiB', ' GiB'))}/rank · ETA {left}"
+        line = "  ".join(  # short enough for 80 columns
+            [
+                f"step {step}/{self._total}",
+                f"loss {loss:.3f}",
+                f"lr {lr:.2e}",
+                f"{_scaled(speed, 1000, ('', 'k', 'M', 'G'))} {self._unit}/s",
+                f"{_scaled(peak, 1024, (' B', ' KiB', ' MiB', ' GiB'))}/rank",
+                f"ETA {left}",
+            ]
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line, refresh=True)
         else:
-            self._console.print(f"step {step}/{self._total} · {line}", soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
 
 def _distributed() -> bool:
