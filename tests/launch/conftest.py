@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subprocess.Popen[str]]:
-    """Start `zero-plugin launch …` in `tmp_path`."""
+def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `zero-plugin launch …` in `tmp_path`; no launcher outlives the test."""
+    launchers: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, **extra_environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        launcher = subprocess.Popen(
             [sys.executable, "-m", "zero_plugin", "launch", *arguments],
             cwd=tmp_path,
             env={**environment, **extra_environment},
@@ -34,8 +35,13 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Callable[..., subproce
             stderr=subprocess.PIPE,
             text=True,
         )
+        launchers.append(launcher)
+        return launcher
 
-    return start
+    yield start
+    for launcher in launchers:
+        launcher.kill()
+        launcher.communicate()
 
 
 @pytest.fixture
@@ -43,12 +49,8 @@ def launch(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subproc
     """Run `zero-plugin launch …` in `tmp_path` to its end."""
 
     def launch(*arguments: str, **extra_environment: str) -> subprocess.CompletedProcess[str]:
-        with start(*arguments, **extra_environment) as launcher:
-            try:
-                output, errors = launcher.communicate(timeout=90)
-            except subprocess.TimeoutExpired:
-                launcher.kill()
-                raise
+        launcher = start(*arguments, **extra_environment)
+        output, errors = launcher.communicate(timeout=90)
         return subprocess.CompletedProcess(launcher.args, launcher.returncode, output, errors)
 
     return launch

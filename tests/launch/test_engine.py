@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
+from zero_plugin.launch.machine import port_is_free
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -175,6 +176,12 @@ def command_line(process: Path) -> str:
         return ""
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def start_and_wait(start: Start, tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], str]:
     """Start two workers that each report and run `body`; the launcher and the mark on all their command lines."""
     (tmp_path / "wait.py").write_text(f"import os, signal, time\n{body}\nos.write(1, b'up\\n')\ntime.sleep(100)\n")
@@ -209,6 +216,38 @@ def test_signals_end_the_workers(start: Start, tmp_path: Path, number: signal.Si
     assert processes_with(mark) == []
     assert "Traceback" not in errors
     assert number.name in errors
+
+
+@needs_proc
+def test_a_closed_terminal_does_not_end_a_run_under_nohup(start: Start, tmp_path: Path) -> None:
+    """Where SIGHUP is ignored, as nohup does it, the run goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher
+    try:
+        launcher, mark = start_and_wait(start, tmp_path, "")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert len(processes_with(mark)) == 3
+    launcher.terminate()
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_machines_are_awaited(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C and SIGTERM end a launcher at once that waits for another machine, without a traceback."""
+    port = free_port()
+    several = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
+    (tmp_path / "a.py").write_text("")
+    launcher = start("--cpu", *several, "--main_process_port", str(port), "a.py")
+    deadline = time.monotonic() + 60
+    while port_is_free(port) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=10)
+    assert launcher.returncode == -number
+    assert "Traceback" not in errors
 
 
 @needs_proc
@@ -255,9 +294,7 @@ def test_two_launches_at_once_never_clash(start: Start, tmp_path: Path) -> None:
 def test_a_port_can_be_chosen_and_is_free_afterwards(launch: Launch, tmp_path: Path) -> None:
     """The workers meet at the port that was named; the launcher leaves it free."""
     (tmp_path / "port.py").write_text("import os; print(os.environ['MASTER_PORT'])")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for _ in range(2):
         done = launch("--cpu", "--main_process_port", str(port), "port.py")
         assert done.stdout.strip() == str(port), done.stderr
@@ -266,9 +303,7 @@ def test_a_port_can_be_chosen_and_is_free_afterwards(launch: Launch, tmp_path: P
 def test_two_machines(start: Start, tmp_path: Path) -> None:
     """Two launchers with two machine ranks form one group of two processes."""
     (tmp_path / "meet.py").write_text(GLOO + MEET)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1"]
     launchers = [
         start(*common, "--main_process_port", port, "--machine_rank", rank, "meet.py", GLOO_SOCKET_IFNAME="lo")

@@ -56,7 +56,7 @@ class LaunchSettings(BaseModel):
     main_process_ip: str | None = None
     """Address of the machine of rank 0. Default: this machine."""
     main_process_port: int | None = Field(None, ge=0, le=65535)
-    """Port of the rendezvous; 0 picks a free one. Default: 29500, or a free one where that is taken."""
+    """Port of the rendezvous. Default, and for 0: a free one; 29500 with several machines, which must all know it."""
     rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
     """How torchrun's agents find each other. Default: `static`."""
     rdzv_conf: str = ""

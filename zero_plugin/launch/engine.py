@@ -60,6 +60,7 @@ def run_workers(spec: LaunchSpec) -> int:
             max_restarts=spec.max_restarts,
             monitor_interval=spec.monitor_interval,
             local_addr=spec.rendezvous.local_address,
+            signals_to_handle=",".join(_prepare_signals()),
         )
         executable, *arguments = worker_command(spec.program)
         try:
@@ -86,6 +87,19 @@ def _log_folder(kept_in: str | None) -> Iterator[str]:
     else:
         Path(kept_in).mkdir(parents=True, exist_ok=True)
         yield tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=kept_in)
+
+
+def _prepare_signals() -> list[str]:
+    """Let signals end this process at once while no worker exists; the names of those that torchrun shall handle then.
+
+    While torch waits for other machines no Python code runs, so that Ctrl-C would be heard after minutes. Under nohup
+    SIGHUP stays ignored: torchrun by itself would end the run when the terminal closes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    return [number.name for number in numbers]
 
 
 def _set_log_level(*, debug: bool) -> None:
