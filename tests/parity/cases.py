@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SAMPLES = 160
@@ -136,6 +136,19 @@ PATHS: dict[str, tuple[int, dict[str, Any]]] = {
 def width_for(path: str) -> int:
     """Hidden width: tensors below 1 MiB per process never go to NVMe, so that path needs a wide layer."""
     return 1024 if path == "zero3-nvme" else 24
+
+
+def case_for(path: str, name: str) -> Case:
+    """The case as it runs on a path: the wide layer wants small learning rates, or training is chaotic."""
+    case = CASES[name]
+    if path != "zero3-nvme":
+        return case
+
+    def scaled(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {k: v / 50 if k in ("lr", "warmup_max_lr") else v for k, v in arguments.items()}
+
+    schedule = None if case.schedule is None else (case.schedule[0], scaled(case.schedule[1]))
+    return replace(case, optimizer=(case.optimizer[0], scaled(case.optimizer[1])), schedule=schedule)
 
 
 def cases_for(path: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the reference uses DeepSpeed's schedule classes
 
-from cases import CASES, PATHS, cases_for
+from cases import PATHS, case_for, cases_for
 from reference import run_reference
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -51,7 +51,7 @@ def test_case_equals_plain_torch(path: str, name: str, results: Callable[[str], 
     file = results(path) / f"{name}.pt"
     if not file.exists():
         pytest.skip(f"test_path_runs[{path}] did not run or failed")
-    case, result = CASES[name], torch.load(file)
+    case, result = case_for(path, name), torch.load(file)
     assert "error" not in result, result["error"]
     expected = run_reference(path, case)
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from cases import CASES, EPOCHS, PATHS, Case, width_for
+from cases import EPOCHS, PATHS, Case, case_for, width_for
 from model import code_schedule, make_dataset, make_model, parameter_groups
 from torch.utils.data import DataLoader
 
@@ -129,7 +129,7 @@ def main() -> None:
     )
     for name in cases.split(","):
         try:
-            result = run(path, CASES[name], nvme)
+            result = run(path, case_for(path, name), nvme)
         except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
             result = {"error": f"{type(error).__name__}: {error}"}
             import traceback

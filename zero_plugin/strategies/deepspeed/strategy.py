@@ -56,9 +56,10 @@ class DeepSpeedStrategy(Strategy):
 
         config = resolved.deepspeed_config()
         swap_folders = give_own_swap_folders(config, processes)
-        if resolved.zero_stage == 3:
-            # The type is said, since a plain fp32 model would otherwise be swapped to NVMe in bf16.
-            deepspeed.zero.Init(module=request.model, config_dict_or_path=config, dtype=_DTYPES[resolved.precision])
+        if resolved.zero_stage == 3 and not any(hasattr(p, "ds_id") for p in request.model.parameters()):
+            # Converted here, with the type read off the config: `initialize` passes a type along, which zero.Init
+            # ignores where the device has no fp16, so that fp32 weights are swapped to NVMe in bf16.
+            deepspeed.zero.Init(module=request.model.to(_DTYPES[resolved.precision]), config_dict_or_path=config)
         optimizer = None
         parameters: Any = None
         if request.optimizer is not None:
