@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from zero_plugin.prepared import PreparedOptimizer, PreparedScheduler
 from zero_plugin.probe.loop import probe_loop
 from zero_plugin.probe.machine import probe_machine
 from zero_plugin.probe.model import probe_model
-from zero_plugin.resolve.facts import Facts, LoopFacts
+from zero_plugin.resolve.facts import Facts, LoopFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.schedules import build_schedule, preview_schedule
@@ -89,7 +89,7 @@ class Accelerator:
     def __init__(
         self,
         *,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
@@ -183,7 +183,7 @@ class Accelerator:
         return collectives.pad_across_processes(tree, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, tree: Any, use_gather_object: bool = False) -> Any:
-        """Like `gather` inside a loop over a prepared loader, without the samples that were repeated to even batches."""
+        """Like `gather` in a loop over a prepared loader, without the samples repeated to make batches even."""
         return gather_for_metrics(tree, self._loaders.current, use_gather_object)
 
     # ---- preparing -------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Accelerator:
             facts,
             model=probe_model(model),
             optimizer=None if optimizer is None else _describe(optimizer),
-            scheduler=None if placeholder is None else placeholder.describe(),
+            scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedules else None,
         )
         resolved = self.resolved = resolve(self.document, facts)
         real = tuple(s for s in schedules if isinstance(s, LRScheduler))
@@ -274,7 +274,7 @@ class Accelerator:
             if schedule.lr_scheduler_callable is not None:
                 real = schedule.lr_scheduler_callable(optimizer.optimizer)
             else:
-                if training.facts.scheduler is None:  # prepared after its model
+                if training.facts.scheduler is None or not training.facts.scheduler.placeholder:  # after its model
                     facts = replace(training.facts, scheduler=schedule.describe())
                     training.resolved = self.resolved = resolve(self.document, facts)
                 assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
@@ -337,7 +337,7 @@ class Accelerator:
         session.backward(loss if self._window.divisor == 1 else loss / self._window.divisor, **kwargs)
 
     @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:  # noqa: ARG002 - Accelerate's signature
         """One micro-batch: gradients add up, and `step()` acts in the window's last one only.
 
         Args:
@@ -372,8 +372,8 @@ class Accelerator:
             ConfigError: the configuration's `gradient_clipping` is another number.
             LoopError: the parameters are not a prepared model's, or under ZeRO a part of them or another norm.
         """
-        wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ids = {id(p) for p in wanted}
+        given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        ids = {id(p) for p in given}
         for training in self._trainings:
             if training.optimizer is None:
                 continue
@@ -382,7 +382,7 @@ class Accelerator:
                 _refuse_other_clipping(training.resolved, max_norm)
                 partial = any(id(p) not in ids for p in trained)
                 return training.optimizer.clip(
-                    float(max_norm), norm_type=float(norm_type), only=wanted if partial else None
+                    float(max_norm), norm_type=float(norm_type), only=given if partial else None
                 )
         raise LoopError(
             "clip_grad_norm_ got parameters of no prepared model; pass model.parameters() of the model from prepare()."
@@ -396,7 +396,7 @@ class Accelerator:
             return trained[0]
         if not trained:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
-        raise LoopError(f"{len(trained)} trained models are prepared; say whose loss it is: backward(loss, model=model).")
+        raise LoopError(f"{len(trained)} trained models are prepared; say whose loss: backward(loss, model=model).")
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -490,7 +490,7 @@ class Accelerator:
             self._say(f"{section.type}: learning rate {shown}{epoch}")
 
 
-def _find_document(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Document:
+def _find_document(config: str | Path | Mapping[str, Any] | None) -> Document:
     launched = from_environment(os.environ)
     if config is None:
         return launched or Document()
@@ -527,5 +527,3 @@ def _refuse_other_clipping(resolved: Resolved, max_norm: float) -> None:
             )
         ]
     )
-
-

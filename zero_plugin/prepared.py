@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -87,7 +87,7 @@ class PreparedOptimizer(Optimizer):
             for call in self._after_step:
                 call()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
         """Drop the gradients if this stands between a backward and its step; elsewhere it has nothing to do.
 
         Args:
@@ -98,7 +98,7 @@ class PreparedOptimizer(Optimizer):
             self._corrected = False
             self._window.restart()
 
-    def clip(self, max_norm: float, *, norm_type: float, only: list[nn.Parameter] | None) -> Tensor:
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
         """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens."""
         if not self._window.ends_here:
             return torch.tensor(float("nan"))
@@ -136,19 +136,17 @@ class PreparedScheduler:
         scheduler: the torch schedule.
         optimizer: the prepared optimizer that it drives.
         times: how many times it advances per applied step: 1, or the number of processes in Accelerate's counting.
-        with_optimizer: whether it follows the optimizer's steps; False advances it at every call.
     """
 
-    def __init__(self, scheduler: Any, optimizer: PreparedOptimizer, *, times: int, with_optimizer: bool = True) -> None:
+    def __init__(self, scheduler: Any, optimizer: PreparedOptimizer, *, times: int) -> None:
         self.scheduler = scheduler
         self.optimizer = optimizer
         # A plateau schedule counts measurements, which are as many as calls, whoever counts steps.
         self._times = 1 if isinstance(scheduler, ReduceLROnPlateau) else times
-        self._with_optimizer = with_optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, if the optimizer's last `step` was applied."""
-        if self._with_optimizer and (not self.optimizer.acted or self.optimizer.step_was_skipped):
+        if not self.optimizer.acted or self.optimizer.step_was_skipped:
             return
         for _ in range(self._times):
             total = getattr(self.scheduler, "total_steps", None)

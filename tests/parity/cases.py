@@ -76,8 +76,14 @@ CASES: dict[str, Case] = {
         placeholders=True,
         schedule=(
             "OneCycle",
-            {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 5, "decay_lr_rate": 0.1,
-             "decay_step_size": 2, "cycle_momentum": False},
+            {
+                "cycle_min_lr": 1e-3,
+                "cycle_max_lr": 2e-2,
+                "cycle_first_step_size": 5,
+                "decay_lr_rate": 0.1,
+                "decay_step_size": 2,
+                "cycle_momentum": False,
+            },
         ),
     ),
     "lr-range-test": Case(
@@ -99,7 +105,10 @@ for _name, _arguments in _OPTIMIZERS.items():
     _short = Case(optimizer=(_name, _arguments), batches=5, groups=True)
     CASES[f"real-{_name}"] = _short
     CASES[f"placeholder-{_name}"] = Case(
-        optimizer=(_name, _arguments), batches=5, groups=True, placeholders=True,
+        optimizer=(_name, _arguments),
+        batches=5,
+        groups=True,
+        placeholders=True,
         schedule=("WarmupLR", {**_WARMUP, "warmup_max_lr": _arguments["lr"], "warmup_type": "linear"}),
     )
 
@@ -154,8 +163,21 @@ def case_for(path: str, name: str) -> Case:
 def cases_for(path: str) -> list[str]:
     """The cases that run on a path."""
     if path == "zero3-nvme":
-        return ["plain", "accumulate-short-window", "dropped", "clip", "branch", "warmup-decay", "groups",
-                "real-AdamW", "placeholder-AdamW", "real-Lion", "real-Adagrad", "real-SGD", "bf16"]
+        return [
+            "plain",
+            "accumulate-short-window",
+            "dropped",
+            "clip",
+            "branch",
+            "warmup-decay",
+            "groups",
+            "real-AdamW",
+            "placeholder-AdamW",
+            "real-Lion",
+            "real-Adagrad",
+            "real-SGD",
+            "bf16",
+        ]
     if path == "ddp":
         return [name for name, case in CASES.items() if not case.branch]  # DDP wants every parameter in every window
     return list(CASES)

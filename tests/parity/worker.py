@@ -34,7 +34,7 @@ def config_of(case: Case, training: dict[str, Any], nvme: str) -> dict[str, Any]
         config["gradient_clipping"] = case.config_clip
     if case.placeholders:
         name, arguments = case.optimizer
-        params = {key: "auto" for key in arguments} | ({"adam_w_mode": False} if name == "Adam" else {})
+        params = dict.fromkeys(arguments, "auto") | ({"adam_w_mode": False} if name == "Adam" else {})
         config["optimizer"] = {"type": name, "params": params}
         assert case.schedule is not None
         config["scheduler"] = {"type": case.schedule[0], "params": case.schedule[1]}

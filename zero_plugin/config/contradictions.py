@@ -33,6 +33,9 @@ def _precision(document: Document) -> Iterator[Problem]:
     if asked is None or asked.value not in ("no", "fp16", "bf16"):
         return
     for kind, is_on in enabled.items():
+        entry = document.deepspeed.get(kind, "enabled")
+        if entry is not None and entry.origin.kind == "file" and asked.origin.kind == "flag":
+            continue  # a flag overrides the file
         if isinstance(is_on, bool) and is_on != (asked.value == kind):
             message = f"{show(is_on)}, but mixed_precision is {asked.value} at {asked.origin.where}"
             yield _problem(document, (kind, "enabled"), message, f'Write "auto" here, or {show(not is_on)}.')

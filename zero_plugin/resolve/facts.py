@@ -9,6 +9,7 @@ from typing import Any, Literal
 __all__ = ["Facts", "LoopFacts", "MachineFacts", "ModelFacts", "OptimizerFacts", "SchedulerFacts"]
 
 Precision = Literal["no", "fp16", "bf16"]
+StrategyName = Literal["deepspeed", "ddp", "single", "xla"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +107,4 @@ class Facts:
     optimizer: OptimizerFacts | None = None
     scheduler: SchedulerFacts | None = None
     split_batches: bool = False
-    strategy: Literal["deepspeed", "ddp", "single", "xla"] = "deepspeed"
+    strategy: StrategyName = "deepspeed"

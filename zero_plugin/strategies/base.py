@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.placeholders import DummyOptim
+from zero_plugin.resolve.facts import StrategyName
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.processes import Processes
 
@@ -62,7 +63,7 @@ class Session(ABC):
         """Ask `ends_window` before each forward whether the backward to come is the window's last."""
 
     @abstractmethod
-    def clip(self, max_norm: float, *, norm_type: float, only: list[nn.Parameter] | None) -> Tensor:
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
         """Clip the coming step at `max_norm` and return the norm before clipping (scalar, fp32), at once. Collective.
 
         Args:
@@ -107,7 +108,7 @@ class Session(ABC):
 class Strategy(ABC):
     """A way of training. It decides whether it can run here, and builds sessions."""
 
-    name: str
+    name: StrategyName
 
     @abstractmethod
     def refuse(self) -> str | None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from zero_plugin.errors import LaunchError
 
@@ -81,7 +82,7 @@ def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta
             # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
             # no port, so that any number of single-process runs fit on one machine.
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
     return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device, owns_group)
 
 

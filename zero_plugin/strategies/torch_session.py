@@ -63,7 +63,8 @@ class TorchSession(Session):
         if self._applied:
             # A step ends its gradients on every path. They stay readable until now, as torch users expect.
             self.drop_gradients()
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward(**kwargs)
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        torch.autograd.backward(scaled, **kwargs)
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """See `Session.follow_window`: DDP reduces only in the backward that ends the window."""
@@ -74,7 +75,7 @@ class TorchSession(Session):
 
             ddp.register_forward_pre_hook(set_reduction)
 
-    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[nn.Parameter] | None = None) -> Tensor:
+    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
         """See `Session.clip`."""
         assert self.optimizer is not None
         if self._scaler is not None and not self._unscaled:

@@ -43,11 +43,11 @@ def _is_open_somewhere(file: Path) -> bool:
     proc = Path("/proc")
     if not proc.is_dir():
         return True
-    target = str(file.resolve())
-    for descriptor in proc.glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(descriptor) == target:
-                return True
-        except OSError:
-            continue  # the process ended, or belongs to another user
-    return False
+    return any(_links_to(descriptor, file.resolve()) for descriptor in proc.glob("[0-9]*/fd/*"))
+
+
+def _links_to(descriptor: Path, file: Path) -> bool:
+    try:
+        return descriptor.readlink() == file
+    except OSError:  # the process ended meanwhile, or belongs to another user
+        return False

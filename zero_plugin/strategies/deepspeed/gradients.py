@@ -1,11 +1,11 @@
 """The gradients of one accumulation window inside an engine, one class per optimizer that DeepSpeed puts around ours.
 
-The engine runs with `managed_gradient_accumulation: false`: backwards add up and `engine.step()` is the boundary. In that
-mode `step()` also reduces and finalises the gradients. Here that part runs on its own (`finalize`), so that the norm
-is known and the gradients can be rescaled before the step; the engine's own call of it is switched off.
+The engine runs with `managed_gradient_accumulation: false`: backwards add up and `engine.step()` is the boundary. In
+that mode `step()` also reduces and finalises the gradients. Here that part runs on its own (`finalize`), so that the
+norm is known and the gradients can be rescaled before the step; the engine's own call of it is switched off.
 
 DeepSpeed keeps gradient buffers from one window to the next and overwrites only those of parameters that took part. A
-parameter that sits a window out would be updated with an old gradient again, so each class clears what did not take part.
+parameter that sits a window out would be updated with an old gradient again, so each class clears what sat out.
 """
 
 from __future__ import annotations

@@ -50,14 +50,14 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
         optimizer = request.optimizer
     if resolved.zero_stage > 0:
         _refuse_unless_elementwise(optimizer, resolved)
-    replacement = _equal_kernel(optimizer, offloaded=offloaded)
+    replacement: Optimizer | None = _equal_kernel(optimizer, offloaded=offloaded)
     if replacement is None:
         return optimizer
     _move_schedules(request.schedules, replacement)
     return replacement
 
 
-def _equal_kernel(optimizer: Optimizer, *, offloaded: bool) -> Optimizer | None:
+def _equal_kernel(optimizer: Optimizer, *, offloaded: bool) -> Any:
     """The same algorithm with the same groups as an object that DeepSpeed runs better, or at all; else None."""
     groups = [dict(group) for group in optimizer.param_groups]
     defaults = optimizer.defaults

@@ -63,7 +63,7 @@ class EngineSession(Session):
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """See `Session.follow_window`: stages 2 and 3 reduce in every backward, 0 and 1 in the step."""
 
-    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[nn.Parameter] | None = None) -> Tensor:
+    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
         """See `Session.clip`."""
         if norm_type != 2.0:
             raise LoopError(f"clip_grad_norm_(norm_type={norm_type}): under ZeRO only the L2 norm (2) is computed.")
