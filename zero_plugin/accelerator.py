@@ -206,6 +206,8 @@ class Accelerator:
             raise LoopError("prepare() takes one model and its optimizer per call; call it once for each model.")
         if optimizers and not models:
             raise LoopError("prepare() got an optimizer without its model; pass both in the same call.")
+        if models and optimizers and isinstance(optimizers[0], Optimizer):
+            _refuse_foreign_parameters(models[0], optimizers[0])
 
         ready: dict[int, Any] = {}
         facts = Facts(
@@ -503,6 +505,17 @@ def _find_document(config: str | Path | Mapping[str, Any] | None) -> Document:
     values = {path: entry.value for path, entry in own.launch.entries.items()}
     values |= {("deepspeed", *path): entry.value for path, entry in own.deepspeed.entries.items()}
     return overlay_code(launched, values, dict.fromkeys(values, f"Accelerator(config={str(config)!r})"))
+
+
+def _refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in own for p in held)
+    if foreign:
+        raise LoopError(
+            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's.\n"
+            "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
+        )
 
 
 def _describe(optimizer: Any) -> Any:

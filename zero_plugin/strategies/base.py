@@ -17,7 +17,12 @@ from zero_plugin.resolve.facts import StrategyName
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["Session", "SessionRequest", "Strategy"]
+__all__ = ["DIRECT_BACKWARD", "Session", "SessionRequest", "Strategy"]
+
+DIRECT_BACKWARD = (
+    "gradients came from loss.backward(), which knows no accumulation window and no loss scale.\n"
+    "Call accelerator.backward(loss) instead."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero_plugin.errors import LoopError
 from zero_plugin.nested import map_leaves
 from zero_plugin.optimizers import build_optimizer
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.resolve.facts import Precision
-from zero_plugin.strategies.base import Session, SessionRequest, persistent_tensors
+from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, SessionRequest, persistent_tensors
 
 __all__ = ["TorchSession", "torch_optimizer"]
 
@@ -48,7 +49,7 @@ class TorchSession(Session):
         self._clipping = clipping
         self._clipped = False
         self._unscaled = False
-        self._applied = False
+        self._has_gradients = False
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
         self._plain_forward: Callable[..., Any] | None = None
@@ -60,9 +61,12 @@ class TorchSession(Session):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """See `Session.backward`."""
-        if self._applied:
-            # A step ends its gradients on every path. They stay readable until now, as torch users expect.
-            self.drop_gradients()
+        if self._unscaled:
+            raise LoopError(
+                "backward() after clip_grad_norm_() and before optimizer.step(): under fp16 the clipped gradients are no "
+                "longer scaled.\nCall clip_grad_norm_() after the window's last backward()."
+            )
+        self._has_gradients = True
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         torch.autograd.backward(scaled, **kwargs)
 
@@ -96,21 +100,26 @@ class TorchSession(Session):
     def step(self) -> bool:
         """See `Session.step`."""
         assert self.optimizer is not None
+        if not self._has_gradients:
+            if any(p.grad is not None for p in self._trained_parameters()):
+                raise LoopError(DIRECT_BACKWARD)
+            return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         if self._clipping is not None and not self._clipped:
             self.clip(self._clipping)
-        self._clipped = self._unscaled = False
-        self._applied = True
         if self._scaler is None:
             self.optimizer.step()
-            return True
-        before = self._scaler.get_scale()
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        return self._scaler.get_scale() >= before
+            applied = True
+        else:
+            before = self._scaler.get_scale()
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+            applied = self._scaler.get_scale() >= before
+        self.drop_gradients()
+        return applied
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
-        self._applied = self._clipped = self._unscaled = False
+        self._has_gradients = self._clipped = self._unscaled = False
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.errors import LoopError
 from zero_plugin.nested import map_leaves
-from zero_plugin.strategies.base import Session, persistent_tensors
+from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, persistent_tensors
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 
@@ -44,6 +44,7 @@ class EngineSession(Session):
         self._micro_batches = 0  # backwards of the window
         self._factor = 1.0
         self._finalized = False
+        engine._backward_prologue = _ours_only(engine, engine._backward_prologue)
         dtype = engine.get_data_types()[0]
         if dtype != torch.float32:
             engine.register_forward_pre_hook(_casting_to(dtype), with_kwargs=True)
@@ -144,6 +145,17 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         for name, tensor in batch:
             yield name, tensor.detach()
+
+
+def _ours_only(engine: Any, prologue: Callable[[], None]) -> Callable[[], None]:
+    """The engine's hook on the model's outputs, which refuses a backward that this session did not start."""
+
+    def refusing() -> None:
+        if not engine._running_engine_backward:
+            raise LoopError(DIRECT_BACKWARD)
+        prologue()
+
+    return refusing
 
 
 def _casting_to(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:

@@ -1,0 +1,51 @@
+"""Runs the checks of a module in one group of processes: STORE RANK WORLD MODULE FOLDER.
+
+A module lists `CHECKS`: name -> (processes it runs on, function of an empty folder). Each process writes the outcome of
+each check, "ok" or a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    """Run every check of the module that is for this number of processes."""
+    store, rank, world, module, output = sys.argv[1:6]
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
+    )
+    outcomes = {}
+    for name, (worlds, check) in importlib.import_module(module).CHECKS.items():
+        if int(world) not in worlds:
+            continue
+        folder = Path(output) / name
+        folder.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        dist.barrier()
+        print(f"=== {name}", flush=True)
+        try:
+            check(folder)
+            outcomes[name] = "ok"
+        except Exception:  # noqa: BLE001 - one failing check must not hide the others
+            outcomes[name] = traceback.format_exc()
+            print(outcomes[name], flush=True)
+    (Path(output) / f"rank-{rank}.json").write_text(json.dumps(outcomes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

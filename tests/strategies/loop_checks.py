@@ -1,0 +1,332 @@
+"""The loop contract: what each call does, the same on every path."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from paths import (
+    PAIR,
+    SINGLE,
+    assert_near,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
+from torch import nn
+
+from zero_plugin import Accelerator
+from zero_plugin.errors import ConfigError, LoopError
+
+
+def prepared(accelerator: Accelerator, lr: float = 0.1) -> tuple[Any, Any]:
+    model = make_net()
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+
+def check_backward_never_steps(path: str) -> None:
+    """Weights change in the step that ends a window, and nowhere else."""
+    with running(path, gradient_accumulation_steps=3) as accelerator:
+        model, optimizer = prepared(accelerator)
+        before = weights(accelerator, model)
+        for i in range(3):
+            accelerator.backward(loss_of(model, own_batch(i)))
+            assert same(weights(accelerator, model), before), f"backward {i} changed the weights"
+            assert accelerator.sync_gradients is (i == 2)
+            optimizer.step()
+            assert same(weights(accelerator, model), before) is (i < 2), f"step {i}"
+            assert optimizer.applied_steps == (i == 2)
+        after = weights(accelerator, model)
+        optimizer.zero_grad()
+        assert same(weights(accelerator, model), after)
+
+
+def check_a_step_without_a_backward_changes_nothing(path: str) -> None:
+    """`step()` twice, or first thing, applies nothing a second time."""
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+        before = weights(accelerator, model)
+        optimizer.step()
+        assert same(weights(accelerator, model), before)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        after = weights(accelerator, model)
+        optimizer.step()
+        assert same(weights(accelerator, model), after)
+
+
+def check_direct_backward_is_refused(path: str) -> None:
+    """`loss.backward()` would miss the window and the loss scale: an error that names `accelerator.backward`."""
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+
+        def direct() -> None:
+            loss_of(model, own_batch(0)).backward()
+            optimizer.step()
+
+        raised(LoopError, "accelerator.backward(loss)", by=direct)
+
+
+def check_zero_grad_is_harmless_first_and_last(path: str) -> None:
+    """`zero_grad` first in the loop or after the step gives plain torch's training."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for i in range(3):
+        sgd.zero_grad()
+        loss_of(plain, global_batch(i)).backward()
+        sgd.step()
+    for first in (True, False):
+        with running(path) as accelerator:
+            model, optimizer = prepared(accelerator)
+            for i in range(3):
+                if first:
+                    optimizer.zero_grad()
+                loss = loss_of(model, own_batch(i))
+                accelerator.backward(loss)
+                optimizer.step()
+                if not first:
+                    optimizer.zero_grad()
+            assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def _plain_norm(step: int, scale: float = 1.0) -> float:
+    plain = make_net()
+    loss_of(plain, global_batch(step), scale).backward()
+    return float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
+
+
+def check_clip_returns_the_norm_before_clipping(path: str) -> None:
+    """The norm is the global batch's, whatever the limit; the step moves by lr × limit; `inf` only measures."""
+    for limit in (0.01, 1e6, math.inf):
+        with running(path) as accelerator:
+            model, optimizer = prepared(accelerator)
+            before = weights(accelerator, model)
+            accelerator.backward(loss_of(model, own_batch(0)))
+            norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+            assert norm.dtype == torch.float32
+            assert norm.ndim == 0
+            wanted = _plain_norm(0)
+            assert abs(float(norm) - wanted) < 1e-5 * wanted, f"{float(norm)} instead of {wanted} at limit {limit}"
+            optimizer.step()
+            after = weights(accelerator, model)
+            moved = float(torch.stack([(after[n] - before[n]).norm() for n in before]).norm())
+            assert abs(moved - 0.1 * min(wanted, limit)) < 1e-3 * moved, f"moved {moved} at limit {limit}"
+            # The limit is that step's alone.
+            accelerator.backward(loss_of(model, own_batch(1)))
+            optimizer.step()
+            then = weights(accelerator, model)
+            moved = float(torch.stack([(then[n] - after[n]).norm() for n in before]).norm())
+            assert moved > 0.02, "the next step was clipped too"
+
+
+def check_clip_inside_a_window_does_nothing(path: str) -> None:
+    """Before the window's last micro-batch the norm is not known: nan, and the step is as without the call."""
+    results = []
+    for clips_early in (True, False):
+        with running(path, gradient_accumulation_steps=2) as accelerator:
+            model, optimizer = prepared(accelerator)
+            for i in range(2):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, own_batch(i)))
+                    if clips_early and i == 0:
+                        assert math.isnan(float(accelerator.clip_grad_norm_(model.parameters(), 1e-3)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append(weights(accelerator, model))
+    assert same(*results)
+
+
+def check_clip_refuses_what_partitions_cannot_tell(path: str) -> None:
+    """A subset of the parameters, or another norm: right where gradients are whole, an error under ZeRO."""
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        subset = list(model.parameters())[:2]
+        if is_zero(path):
+            raised(LoopError, "subset", "whole", by=lambda: accelerator.clip_grad_norm_(subset, 1.0))
+            raised(LoopError, "norm_type=1", by=lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, 1))
+        else:
+            plain = make_net()
+            loss_of(plain, global_batch(0)).backward()
+            gradients = [p.grad for p in plain.parameters() if p.grad is not None]
+            one = float(torch.nn.utils.get_total_norm(gradients, 1))
+            assert abs(float(accelerator.clip_grad_norm_(model.parameters(), math.inf, 1)) - one) < 1e-4
+            part = float(torch.nn.utils.get_total_norm(gradients[:2]))
+            assert abs(float(accelerator.clip_grad_norm_(subset, 0.01)) - part) < 1e-4
+        raised(LoopError, "no prepared model", by=lambda: accelerator.clip_grad_norm_(make_net().parameters(), 1.0))
+        optimizer.step()
+
+
+def check_clipping_in_config_and_code_must_agree(path: str) -> None:
+    """Another number than the configuration's is an error with both; the same number and `inf` are not."""
+    with running(path, deepspeed={"gradient_clipping": 0.5}) as accelerator:
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        raised(ConfigError, "1.0", "0.5", by=lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        optimizer.step()
+
+
+def check_measuring_leaves_the_configs_clipping(path: str) -> None:
+    """`clip_grad_norm_(…, inf)` only looks: the configuration's limit still holds for the step."""
+    with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:
+        model, optimizer = prepared(accelerator)
+        before = weights(accelerator, model)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        optimizer.step()
+        after = weights(accelerator, model)
+        moved = float(torch.stack([(after[n] - before[n]).norm() for n in before]).norm())
+        assert abs(moved - 0.1 * 0.01) < 1e-6, f"moved {moved}"
+
+
+def check_backward_after_clip(path: str) -> None:
+    """Under ZeRO the clipped gradients are final, so another backward before the step is an error."""
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        loss = loss_of(model, own_batch(1))
+        if is_zero(path):
+            raised(LoopError, "clip_grad_norm_", "step", by=lambda: accelerator.backward(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, own_batch(2)))
+        optimizer.step()
+        assert optimizer.applied_steps == 2
+
+
+def check_no_sync_changes_no_number(path: str) -> None:
+    """Backwards under `no_sync` add up as without it, with and without `accumulate`."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for start in (0, 2):
+        for i in (start, start + 1):
+            (loss_of(plain, global_batch(i)) / 2).backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        model, optimizer = prepared(accelerator)
+        with accelerator.no_sync(model):
+            accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        accelerator.backward(loss_of(model, own_batch(1)))
+        optimizer.step()
+        with accelerator.no_sync(), accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, own_batch(2)))
+            optimizer.step()
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, own_batch(3)))
+            optimizer.step()
+        assert optimizer.applied_steps == 2
+        assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def check_orders_without_meaning_are_errors(path: str) -> None:
+    """Nested `accumulate`, a closure, unknown cadences, backward without a model, unknown models: LoopError."""
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        raised(LoopError, "no trained model", by=lambda: accelerator.backward(torch.zeros((), requires_grad=True)))
+        model, optimizer = prepared(accelerator)
+
+        def nest() -> None:
+            with accelerator.accumulate(model), accelerator.accumulate(model):
+                pass
+
+        raised(LoopError, "inside accumulate()", by=nest)
+        raised(LoopError, "closure", by=lambda: optimizer.step(lambda: 0.0))
+        raised(LoopError, "not prepared", by=lambda: accelerator.get_state_dict(make_net()))
+        raised(LoopError, "not prepared", by=lambda: accelerator.save_model(make_net(), "/nowhere"))
+        raised(LoopError, "pickled", by=optimizer.__getstate__)
+        raised(LoopError, "'sum' or 'mean'", by=lambda: accelerator.reduce(torch.ones(1), "max"))
+
+
+def check_prepare_refuses(path: str) -> None:
+    """Objects prepared twice, an optimizer without its model, two of either in one call, a stranger's schedule."""
+    with running(path) as accelerator:
+        first, second = make_net(), make_net()
+        sgd = torch.optim.SGD(first.parameters(), lr=0.1)
+        other = torch.optim.SGD(first.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
+        raised(LoopError, "without its model", by=lambda: accelerator.prepare(sgd))
+        raised(LoopError, "one model", by=lambda: accelerator.prepare(first, second, sgd))
+        raised(LoopError, "one model", by=lambda: accelerator.prepare(first, sgd, other))
+        raised(LoopError, "was not prepared", by=lambda: accelerator.prepare(schedule))
+        strange = torch.optim.SGD(second.parameters(), lr=0.1)
+        raised(LoopError, "4 of 4 parameters", by=lambda: accelerator.prepare(first, strange))
+        loader = torch.utils.data.DataLoader(torch.zeros(16, 8), batch_size=4)
+        model, optimizer, loader, schedule = accelerator.prepare(first, sgd, loader, schedule)
+        for twice in (model, first, optimizer, loader, schedule):
+            raised(LoopError, "prepared already", by=lambda twice=twice: accelerator.prepare(twice))
+        raised(LoopError, "prepared already", by=lambda: accelerator.prepare(second, optimizer))
+        assert accelerator.prepare("a text") == "a text"
+        assert accelerator.prepare(1, None) == (1, None)
+
+
+def check_two_models_train_side_by_side(path: str) -> None:
+    """Each backward says whose loss it is; each model trains as it would alone."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for i in range(2):
+        loss_of(plain, global_batch(i)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path) as accelerator:
+        one, optimizer_one = prepared(accelerator)
+        two, optimizer_two = prepared(accelerator)
+        loss = loss_of(one, own_batch(0))
+        raised(LoopError, "2 trained models", "model=model", by=lambda: accelerator.backward(loss))
+        for i in range(2):
+            for model in (one, two):
+                accelerator.backward(loss_of(model, own_batch(i)), model=model)
+            for optimizer in (optimizer_one, optimizer_two):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_near(weights(accelerator, one), plain.state_dict())
+        assert_near(weights(accelerator, two), plain.state_dict())
+
+
+def check_gather_reduce_and_print(path: str) -> None:
+    """Collectives over the processes, and what each process knows of itself."""
+    with running(path) as accelerator:
+        rank, world = accelerator.process_index, accelerator.num_processes
+        assert (accelerator.is_main_process, accelerator.is_last_process) == (rank == 0, rank == world - 1)
+        assert accelerator.is_local_main_process is (accelerator.local_process_index == 0)
+        rows = accelerator.gather({"x": torch.full((2,), float(rank))})["x"]
+        assert rows.tolist() == [float(r) for r in range(world) for _ in range(2)]
+        assert accelerator.gather(torch.tensor(rank)).tolist() == list(range(world))
+        assert float(accelerator.reduce(torch.tensor(rank + 1.0))) == world * (world + 1) / 2
+        assert float(accelerator.reduce(torch.tensor(rank + 1.0), "mean")) == (world + 1) / 2
+        accelerator.wait_for_everyone()
+        accelerator.print("printed by", rank)
+
+
+def check_end_training_twice(path: str) -> None:
+    """A second call does nothing; the prepared optimizer then says that training has ended."""
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        accelerator.end_training()
+        accelerator.end_training()
+        raised(LoopError, "has ended", by=lambda: optimizer.param_groups)
+
+
+_ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = {
+    f"{path}-{check.__name__.removeprefix('check_')}": (
+        {1} if path == "single" else {2} if path in PAIR and path not in SINGLE else {1, 2},
+        lambda folder, check=check, path=path: check(path),
+    )
+    for path in dict.fromkeys((*SINGLE, *PAIR))
+    for check in _ALL
+}

@@ -1,0 +1,99 @@
+"""The paths that checks run on, and what they train there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_plugin import Accelerator
+
+ZERO = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero2-cpu": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+SINGLE, PAIR = ("single", "zero2"), ("ddp", *ZERO)  # with one process, with two
+
+
+def is_zero(path: str) -> bool:
+    """Whether an engine runs it."""
+    return path.startswith("zero")
+
+
+@contextmanager
+def running(
+    path: str, *, deepspeed: dict[str, Any] | None = None, counts: str = "steps", **arguments: Any
+) -> Iterator[Accelerator]:
+    """An Accelerator on `path`, ended in the end; `deepspeed` is merged into that part, `arguments` are Accelerator's."""
+    section = {**({"zero_optimization": ZERO[path]} if is_zero(path) else {}), **(deepspeed or {})}
+    kind = "DEEPSPEED" if is_zero(path) else "MULTI_CPU" if path == "ddp" else "NO"
+    config = {"distributed_type": kind, "use_cpu": True, "scheduler_counts": counts, "deepspeed_config": section}
+    accelerator = Accelerator(config=config, **arguments)
+    try:
+        yield accelerator
+    finally:
+        accelerator.end_training()
+
+
+def make_net() -> nn.Module:
+    """A small model with the same weights everywhere: [batch, 8] → [batch, 4]."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def global_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of all processes together."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator)
+
+
+def own_batch(step: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    """This process' part of `global_batch`."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x, y = global_batch(step, size)
+    return x.chunk(world)[rank], y.chunk(world)[rank]
+
+
+def loss_of(model: Any, batch: tuple[Tensor, Tensor], scale: float = 1.0) -> Tensor:
+    """Mean squared error in fp32."""
+    x, y = batch
+    return (scale * (model(x).float() - y)).square().mean()
+
+
+def weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole weights, on every process."""
+    state = [accelerator.get_state_dict(model)]
+    dist.broadcast_object_list(state)
+    assert state[0] is not None
+    return {name: tensor.clone() for name, tensor in state[0].items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Whether two models are bitwise equal."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    """Every tensor within `tolerance` of the wanted one, norm-wise."""
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        off = (got[name].float() - tensor.float()).norm() / tensor.float().norm().clamp_min(1e-8)
+        assert off < tolerance, f"{name}: off by {off:.2e}"
+
+
+def raised(kind: type[Exception], *words: str, by: Callable[[], Any]) -> None:
+    """`by` raises `kind` with all `words` in its message."""
+    try:
+        by()
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")

@@ -1,0 +1,26 @@
+"""Every check of the loop contract, of schedules, models, optimizers and offload, on every path it is for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+
+MODULES = ("loop_checks",)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("module", "world", "name"),
+    [
+        pytest.param(module, world, name, id=f"{module.removesuffix('_checks')}-{world}-{name}")
+        for module in MODULES
+        for world in (1, 2)
+        for name, (worlds, _) in importlib.import_module(module).CHECKS.items()
+        if world in worlds
+    ],
+)
+def test_check(module: str, world: int, name: str, outcome: Callable[[str, int, str], None]) -> None:
+    """The check holds on every process; its docstring says what it holds."""
+    outcome(module, world, name)
