@@ -21,6 +21,7 @@ __all__ = ["FIRST_FAILURE", "main", "run_module", "run_script"]
 FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, and its exit code
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+_INTERRUPTED = 130  # 128 + SIGINT
 _LONGEST_LINE = 240
 
 
@@ -29,7 +30,6 @@ def main() -> None:
     _die_with_launcher()
     if sys.argv[1] == "--no_python":
         os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
-    sys.excepthook = _report_exception
     try:
         if sys.argv[1] == "-m":
             run_module(sys.argv[2], sys.argv[3:])
@@ -39,6 +39,10 @@ def main() -> None:
         if end.code not in (None, 0):
             _claim_first_failure(end.code if isinstance(end.code, int) else 1)
         raise
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None  # the launcher says what happened
+    except Exception as error:  # noqa: BLE001 - the outermost frame of the user's program
+        raise SystemExit(_report_exception(error)) from None
 
 
 def run_script(path: str, arguments: list[str]) -> None:
@@ -74,21 +78,22 @@ def _die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
-def _report_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The whole traceback for the first rank that fails, one line for the others, nothing after Ctrl-C."""
-    if issubclass(kind, KeyboardInterrupt):
-        return
+def _report_exception(error: Exception) -> int:
+    """Print the whole traceback if no rank failed before, one line otherwise; the exit code.
+
+    Not an excepthook: torch.distributed replaces that, and loses what is printed if the hook ends the process.
+    """
     errors = sys.modules.get("zero_plugin.errors")
-    ours = errors is not None and issubclass(kind, errors.ZeroPluginError)
-    code = error.exit_code if ours else 1  # type: ignore[attr-defined]
+    ours = errors is not None and isinstance(error, errors.ZeroPluginError)
+    code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
+    sys.last_value = error  # as python sets it, for what runs at exit
     if _claim_first_failure(code):
-        trace = _user_frames(trace, stop_at_package=ours)
-        sys.__excepthook__(kind, error.with_traceback(trace), trace)
+        trace = _user_frames(error.__traceback__, stop_at_package=ours)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
     else:
-        line = next(iter(f"{kind.__name__}: {error}".splitlines()))[:_LONGEST_LINE]
+        line = next(iter(f"{type(error).__name__}: {error}".splitlines()))[:_LONGEST_LINE]
         print(f"rank {os.environ.get('RANK')} failed later: {line}", file=sys.stderr)  # noqa: T201
-    if ours:
-        raise SystemExit(code)
+    return code
 
 
 def _user_frames(trace: TracebackType | None, *, stop_at_package: bool) -> TracebackType | None:
