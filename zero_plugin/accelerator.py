@@ -258,7 +258,7 @@ class Accelerator:
         self._trainings.append(training)
         if optimizer is not None:
             training.optimizer = PreparedOptimizer(session, self._window)
-            if not schedules and resolved.scheduler is not None and resolved.optimizer is not None:
+            if not schedules and resolved.scheduler is not None:
                 # A section whose schedule the loop never asked for still is what the user wrote.
                 steps_itself = build_schedule(resolved.scheduler, training.optimizer.optimizer)
                 training.optimizer.call_after_step(steps_itself.step)

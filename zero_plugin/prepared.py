@@ -150,8 +150,8 @@ class PreparedScheduler:
             return
         for _ in range(self._times):
             total = getattr(self.scheduler, "total_steps", None)
-            if self._times > 1 and total is not None and self.scheduler.last_epoch + 1 > total:
-                break  # OneCycleLR raises beyond its end, which W steps at a time may overshoot
+            if self._times > 1 and total is not None and self.scheduler.last_epoch + 1 >= total:
+                break  # W steps at a time may overshoot OneCycleLR's end, where its rate rises again, then it raises
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:

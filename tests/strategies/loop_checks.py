@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from paths import (
     PAIR,
     SINGLE,
     assert_near,
+    checks_on,
     global_batch,
     is_zero,
     loss_of,
@@ -21,7 +21,6 @@ from paths import (
     same,
     weights,
 )
-from torch import nn
 
 from zero_plugin import Accelerator
 from zero_plugin.errors import ConfigError, LoopError
@@ -322,11 +321,4 @@ def check_end_training_twice(path: str) -> None:
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
-CHECKS = {
-    f"{path}-{check.__name__.removeprefix('check_')}": (
-        {1} if path == "single" else {2} if path in PAIR and path not in SINGLE else {1, 2},
-        lambda folder, check=check, path=path: check(path),
-    )
-    for path in dict.fromkeys((*SINGLE, *PAIR))
-    for check in _ALL
-}
+CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,7 +32,14 @@ def is_zero(path: str) -> bool:
 def running(
     path: str, *, deepspeed: dict[str, Any] | None = None, counts: str = "steps", **arguments: Any
 ) -> Iterator[Accelerator]:
-    """An Accelerator on `path`, ended in the end; `deepspeed` is merged into that part, `arguments` are Accelerator's."""
+    """An Accelerator on `path`, ended in the end.
+
+    Args:
+        path: one of the paths above.
+        deepspeed: merged into the DeepSpeed part of the configuration.
+        counts: `scheduler_counts`.
+        **arguments: Accelerator's.
+    """
     section = {**({"zero_optimization": ZERO[path]} if is_zero(path) else {}), **(deepspeed or {})}
     kind = "DEEPSPEED" if is_zero(path) else "MULTI_CPU" if path == "ddp" else "NO"
     config = {"distributed_type": kind, "use_cpu": True, "scheduler_counts": counts, "deepspeed_config": section}
@@ -90,10 +98,19 @@ def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: fl
 
 def raised(kind: type[Exception], *words: str, by: Callable[[], Any]) -> None:
     """`by` raises `kind` with all `words` in its message."""
-    try:
+    with pytest.raises(kind) as caught:
         by()
-    except kind as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-    else:
-        raise AssertionError(f"no {kind.__name__} was raised")
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def checks_on(paths: Iterable[str], functions: Iterable[Callable[[str], None]]) -> dict[str, Any]:
+    """Entries of a module's `CHECKS`: every function on every path, on one process, two, or both."""
+    return {
+        f"{path}-{function.__name__.removeprefix('check_')}": (
+            [count for count, known in ((1, SINGLE), (2, PAIR)) if path in known],
+            lambda folder, function=function, path=path: function(path),
+        )
+        for path in paths
+        for function in functions
+    }

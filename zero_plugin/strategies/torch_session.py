@@ -63,8 +63,8 @@ class TorchSession(Session):
         """See `Session.backward`."""
         if self._unscaled:
             raise LoopError(
-                "backward() after clip_grad_norm_() and before optimizer.step(): under fp16 the clipped gradients are no "
-                "longer scaled.\nCall clip_grad_norm_() after the window's last backward()."
+                "backward() after clip_grad_norm_() and before optimizer.step(): the clipped gradients are unscaled, the "
+                "new ones would be scaled.\nCall clip_grad_norm_() after the window's last backward()."
             )
         self._has_gradients = True
         scaled = loss if self._scaler is None else self._scaler.scale(loss)

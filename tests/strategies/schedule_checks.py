@@ -1,0 +1,223 @@
+"""Learning rates as applied: real schedules and placeholders, both countings, every kind of hand-over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from paths import PAIR, SINGLE, assert_near, checks_on, global_batch, loss_of, make_net, own_batch, running, weights
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
+
+from zero_plugin import DummyOptim, DummyScheduler
+
+STEPS = 5
+
+
+def _adamw(model: Any) -> torch.optim.Optimizer:
+    """Converted to DeepSpeed's kernel under offload; eps keeps the first steps well conditioned."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+def _train(path: str, build: Callable[[Any], Any], *, counts: str, when: str, **config: Any) -> tuple[list[Any], Any]:
+    """Applied rates of each step, and the final weights; `build` makes the schedule of an optimizer.
+
+    Args:
+        path: where it runs.
+        build: the schedule on an optimizer, None for none.
+        counts: `scheduler_counts`.
+        when: the schedule is prepared `together` with its optimizer, `later` on the prepared optimizer, or `never`.
+        **config: the DeepSpeed part.
+    """
+    with running(path, counts=counts, deepspeed=config) as accelerator:
+        model = make_net()
+        optimizer: Any = _adamw(model)
+        if when == "together":
+            model, optimizer, schedule = accelerator.prepare(model, optimizer, build(optimizer))
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            schedule = build(optimizer)
+            if when == "later":
+                schedule = accelerator.prepare(schedule)
+        rates = []
+        for i in range(STEPS):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        return rates, weights(accelerator, model)
+
+
+def _plain(build: Callable[[Any], Any], times: int = 1) -> tuple[list[Any], Any]:
+    model = make_net()
+    optimizer = _adamw(model)
+    schedule = build(optimizer)
+    rates = []
+    for i in range(STEPS):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        loss_of(model, global_batch(i)).backward()
+        optimizer.step()
+        for _ in range(times):
+            if not isinstance(schedule, OneCycleLR) or schedule.last_epoch < schedule.total_steps - 1:
+                schedule.step()
+        optimizer.zero_grad()
+    return rates, model.state_dict()
+
+
+def _lambda(optimizer: Any) -> Any:
+    return LambdaLR(optimizer, lambda step: 0.7**step)
+
+
+def _one_cycle(optimizer: Any) -> Any:
+    return OneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS + 1)
+
+
+def _sequential(optimizer: Any) -> Any:
+    first = lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=2)
+    second = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return SequentialLR(optimizer, [first, second], milestones=[2])
+
+
+def _chained(optimizer: Any) -> Any:
+    return lr_scheduler.ChainedScheduler([_lambda(optimizer), lr_scheduler.StepLR(optimizer, 2, 0.5)])
+
+
+def _equal(got: tuple[list[Any], Any], wanted: tuple[list[Any], Any]) -> None:
+    assert torch.allclose(torch.tensor(got[0]), torch.tensor(wanted[0]), rtol=1e-9), f"{got[0]} wanted {wanted[0]}"
+    assert_near(got[1], wanted[1])
+
+
+def check_real_schedules_stay_attached(path: str) -> None:
+    """The user's schedule drives the optimizer that runs, also where that replaced the user's (rates and momenta)."""
+    for build in (_lambda, _one_cycle, _sequential, _chained):
+        _equal(_train(path, build, counts="steps", when="together"), _plain(build))
+
+
+def check_schedules_on_the_prepared_optimizer(path: str) -> None:
+    """A schedule may be built after `prepare`, and prepared or stepped as it is."""
+    for when in ("later", "never"):
+        _equal(_train(path, _lambda, counts="steps", when=when), _plain(_lambda))
+
+
+def check_real_schedules_count_processes(path: str) -> None:
+    """Accelerate's counting: W advances per applied step; OneCycleLR stops at its end instead of raising."""
+    world = dist.get_world_size()
+    for build in (_lambda, _one_cycle):
+        _equal(_train(path, build, counts="processes", when="together"), _plain(build, times=world))
+
+
+def check_split_batches_count_steps(path: str) -> None:
+    """With `split_batches` a real schedule advances once per applied step in both countings."""
+    with running(path, counts="processes", split_batches=True) as accelerator:
+        model = make_net()
+        sgd = _adamw(model)
+        model, optimizer, schedule = accelerator.prepare(model, sgd, _lambda(sgd))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        schedule.step()
+        assert abs(optimizer.param_groups[0]["lr"] - 0.01 * 0.7) < 1e-12
+
+
+def check_plateau(path: str) -> None:
+    """ReduceLROnPlateau counts measurements: one per call, with its metric, in both countings."""
+    for counts in ("steps", "processes"):
+        with running(path, counts=counts) as accelerator:
+            model = make_net()
+            adamw = _adamw(model)
+            plateau = ReduceLROnPlateau(adamw, factor=0.1, patience=1)
+            model, optimizer, schedule = accelerator.prepare(model, adamw, plateau)
+            rates = []
+            for _ in range(4):
+                accelerator.backward(loss_of(model, own_batch(0)))
+                optimizer.step()
+                schedule.step(1.0)
+                optimizer.zero_grad()
+                rates.append(optimizer.param_groups[0]["lr"])
+            assert torch.allclose(torch.tensor(rates), torch.tensor([0.01, 0.01, 0.001, 0.001])), rates
+
+
+def _section(kind: str, **params: Any) -> dict[str, Any]:
+    return {"type": kind, "params": params}
+
+
+_WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}
+
+
+def check_a_section_without_a_scheduler_steps_by_itself(path: str) -> None:
+    """The configuration's schedule runs, as DeepSpeed steps it, although the loop never asked for it."""
+    with running(path, deepspeed={"scheduler": _section("WarmupLR", **_WARMUP)}) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _adamw(model))
+        rates = []
+        for i in range(STEPS):
+            rates.append(optimizer.param_groups[0]["lr"])
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.allclose(torch.tensor(rates), 0.01 * torch.tensor([0, 0, 0.25, 0.5, 0.75])), rates
+
+
+def check_placeholder_schedules_count(path: str) -> None:
+    """DummyScheduler's numbers are optimizer steps, or are divided by the processes; typed numbers are steps always."""
+    world = dist.get_world_size()
+    for counts, divisor in (("steps", 1), ("processes", world)):
+        for typed in (True, False):
+            section = _section("WarmupLR", **_WARMUP) if typed else _section("WarmupLR", warmup_num_steps="auto")
+            wanted = 4 if typed else 8 // divisor
+            config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "scheduler": section}
+            with running(path, counts=counts, deepspeed=config) as accelerator:
+                model = make_net()
+                adamw = DummyOptim(model.parameters(), lr=0.01)
+                dummy = DummyScheduler(adamw) if typed else DummyScheduler(adamw, warmup_num_steps=8)
+                model, optimizer, schedule = accelerator.prepare(model, adamw, dummy)
+                assert accelerator.resolved is not None
+                assert accelerator.resolved.scheduler is not None
+                assert accelerator.resolved.scheduler.params["warmup_num_steps"] == wanted
+                for i in range(2):
+                    assert schedule.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+                    accelerator.backward(loss_of(model, own_batch(i)))
+                    optimizer.step()
+                    schedule.step()
+                if typed:
+                    assert abs(optimizer.param_groups[0]["lr"] - 0.0025) < 1e-9
+
+
+def check_a_placeholder_with_a_callable(path: str) -> None:
+    """`lr_scheduler_callable` gets the optimizer that runs, and its schedule is driven by the prepared scheduler."""
+    with running(path) as accelerator:
+        model = make_net()
+        placeholder = DummyOptim(model.parameters(), lr=0.01)
+        dummy = DummyScheduler(placeholder, lr_scheduler_callable=_lambda)
+        model, optimizer, schedule = accelerator.prepare(model, placeholder, dummy)
+        for i in range(2):
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            schedule.step()
+        assert abs(optimizer.param_groups[0]["lr"] - 0.01 * 0.49) < 1e-12
+        assert schedule.scheduler.optimizer is optimizer.optimizer
+
+
+def check_schedule_waits_for_the_window(path: str) -> None:
+    """`scheduler.step()` in every micro-batch advances once per applied step."""
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        model = make_net()
+        adamw = _adamw(model)
+        model, optimizer, schedule = accelerator.prepare(model, adamw, _lambda(adamw))
+        for i in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        assert abs(optimizer.param_groups[0]["lr"] - 0.01 * 0.49) < 1e-12
+        state = schedule.state_dict()
+        assert state["last_epoch"] == 2
+        schedule.load_state_dict({**state, "last_epoch": 7})
+        assert schedule.scheduler.last_epoch == 7
+
+
+_ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = checks_on(("single", "ddp", "zero0", "zero2", "zero3", "zero2-cpu"), _ALL)
