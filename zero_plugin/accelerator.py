@@ -502,9 +502,12 @@ def _find_document(config: str | Path | Mapping[str, Any] | None) -> Document:
         own = read_document(config)
     if launched is None:
         return own
-    values = {path: entry.value for path, entry in own.launch.entries.items()}
-    values |= {("deepspeed", *path): entry.value for path, entry in own.deepspeed.entries.items()}
-    return overlay_code(launched, values, dict.fromkeys(values, f"Accelerator(config={str(config)!r})"))
+    entries = dict(own.launch.entries) | {("deepspeed", *path): entry for path, entry in own.deepspeed.entries.items()}
+    return overlay_code(
+        launched,
+        {path: entry.value for path, entry in entries.items()},
+        {path: f"{entry.origin.where}, named in code" for path, entry in entries.items()},
+    )
 
 
 def _refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -57,7 +57,12 @@ def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
     kept: dict[Path, Entry] = {}
     for path, old in before.entries.items():
         new = after.get(*path)
-        if new is old or old.value is AUTO or not old.origin.typed_by_user or _says_nothing(old.value):
+        if new is old or not old.origin.typed_by_user:
+            continue
+        if old.value is AUTO and new is not None and new.value is AUTO:
+            kept[path] = old  # still open, where the file says so
+            continue
+        if old.value is AUTO or _says_nothing(old.value):
             continue
         if new is None:  # code wrote a whole mapping as null or a scalar, or a key below this one
             new = next(entry for p, entry in after.entries.items() if p[: len(path)] == path or path[: len(p)] == p)

@@ -13,6 +13,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.problems import find_problems, where
 from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Setting
+from zero_plugin.resolve.preflight import find_hopeless
 
 __all__ = ["build_spec"]
 
@@ -42,9 +43,18 @@ def build_spec(
     settings = launch_settings(document)
     on_cpu = settings.use_cpu or settings.distributed_type == "MULTI_CPU" or not machine.gpus
     gpus = 0 if on_cpu else machine.gpus if settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))
-    if problems := find_problems(document, settings, program, gpus=gpus, endpoint=rendezvous_endpoint):
-        raise ConfigError(problems)
     processes, reason = _local_processes(settings, gpus)
+    problems = [
+        *find_problems(document, settings, program, gpus=gpus, endpoint=rendezvous_endpoint),
+        *find_hopeless(
+            document,
+            accelerator="cuda" if gpus else "cpu",
+            processes=processes * settings.num_machines,
+            strategy="deepspeed" if settings.distributed_type == "DEEPSPEED" else "ddp",
+        ),
+    ]
+    if problems:
+        raise ConfigError(problems)
     return LaunchSpec(
         program=program,
         document=document,

@@ -37,12 +37,14 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
     has_zero = document.deepspeed.has_section("zero_optimization")
     if asked == "DEEPSPEED" or (asked is None and has_zero):
         return Selection(_deepspeed(processes), f"DeepSpeed on {where}")
-    dropped = _dropped(document) if has_zero else ""
+    said = _dropped(document) if has_zero else ""
+    if asked == "MULTI_GPU" and processes.device.type == "cpu":
+        said += f"; {document.launch.entries[('distributed_type',)].origin.where} asks for GPUs, and there are none"
     refusals = []
     for strategy in (SingleStrategy(processes), DdpStrategy(processes)):
         refusal = strategy.refuse()
         if refusal is None:
-            return Selection(strategy, f"{strategy.name} on {where}{dropped}")
+            return Selection(strategy, f"{strategy.name} on {where}{said}")
         refusals.append(f"  {strategy.name}: {refusal}")
     raise StrategyError("No strategy can run here:\n" + "\n".join(refusals))
 

@@ -1,0 +1,202 @@
+"""Every ready config, the tutorial's two configs, and every way to start a script, each as a whole run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "train_tiny.py"
+CONFIGS = Path(__file__).parents[2] / "ds_configs"
+# C++ ops are built once for all tests; the launch fixtures give each test an empty home.
+OPS = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions"))
+
+# "The two configs from a well-known tutorial", as printed there.
+TUTORIAL_STAGE_2: dict[str, Any] = {
+    "fp16": {
+        "enabled": "true",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 15,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": "auto",
+        "contiguous_gradients": True,
+    },
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+TUTORIAL_STAGE_3: dict[str, Any] = {
+    "fp16": TUTORIAL_STAGE_2["fp16"],
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": TUTORIAL_STAGE_2["scheduler"],
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+
+
+def on_a_cpu(config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed has no fp16 on a CPU: the same with bf16."""
+    return {"bf16": {"enabled": "true"}, **{key: value for key, value in config.items() if key != "fp16"}}
+
+
+@pytest.fixture
+def train(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
+    """Run a command to its end and return what the script printed; a first run may have to build C++ ops."""
+
+    def train(*command: str) -> dict[str, Any]:
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**environment, "TORCH_EXTENSIONS_DIR": OPS},
+            timeout=280,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+        report: dict[str, Any] = json.loads(line)
+        return report
+
+    return train
+
+
+LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")
+STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+@pytest.mark.parametrize("name", STAGES)
+def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dict[str, Any]]) -> None:
+    """`zero-plugin launch --config_file ds_configs/…` trains two processes at the stage and offload of its name."""
+    report = train(*LAUNCH, "--config_file", str(CONFIGS / f"{name}.{kind}"), "--num_processes", "2", str(SCRIPT))
+    assert report["processes"] == 2
+    assert report["model"] == "DeepSpeedEngine"
+    assert report["config"]["zero_optimization"]["stage"] == STAGES[name]
+    assert report["optimizer"] == ("DeepSpeedCPUAdam" if "_" in name else "AdamW")
+    assert report["precision"] == ("bf16" if kind == "yaml" else "no")
+    assert report["losses"][-1] < report["losses"][0]
+    assert "auto" not in json.dumps(report["config"]).replace('"keep_in_fp32_modules": "auto"', "")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "model"), [("ddp", "DistributedDataParallel"), ("cpu", "Sequential")])
+def test_ready_plain_config_trains(name: str, model: str, train: Callable[..., dict[str, Any]]) -> None:
+    """The configs without ZeRO train the same script."""
+    report = train(*LAUNCH, "--config_file", str(CONFIGS / f"{name}.yaml"), str(SCRIPT))
+    assert report["model"] == model
+    assert report["optimizer"] == "AdamW"
+    assert report["losses"][-1] < report["losses"][0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("config", "optimizer"), [(TUTORIAL_STAGE_2, "AdamW"), (TUTORIAL_STAGE_3, "DeepSpeedCPUAdam")], ids=["2", "3"]
+)
+def test_tutorial_config_trains(
+    config: dict[str, Any], optimizer: str, train: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """A widely copied config runs as it is printed (with bf16 for fp16), and every auto is filled from the loop."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(on_a_cpu(config), indent=2))
+    report = train(*LAUNCH, "--config_file", str(file), "--num_processes", "2", str(SCRIPT))
+    resolved = report["config"]
+    assert report["precision"] == "bf16"
+    assert report["optimizer"] == optimizer
+    assert resolved["train_batch_size"] == 8
+    assert resolved["train_micro_batch_size_per_gpu"] == 4
+    assert resolved["gradient_clipping"] == 0.0
+    assert resolved["zero_optimization"]["stage"] == config["zero_optimization"]["stage"]
+    assert resolved["zero_optimization"]["overlap_comm"] is True
+    assert report["losses"][-1] < report["losses"][0]
+
+
+@pytest.mark.parametrize("config", [TUTORIAL_STAGE_2, TUTORIAL_STAGE_3], ids=["2", "3"])
+def test_tutorial_config_with_fp16_says_so_on_a_cpu(
+    config: dict[str, Any], launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """As printed, with fp16, the config is understood, and refused on a CPU with what to write."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(config, indent=2))
+    done = launch("--config_file", str(file), "--num_processes", "1", str(SCRIPT))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "DeepSpeed does not run fp16 on a cpu device" in done.stderr
+    assert "Write bf16" in done.stderr
+
+
+@pytest.mark.processes
+def test_every_way_to_start_gives_the_same_losses(train: Callable[..., dict[str, Any]]) -> None:
+    """launch, torchrun, torch.distributed.launch and plain python run the script, the config named in code."""
+    config = str(CONFIGS / "zero2.json")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    runs = [
+        train(*LAUNCH, "--config_file", config, "--num_processes", "2", str(SCRIPT)),
+        train(*torchrun, str(SCRIPT), config),
+        train(
+            sys.executable,
+            "-m",
+            "torch.distributed.launch",
+            "--use_env",
+            "--nproc_per_node=2",
+            "--master_port=0",
+            str(SCRIPT),
+            config,
+        ),
+        train(sys.executable, str(SCRIPT), config),
+        train(*LAUNCH, "--config_file", config, "--num_processes", "1", "--zero_stage", "3", str(SCRIPT)),
+    ]
+    assert [run["processes"] for run in runs] == [2, 2, 2, 1, 1]
+    assert {run["model"] for run in runs} == {"DeepSpeedEngine"}
+    for run in runs[1:]:
+        assert run["losses"] == pytest.approx(runs[0]["losses"], abs=1e-5)
