@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import PAIR, SINGLE, assert_near, checks_on, global_batch, loss_of, make_net, own_batch, running, weights
+from paths import assert_near, checks_on, global_batch, loss_of, make_net, own_batch, running, weights
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 

@@ -10,8 +10,9 @@ parameter that sits a window out would be updated with an old gradient again, so
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,19 +78,36 @@ def _finite_or_inf(norm: Tensor) -> Tensor:
     return torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, float("inf")))
 
 
+def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
+    """Let the step take the norm that `norm` measured, instead of measuring and reducing it again.
+
+    Returns:
+        What forgets the norm; call it when the gradients change.
+    """
+    if "muon" in type(wrapper.optimizer).__name__.lower():
+        return lambda: None  # its step changes the gradients before it measures them
+    measure = functools.cache(getattr(wrapper, method))
+    setattr(wrapper, method, measure)
+    return measure.cache_clear
+
+
 class ReplicatedGradients(EngineGradients):
     """Stage 0: every process holds all gradients, in `param.grad`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._wrapper = engine.optimizer
+        self._parameters = list(engine.module.parameters())
+        self._known_norm: Tensor | None = None
         engine.enable_backward_allreduce = False
+        engine.clip_fp32_gradients = self._clip
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
 
     def finalize(self, factor: float) -> None:
         """See `EngineGradients.finalize`."""
+        self._known_norm = None
         gradients = self._gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
@@ -98,9 +116,11 @@ class ReplicatedGradients(EngineGradients):
 
     def norm(self) -> Tensor:
         """See `EngineGradients.norm`."""
-        norm = torch.nn.utils.get_total_norm([g.float() for g in self._gradients()])
-        scale = getattr(self._wrapper, "loss_scale", 1.0)  # plain torch optimizers, at fp32, have none
-        return _finite_or_inf(norm / scale)
+        if self._known_norm is None:
+            norm = torch.nn.utils.get_total_norm([g.float() for g in self._gradients()])
+            scale = getattr(self._wrapper, "loss_scale", 1.0)  # plain torch optimizers, at fp32, have none
+            self._known_norm = _finite_or_inf(norm / scale)
+        return self._known_norm
 
     def set_clipping(self, max_norm: float) -> None:
         """See `EngineGradients.set_clipping`."""
@@ -111,8 +131,13 @@ class ReplicatedGradients(EngineGradients):
         """See `EngineGradients.drop`."""
         self._engine.zero_grad()
 
+    def _clip(self) -> None:
+        # The engine's own clipping, at fp32, measures the norm once more and averages what is equal on all processes.
+        max_norm = self._engine.gradient_clipping()
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, self.norm())
+
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        return [p.grad for p in self._parameters if p.grad is not None]
 
 
 class Bf16Stage1Gradients(EngineGradients):
@@ -159,6 +184,7 @@ class FlatGradients(EngineGradients):
             self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
         else:
             engine.enable_backward_allreduce = False
+        self._forget_norm = _measure_norm_once(self._wrapper, "scaled_global_norm")
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
@@ -170,6 +196,7 @@ class FlatGradients(EngineGradients):
     def finalize(self, factor: float) -> None:
         """See `EngineGradients.finalize`."""
         wrapper = self._wrapper
+        self._forget_norm()
         if factor != 1.0:
             self._scale(factor)
         with _at_boundary(self._engine):
@@ -241,6 +268,7 @@ class Stage3Gradients(EngineGradients):
         self._engine = engine
         self._wrapper: DeepSpeedZeroOptimizer_Stage3 = engine.optimizer
         self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
+        self._forget_norm = _measure_norm_once(self._wrapper, "_get_norm_groups")
         self._own = {
             p.ds_id: p
             for group in self._wrapper.fp16_groups
@@ -256,6 +284,7 @@ class Stage3Gradients(EngineGradients):
     def finalize(self, factor: float) -> None:
         """See `EngineGradients.finalize`."""
         wrapper = self._wrapper
+        self._forget_norm()
         self._clear_sat_out()
         if factor != 1.0:
             wrapper.grad_partitions_flat_buffer.mul_(factor)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed import zero
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -127,7 +128,9 @@ class EngineSession(Session):
         self.model = self.module
         self.optimizer = None
         self.engine = None
-        remove_swap_folders(self._swap_folders)
+        if self._swap_folders:
+            dist.barrier()  # another process may still be writing the last step's states
+            remove_swap_folders(self._swap_folders)
 
     def _finalize(self) -> None:
         if not self._finalized:

@@ -79,7 +79,7 @@ class DeepSpeedStrategy(Strategy):
                 dist_init_required=False,
             )
         # torch renames collectives that DeepSpeed 0.19 calls by their old names at every step.
-        warnings.filterwarnings("ignore", message=".*_into_tensor` is deprecated", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
         if resolved.zero_stage == 0 and resolved.precision != "no":
             _undo_first_step(engine)
         return EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders)
