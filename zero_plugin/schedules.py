@@ -116,6 +116,7 @@ def preview_schedule(
     total = curve.total_steps if curve.total_steps is not None else total_steps
     if total is not None:
         points += [("middle", total // 2), ("end", total)]
+    points.sort(key=lambda point: point[1])  # a long warm-up may end beyond the middle
     return tuple(LrPoint(label, step, curve.lrs(step)[0]) for label, step in points)
 
 
