@@ -15,7 +15,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "train_tiny.py"
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 # C++ ops are built once for all tests; the launch fixtures give each test an empty home.
-OPS = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions"))
+CACHE = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
 
 # "The two configs from a well-known tutorial", as printed there.
 TUTORIAL_STAGE_2: dict[str, Any] = {
@@ -96,7 +96,7 @@ def train(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str
         done = subprocess.run(
             command,
             cwd=tmp_path,
-            env={**environment, "TORCH_EXTENSIONS_DIR": OPS},
+            env={**environment, "XDG_CACHE_HOME": CACHE},
             timeout=280,
             check=False,
             capture_output=True,

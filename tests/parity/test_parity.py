@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +16,47 @@ from cases import PATHS, case_for, cases_for
 from reference import run_reference
 
 WORKER = Path(__file__).parent / "worker.py"
+# On a machine with GPUs each path runs there too, as one process.
+RUNS = [("cpu", path) for path in PATHS] + [("cuda", path) for path in PATHS if torch.cuda.is_available()]
+_folders: dict[tuple[str, str], Path] = {}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a path's results; its processes run once for all cases."""
+@pytest.fixture
+def results(
+    tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[..., list[str]]
+) -> Callable[[str, str], Path]:
+    """Folder of one path's results on one device; its processes run once, for all cases, when first asked for."""
 
-    @cache
-    def folder_of(path: str) -> Path:
-        return tmp_path_factory.mktemp(path)
+    def folder_of(device: str, path: str) -> Path:
+        if (device, path) not in _folders:
+            folder = _folders[device, path] = tmp_path_factory.mktemp(f"{device}-{path}")
+            world = PATHS[path][0] if device == "cpu" else 1
+            cases = ",".join(cases_for(path))
+            run_processes(WORKER, world, device, path, cases, folder, folder / "nvme", seconds=560)
+        return _folders[device, path]
 
     return folder_of
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", PATHS)
-def test_path_runs(path: str, run_processes: Callable[..., list[str]], results: Callable[[str], Path]) -> None:
-    """Every case of a path runs to its end in one group of processes, and that group exits with 0."""
-    folder = results(path)
-    world = PATHS[path][0]
-    run_processes(WORKER, world, path, ",".join(cases_for(path)), folder, folder / "nvme", seconds=560)
-    missing = [name for name in cases_for(path) if not (folder / f"{name}.pt").exists()]
-    assert not missing
-    left = [file for file in (folder / "nvme").rglob("*") if file.is_file()] if (folder / "nvme").exists() else []
-    assert not left, "NVMe files must not outlive the run"
+@pytest.mark.parametrize(("device", "path"), RUNS)
+def test_path_runs(device: str, path: str, results: Callable[[str, str], Path]) -> None:
+    """Every case of a path runs to its end in one group of processes, which exits with 0 and leaves no NVMe file."""
+    folder = results(device, path)
+    assert {file.stem for file in folder.glob("*.pt")} == set(cases_for(path))
+    assert [file for file in folder.glob("nvme/**/*") if file.is_file()] == []
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path in PATHS for name in cases_for(path)])
-def test_case_equals_plain_torch(path: str, name: str, results: Callable[[str], Path]) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("device", "path", "name"), [(device, path, name) for device, path in RUNS for name in cases_for(path)]
+)
+def test_case_equals_plain_torch(device: str, path: str, name: str, results: Callable[[str, str], Path]) -> None:
     """Losses, norms, learning rates as applied, and final weights equal the single-process reference."""
-    file = results(path) / f"{name}.pt"
-    if not file.exists():
-        pytest.skip(f"test_path_runs[{path}] did not run or failed")
+    file = results(device, path) / f"{name}.pt"
+    assert file.exists(), f"{path} did not run to its end; see test_path_runs"
     case, result = case_for(path, name), torch.load(file)
     assert "error" not in result, result["error"]
     expected = run_reference(path, case)

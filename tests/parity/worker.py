@@ -1,4 +1,4 @@
-"""Runs parity cases on one path through zero_plugin: STORE RANK WORLD PATH CASES OUTPUT NVME."""
+"""Runs parity cases on one path through zero_plugin: STORE RANK WORLD DEVICE PATH CASES OUTPUT NVME."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["DS_ACCELERATOR"] = sys.argv[4]
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "0")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,12 +48,15 @@ def make_real_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optim
     return kind(parameter_groups(model, arguments["lr"], case.groups), **arguments)
 
 
-def run(path: str, case: Case, nvme: str) -> dict[str, Any]:
+def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
     """Losses and applied learning rates by step, the norms, and the final weights."""
-    world, training = PATHS[path]
-    zero = bool(training)
-    config: Any = {"deepspeed_config": config_of(case, training, nvme), "scheduler_counts": "steps", "use_cpu": True}
-    config["distributed_type"] = "DEEPSPEED" if zero else ("MULTI_CPU" if world > 1 else "NO")
+    training = PATHS[path][1]
+    world, zero = dist.get_world_size(), bool(training)
+    config: Any = {"deepspeed_config": config_of(case, training, nvme), "scheduler_counts": "steps"}
+    config["distributed_type"] = (
+        "DEEPSPEED" if zero else f"MULTI_{device.upper()}".replace("CUDA", "GPU") if world > 1 else "NO"
+    )
+    config["use_cpu"] = device == "cpu"
     accelerator = Accelerator(config=config)
     model = make_model(width_for(path), case.branch)
     loader = DataLoader(make_dataset(8 * case.batches, case.stream), batch_size=8 // world)
@@ -121,15 +124,19 @@ def run(path: str, case: Case, nvme: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run every case in one group of processes."""
-    store, rank, world, path, cases, output, nvme = sys.argv[1:8]
+    store, rank, world, device, path, cases, output, nvme = sys.argv[1:9]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
     torch.manual_seed(0)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{store}",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=60),
     )
     for name in cases.split(","):
         try:
-            result = run(path, case_for(path, name), nvme)
+            result = run(device, path, case_for(path, name), nvme)
         except Exception as error:  # noqa: BLE001 - one failing case must not hide the others
             result = {"error": f"{type(error).__name__}: {error}"}
             import traceback
