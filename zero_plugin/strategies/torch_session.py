@@ -63,7 +63,7 @@ class TorchSession(Session):
         """See `Session.backward`."""
         if self._unscaled:
             raise LoopError(
-                "backward() after clip_grad_norm_() and before optimizer.step(): the clipped gradients are unscaled, the "
+                "backward() after clip_grad_norm_() and before optimizer.step(): the clipped gradients are unscaled, "
                 "new ones would be scaled.\nCall clip_grad_norm_() after the window's last backward()."
             )
         self._has_gradients = True

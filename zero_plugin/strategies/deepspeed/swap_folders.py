@@ -98,6 +98,6 @@ def _remove_abandoned(nvme_path: Path) -> None:
 
 @atexit.register
 def _remove_left() -> None:
-    # Registered before any Accelerator's own end, and so run after it: sessions that were closed have nothing left here.
-    # After an error they were not, and the run is lost as a whole.
+    # Registered before any Accelerator's own end, and so run after it: closed sessions have nothing left here. After an
+    # error they were not closed, and the run is lost as a whole.
     remove_swap_folders(tuple(_in_use))

@@ -1,0 +1,180 @@
+"""An elementwise optimizer trains under ZeRO as in plain torch; any other is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from paths import PAIR, assert_near, global_batch, is_zero, loss_of, make_net, own_batch, raised, running, weights
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_plugin.errors import ConfigError
+
+ELEMENTWISE: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "SGD")},
+    "tensor-lr": ("AdamW", {"lr": torch.tensor(0.01)}),
+    "foreach": ("AdamW", {"foreach": True}),
+    "fused": ("AdamW", {"fused": True}),
+    "amsgrad": ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    "maximize": ("AdamW", {"maximize": True}),
+    "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "lr": 0.01}),
+    "decoupled": ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+}
+
+
+class Elementwise(Optimizer):
+    """A user's own: a step along the sign of the gradient, with a group option of its own."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, *, power: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "power": power})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad.sign() * p.grad.abs() ** group["power"]
+
+
+class LayerScaled(Optimizer):
+    """As LAMB and LARS do: the step of a tensor is as long as the tensor."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, scaled: bool = True) -> None:
+        super().__init__(params, {"lr": lr, "scaled": scaled})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                length = p.norm() / p.grad.norm() if group["scaled"] else 1.0
+                p -= group["lr"] * length * p.grad
+
+
+class GloballyScaled(Optimizer):
+    """As Prodigy does: one number over all tensors of the optimizer, which no process has under ZeRO."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        members = [p for group in self.param_groups for p in group["params"]]
+        length = torch.stack([p.grad.norm() for p in members]).norm()
+        for p in members:
+            p -= self.param_groups[0]["lr"] * p.grad / length
+
+
+def groups_of(model: nn.Module, lr: float | None) -> list[dict[str, Any]]:
+    """Two groups, the second with its own learning rate where the optimizer's is not a tensor."""
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    return [{"params": first}, {"params": second} | ({} if lr is None else {"lr": lr})]
+
+
+def check_elementwise_optimizers_equal_torch(path: str) -> None:
+    """torch's elementwise classes and flags, with groups, train as in plain torch."""
+    for label, (name, arguments) in ELEMENTWISE.items():
+        lr = None if label == "tensor-lr" else 0.003
+        build = getattr(torch.optim, name)
+        plain = make_net()
+        expected = build(groups_of(plain, lr), **arguments)
+        for i in range(3):
+            loss_of(plain, global_batch(i)).backward()
+            expected.step()
+            expected.zero_grad()
+        with running(path) as accelerator:
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, build(groups_of(model, lr), **arguments))
+            for i in range(3):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                optimizer.zero_grad()
+            try:
+                assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+            except AssertionError as error:
+                raise AssertionError(f"{label}: {error}") from error
+
+
+def check_an_own_optimizer_is_tried(path: str) -> None:
+    """A user's elementwise class runs, also with a learning rate of 0 or with arguments that only a group has."""
+    for lr in (1e-2, 0.0):
+        with running(path) as accelerator:
+            model = make_net()
+            own = Elementwise([{"params": list(model.parameters()), "power": 1.0}], lr=lr)
+            model, optimizer = accelerator.prepare(model, own)
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            assert type(optimizer.optimizer) is Elementwise
+
+
+def check_what_is_not_elementwise(path: str) -> None:
+    """Refused by name at stage 1 and above, however small its steps; trained below, and where the user insists."""
+
+    def adafactor(model: nn.Module) -> Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=1e-7)
+
+    def muon(model: nn.Module) -> Optimizer:
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+
+    def layer_scaled(model: nn.Module) -> Optimizer:
+        return LayerScaled(model.parameters(), lr=1e-7)
+
+    def layer_scaled_in_one_group(model: nn.Module) -> Optimizer:
+        first, *others = model.parameters()
+        return LayerScaled([{"params": others, "scaled": False}, {"params": [first], "scaled": True}], lr=0.0)
+
+    def globally_scaled(model: nn.Module) -> Optimizer:
+        return GloballyScaled(model.parameters())
+
+    for build in (adafactor, muon, layer_scaled, layer_scaled_in_one_group, globally_scaled):
+        if is_zero(path) and path != "zero0":
+            with running(path) as accelerator:
+                model = make_net()
+                name = type(build(make_net())).__name__
+                raised(ConfigError, name, "stage", by=lambda: accelerator.prepare(model, build(model)))  # noqa: B023
+        typed = {"zero_allow_untested_optimizer": True} if is_zero(path) else {}
+        with running(path, deepspeed=typed) as accelerator:
+            model = make_net()
+            optimizer = build(model)
+            if not (is_zero(path) and isinstance(optimizer, torch.optim.Muon)):  # it never runs on flat tensors
+                model, optimizer = accelerator.prepare(model, optimizer)
+                accelerator.backward(loss_of(model, own_batch(0)))
+                optimizer.step()
+                assert optimizer.applied_steps == 1
+
+
+def check_deepspeeds_own_classes_run(path: str) -> None:
+    """A DeepSpeed optimizer that the user built is taken as it is."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    with running(path) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, DeepSpeedCPUAdam(model.parameters(), lr=1e-2))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        assert type(optimizer.optimizer) is DeepSpeedCPUAdam
+
+
+def check_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
+    """Refused with bf16 as the way out, wherever fp16 was written, before an engine exists."""
+    for config, arguments in (({"fp16": {"enabled": True}}, {}), ({}, {"mixed_precision": "fp16"})):
+        with running("zero2", deepspeed=config, **arguments) as accelerator:
+            model = make_net()
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            raised(ConfigError, "fp16", "cpu", "bf16", by=lambda: accelerator.prepare(model, sgd))  # noqa: B023
+
+
+_PATHS_OF = {
+    check_elementwise_optimizers_equal_torch: ("zero2", "zero3"),
+    check_an_own_optimizer_is_tried: ("zero1", "zero2", "zero3", "zero2-cpu"),
+    check_what_is_not_elementwise: PAIR,
+    check_deepspeeds_own_classes_run: ("zero2-cpu",),
+}
+CHECKS = {
+    **{
+        f"{path}-{check.__name__.removeprefix('check_')}": ((2,), lambda folder, check=check, path=path: check(path))
+        for check, paths in _PATHS_OF.items()
+        for path in paths
+    },
+    "fp16_under_deepspeed_on_a_cpu": ((2,), check_fp16_under_deepspeed_on_a_cpu),
+}
