@@ -34,7 +34,8 @@ def refuse_stale_build_locks() -> None:
 
 def _locks() -> list[Path]:
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    cache = Path(root) if root else Path.home() / ".cache" / "torch_extensions"
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(root) if root else Path(caches, "torch_extensions")
     return sorted({*cache.glob("*/lock"), *cache.glob("*/*/lock")})
 
 
