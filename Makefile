@@ -1,13 +1,14 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
 # make test   lint, types and the whole test suite
-# Both build .venv first, from constraints.txt; a second run installs nothing.
+# make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
+# They build .venv first, from constraints.txt; a second run installs nothing.
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check campaign clean libaio
+.PHONY: demo test check campaign benchmarks clean libaio
 
 demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
@@ -22,6 +23,12 @@ check: $(VENV)/.installed-dev
 
 campaign: $(VENV)/.installed-dev libaio
 	$(BIN)/python -m pytest -m campaign
+
+benchmarks: $(VENV)/.installed
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/step.py --sizes tiny
+	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output

@@ -14,7 +14,8 @@ import sys
 import tempfile
 from functools import partial
 
-from pairs import describe_run, installed, take_turns
+from pairs import WIDTH, describe_run, installed, take_turns
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15, help="rounds (default 15)")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=WIDTH)
     description = describe_run("zero-plugin", "torch", "accelerate")
 
     packages = ["zero_plugin", "torch"]
@@ -47,7 +48,7 @@ def main() -> None:
             for name, line in code.items()
         }
 
-    table = Table(title="import, seconds", caption=description, caption_justify="left")
+    table = Table(title="import, seconds", caption=description, caption_justify="left", box=MARKDOWN)
     for column in ("imports", "process", "beyond bare Python", "torch imported", "target"):
         table.add_column(column, justify="left" if column == "imports" else "right")
     for name in code:

@@ -16,7 +16,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from pairs import describe_run, installed, take_turns
+from pairs import WIDTH, describe_run, installed, take_turns
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="rounds per number of processes (default 10)")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="numbers of workers (default 1 2)")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=WIDTH)
     if not installed("accelerate"):
         console.print("accelerate is not installed: pip install accelerate")
 
@@ -57,6 +58,7 @@ def main() -> None:
         title="launch of an empty script, seconds",
         caption=describe_run("zero-plugin", "torch", "accelerate"),
         caption_justify="left",
+        box=MARKDOWN,
     )
     for column in ("processes", "launcher", "time", "beyond torchrun", "ratio", "target"):
         table.add_column(column, justify="left" if column == "launcher" else "right")
@@ -78,7 +80,6 @@ def main() -> None:
                 else f"{timings.ratio(name, TORCHRUN):.2f} ± {timings.spread(name, TORCHRUN):.2f}",
                 "<= +0.25" if name == OURS else "",
             )
-        table.add_section()
     console.print(table)
 
 

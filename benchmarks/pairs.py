@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from statistics import median, quantiles
 
-__all__ = ["Timings", "describe_run", "installed", "take_turns"]
+__all__ = ["WIDTH", "Timings", "describe_run", "installed", "take_turns"]
+
+WIDTH = 130  # characters of a table, wherever it is printed
 
 
 class Timings(dict[str, list[float]]):

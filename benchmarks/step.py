@@ -1,7 +1,7 @@
 """What a training step costs through zero_plugin, against the same loop written by hand on the bare engine.
 
-For each path two processes (gloo on CPUs, NCCL on GPUs) build every contender around the same model, optimizer and
-configuration: the hand-written loop, a second copy of it, zero_plugin and, where it is installed and can run, Accelerate.
+For each path, processes (gloo on CPUs, NCCL on GPUs) build every contender around the same model, optimizer and
+configuration: the loop by hand, a second copy of it, zero_plugin and, where it is installed and can run, Accelerate.
 They then train in turns, a block of steps each, and every other round in reverse. A ratio is the median over the rounds
 of a contender's time over the hand-written loop's in the same round; ± is half the distance between the quartiles. The
 second copy of the hand-written loop shows what difference the measurement sees where there is none.
@@ -9,14 +9,15 @@ second copy of the hand-written loop shows what difference the measurement sees 
 `--clock cpu` takes the processor time of the first process in place of the wall clock's: what other programs do on the
 machine is not in it, nor is what one process waits for the other.
 
-Three loops are timed: the step alone, on one batch that stays on the device; the same fed by a DataLoader (sharded among
-the processes, batches moved to the device); and that with the gradient norm clipped at 1.
+Three loops are timed: the step alone, on one batch that stays on the device; the same fed by a DataLoader (sharded,
+batches moved to the device); and that with the gradient norm clipped at 1.
 
     python benchmarks/step.py --pairs 30 --steps 20 --paths zero2 ddp
 
 The hand-written loop on ZeRO is `engine.backward(loss); engine.step()` on `deepspeed.initialize` with the resolved
-configuration that zero_plugin gives its own engine; on DDP and one device it is plain torch. Accelerate cannot run
-DeepSpeed with several processes on CPUs, and takes part on DDP and one device.
+configuration that zero_plugin gives its own engine, where clipping is a line of the configuration; zero_plugin's calls
+`clip_grad_norm_(model.parameters(), 1.0)` and gets the norm. On DDP and one device the hand-written loop is plain
+torch. Accelerate cannot run DeepSpeed with several processes on CPUs, and takes part on DDP and one device.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pairs import Timings, describe_run, installed, take_turns
+from pairs import WIDTH, Timings, describe_run, installed, take_turns
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -81,7 +83,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-# ---- the contenders ---------------------------------------------------------------------------------------------------
+# ---- the contenders -------------------------------------------------------------------------------------------------
 
 
 def through_zero_plugin(accelerator: Accelerator, model: nn.Module, data: TensorDataset, clip: bool) -> Contender:
@@ -167,7 +169,7 @@ class MovedByHand:
             yield x.to(self._device), y.to(self._device)
 
 
-# ---- one process ------------------------------------------------------------------------------------------------------
+# ---- one process ----------------------------------------------------------------------------------------------------
 
 
 def make_config(zero: dict[str, Any], clip: bool, cpu: bool) -> dict[str, Any]:
@@ -254,7 +256,7 @@ class Repeated:
         return repeat(self._batch, self._times)
 
 
-# ---- the table --------------------------------------------------------------------------------------------------------
+# ---- the table ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -267,21 +269,22 @@ def main() -> None:
     parser.add_argument("--clock", default="wall", choices=CLOCKS, help="default: wall")
     parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available(), help="even with a GPU")
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=WIDTH)
     if not installed("accelerate"):
         console.print("accelerate is not installed: pip install accelerate")
 
     device = "CPU" if options.cpu else torch.cuda.get_device_name()
     caption = describe_run("zero-plugin", "torch", "deepspeed", "accelerate")
     table = Table(
-        title=f"one training step, {options.clock} time, {options.processes} processes on {device}; target: ratio <= 1.02",
+        title=f"training step, {options.clock} time, {options.processes} processes on {device}; target: ratio <= 1.02",
         caption=f"{caption}; {options.pairs} rounds of {options.steps} steps",
         caption_justify="left",
+        box=MARKDOWN,
     )
     table.add_column("path")
     table.add_column("model")
     table.add_column("loop")
-    for column in ("by hand, ms", "zero_plugin", "µs per step", "by hand again", "accelerate"):
+    for column in ("by hand, ms", "zero_plugin", "extra, µs", "by hand again", "accelerate"):
         table.add_column(column, justify="right")
     for path in options.paths:
         world = 1 if path == "single" else options.processes
@@ -300,7 +303,6 @@ def main() -> None:
                 show_ratio(timings, AGAIN),
                 show_ratio(timings, ACCELERATE) if ACCELERATE in timings else "",
             )
-        table.add_section()
     console.print(table)
 
 
