@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-MODULES = ("loop_checks", "schedule_checks", "offload_checks", "optimizer_checks")
+MODULES = ("loop_checks", "schedule_checks", "model_checks", "optimizer_checks", "offload_checks")
 
 
 @pytest.mark.processes

@@ -1,0 +1,285 @@
+"""Models of every kind on every path: tied and frozen weights, buffers, evaluation alone, and how weights come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from paths import PAIR, SINGLE, assert_near, global_batch, loss_of, make_net, own_batch, running, same, weights
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+class Tied(nn.Module):
+    """A weight under two names, a frozen layer, and buffers of which one is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.encode = nn.Linear(8, 8, bias=False)
+        self.fixed = nn.Linear(8, 8)
+        self.decode = nn.Linear(8, 8, bias=False)
+        self.decode.weight = self.encode.weight
+        self.out = nn.Linear(8, 4)
+        self.fixed.requires_grad_(False)
+        self.register_buffer("scale", torch.full((8,), 0.5))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.fixed(torch.tanh(self.encode(x)))) * self.scale
+        return self.out(self.decode(x))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+def _train_plain(build: Callable[[], nn.Module], optimizer_of: Callable[[Any], Any] = _sgd) -> dict[str, Tensor]:
+    model = build()
+    optimizer = optimizer_of(model)
+    for i in range(3):
+        loss_of(model, global_batch(i)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _train(accelerator: Any, model: Any, optimizer_of: Callable[[Any], Any] = _sgd) -> tuple[Any, Any]:
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    for i in range(3):
+        accelerator.backward(loss_of(model, own_batch(i)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def check_tied_and_frozen_weights(path: str) -> None:
+    """They train as in plain torch; the frozen layer is bitwise what it was, also where the optimizer holds it."""
+
+    def all_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    for optimizer_of in (_sgd, all_of):
+        wanted = _train_plain(Tied, optimizer_of)
+        with running(path) as accelerator:
+            model, _ = _train(accelerator, Tied(), optimizer_of)
+            found = weights(accelerator, model)
+            assert_near(found, wanted, 1e-5)
+            for name in ("fixed.weight", "fixed.bias", "scale"):
+                assert torch.equal(found[name], Tied().state_dict()[name]), name
+
+
+def check_state_dict(path: str) -> None:
+    """`get_state_dict` is the module's own on the main process, in host memory and apart; None on the others."""
+    with running(path) as accelerator:
+        model, _ = _train(accelerator, Tied())
+        state = accelerator.get_state_dict(model)
+        if not accelerator.is_main_process:
+            assert state is None
+            return
+        assert state is not None
+        wanted = Tied().state_dict()
+        assert {name: t.shape for name, t in state.items()} == {name: t.shape for name, t in wanted.items()}
+        assert torch.equal(state["decode.weight"], state["encode.weight"])
+        Tied().load_state_dict(state)
+        assert {t.device.type for t in state.values()} == {"cpu"}
+
+
+def check_saved_model(path: str, folder: Path) -> None:
+    """`save_model` writes what `get_state_dict` tells, sharded or not, and each tied weight once."""
+    with running(path) as accelerator:
+        model, _ = _train(accelerator, Tied())
+        state = weights(accelerator, model)
+        for size, files in (("10GB", 1), (300, 3)):
+            target = folder / f"{path}-{files}"
+            accelerator.save_model(model, target, max_shard_size=size)
+            accelerator.wait_for_everyone()
+            found: dict[str, Tensor] = {}
+            for file in target.glob("*.safetensors"):
+                found |= load_file(file)
+            assert len(list(target.glob("*.safetensors"))) == files
+            assert same(found, {name: tensor for name, tensor in state.items() if name != "decode.weight"})
+
+
+def check_save_model_fails_everywhere(path: str, folder: Path) -> None:
+    """Where the main process cannot write, every process raises, and the run can go on."""
+    with running(path) as accelerator:
+        model, _ = _train(accelerator, Tied())
+        blocked = folder / "a-file"
+        blocked.touch()
+        try:
+            accelerator.save_model(model, blocked / "model")
+        except OSError:
+            accelerator.wait_for_everyone()
+        else:
+            raise AssertionError("nothing was raised")
+
+
+def check_unwrap_model(path: str) -> None:
+    """The user's own object comes back, from the prepared model and from itself; a stranger passes."""
+    with running(path) as accelerator:
+        own, stranger = Tied(), make_net()
+        model, _ = _train(accelerator, own)
+        assert accelerator.unwrap_model(model) is own
+        assert accelerator.unwrap_model(own) is own
+        assert accelerator.unwrap_model(stranger) is stranger
+
+
+def check_evaluation_without_an_optimizer(path: str) -> None:
+    """A model that is not trained computes as plain torch does, and its weights come out."""
+    with running(path) as accelerator:
+        plain = Tied().eval()
+        model = accelerator.prepare(Tied())
+        model.eval()
+        x, _ = own_batch(0)
+        with torch.no_grad():
+            assert torch.allclose(model(x), plain(x), atol=1e-6)
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-9)
+
+
+def check_a_teacher_beside_a_student(path: str) -> None:
+    """Distillation: one model trains against another that is only evaluated; backward needs no `model`."""
+    plain, teacher = make_net(), make_net()
+    for p in teacher.parameters():
+        p.data.mul_(2)
+    optimizer = _sgd(plain)
+    for i in range(2):
+        x, _ = global_batch(i)
+        (plain(x) - teacher(x).detach()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with running(path) as accelerator:
+        student = make_net()
+        student, optimizer = accelerator.prepare(student, _sgd(student))
+        teacher = accelerator.prepare(teacher.eval())
+        for i in range(2):
+            x, _ = own_batch(i)
+            with torch.no_grad():
+                wanted = teacher(x)
+            accelerator.backward((student(x) - wanted).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(weights(accelerator, student), plain.state_dict(), 1e-5)
+
+
+def check_batch_norm(path: str) -> None:
+    """Running statistics are buffers: they move in training, come out whole, and are used in evaluation."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(8)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    with running(path) as accelerator:
+        model, _ = _train(accelerator, build())
+        state = weights(accelerator, model)
+        assert int(state["1.num_batches_tracked"]) == 3
+        assert float(state["1.running_mean"].abs().sum()) > 0
+        copy = build()
+        copy.load_state_dict(state)
+        if accelerator.is_main_process:  # statistics are each process' own
+            copy.eval()
+            x = global_batch(9)[0]
+            model.eval()
+            wanted = copy(x)
+        else:
+            model.eval()
+            x = global_batch(9)[0]
+            wanted = None
+        with torch.no_grad():
+            found = model(x)
+        assert wanted is None or torch.allclose(found, wanted, atol=1e-5)
+
+
+def check_16_bit_weights(path: str) -> None:
+    """Under bf16, ZeRO's weights are bf16 and DDP's fp32; integer buffers and inputs keep their type."""
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.embed = nn.Embedding(600, 8)
+            self.out = nn.Linear(8, 4)
+            self.register_buffer("index", torch.arange(600))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.embed(self.index[tokens]))
+
+    with running(path, mixed_precision="bf16") as accelerator:
+        model = Lookup()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        tokens = torch.tensor([0, 257, 513, 599])  # not representable in bf16
+        accelerator.backward(model(tokens).float().square().mean())
+        optimizer.step()
+        state = weights(accelerator, model)
+        assert state["index"].dtype == torch.int64
+        assert torch.equal(state["index"], torch.arange(600))
+        assert state["out.weight"].dtype == (torch.bfloat16 if path.startswith("zero") else torch.float32)
+        start = Lookup().embed.weight.detach()
+        start = start.to(state["embed.weight"].dtype)
+        moved = (state["embed.weight"] != start).any(1)
+        assert accelerator.mixed_precision == "bf16"
+        assert set(moved.nonzero().flatten().tolist()) == set(tokens.tolist())
+
+
+def check_overflow_skips_the_step(path: str) -> None:
+    """fp16: an infinite gradient changes no weight, halves the scale and does not advance the schedule."""
+    with running(path, mixed_precision="fp16") as accelerator:
+        model = make_net()
+        sgd = _sgd(model)
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 0.5**step)
+        model, optimizer, schedule = accelerator.prepare(model, sgd, schedule)
+        session = optimizer.session
+        before, scale = weights(accelerator, model), session.loss_scale
+        assert scale > 1
+        for clips in (False, True):
+            # One process' overflow is everybody's.
+            factor = float("inf") if dist.get_rank() == dist.get_world_size() - 1 else 1.0
+            accelerator.backward(loss_of(model, own_batch(0)) * factor)
+            if clips:
+                assert not torch.isfinite(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped
+            assert accelerator.optimizer_step_was_skipped
+            assert same(weights(accelerator, model), before)
+            scale /= 2
+            assert session.loss_scale == scale
+            assert optimizer.param_groups[0]["lr"] == 0.1
+            assert optimizer.applied_steps == 0
+        accelerator.backward(loss_of(model, own_batch(0)))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        assert not optimizer.step_was_skipped
+        assert not same(weights(accelerator, model), before)
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        plain = make_net()
+        loss_of(plain, global_batch(0)).backward()
+        wanted = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        assert abs(float(norm) - float(wanted)) < 1e-2 * float(wanted), "the norm is of unscaled gradients"
+
+
+_ON_PATHS = [
+    check_tied_and_frozen_weights,
+    check_state_dict,
+    check_unwrap_model,
+    check_evaluation_without_an_optimizer,
+    check_a_teacher_beside_a_student,
+    check_batch_norm,
+    check_16_bit_weights,
+]
+_WITH_FOLDER = [check_saved_model, check_save_model_fails_everywhere]
+CHECKS = {
+    f"{path}-{check.__name__.removeprefix('check_')}": (
+        [count for count, known in ((1, SINGLE), (2, PAIR)) if path in known],
+        (lambda folder, check=check, path=path: check(path, folder))
+        if check in _WITH_FOLDER
+        else (lambda folder, check=check, path=path: check(path)),
+    )
+    for path in dict.fromkeys((*SINGLE, *PAIR))
+    for check in (*_ON_PATHS, *_WITH_FOLDER, *([] if path.startswith("zero") else [check_overflow_skips_the_step]))
+}
