@@ -32,7 +32,13 @@ def launch_commands(script: str, processes: int) -> dict[str, list[str]]:
         OURS: ["zero_plugin", "launch", "--cpu", f"--num_processes={processes}", script],
     }
     if installed("accelerate"):
-        options = ["--cpu", f"--num_processes={processes}", "--num_machines=1", "--mixed_precision=no"]
+        # With --cpu it starts one process, whatever is asked for, unless mpirun is there.
+        options = [
+            "--cpu" if processes == 1 else "--multi_gpu",
+            f"--num_processes={processes}",
+            "--num_machines=1",
+            "--mixed_precision=no",
+        ]
         options += ["--dynamo_backend=no", "--num_cpu_threads_per_process=1", "--main_process_port=0"]
         commands[ACCELERATE] = ["accelerate.commands.accelerate_cli", "launch", *options, script]
     return {name: [sys.executable, "-m", *command] for name, command in commands.items()}

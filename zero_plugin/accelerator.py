@@ -58,6 +58,7 @@ class _Training:
     facts: Facts
     resolved: Resolved
     given_optimizer: Any
+    parameters: tuple[nn.Parameter, ...]  # listed once: walking a module takes longer than clipping a small one
     optimizer: PreparedOptimizer | None = None
 
 
@@ -254,7 +255,7 @@ class Accelerator:
         session.follow_window(lambda: self._window.next_backward_ends)
         self._window.steps = resolved.accumulation
         self._window.restart()
-        training = _Training(session, facts, resolved, optimizer)
+        training = _Training(session, facts, resolved, optimizer, tuple(session.module.parameters()))
         self._trainings.append(training)
         if optimizer is not None:
             training.optimizer = PreparedOptimizer(session, self._window)
@@ -379,7 +380,7 @@ class Accelerator:
         for training in self._trainings:
             if training.optimizer is None:
                 continue
-            trained = [p for p in training.session.module.parameters() if p.requires_grad]
+            trained = [p for p in training.parameters if p.requires_grad]
             if any(id(p) in ids for p in trained):
                 _refuse_other_clipping(training.resolved, max_norm)
                 partial = any(id(p) not in ids for p in trained)

@@ -73,9 +73,9 @@ def _at_boundary(engine: Any) -> Iterator[None]:
 
 
 def _finite_or_inf(norm: Tensor) -> Tensor:
-    # DeepSpeed marks a non-finite norm by -1.
+    # DeepSpeed marks a non-finite norm by -1; nan is not >= 0 either.
     norm = norm.detach().float().reshape(())
-    return torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, float("inf")))
+    return torch.where(norm >= 0, norm, float("inf"))
 
 
 def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
@@ -98,7 +98,7 @@ class ReplicatedGradients(EngineGradients):
         self._engine = engine
         self._wrapper = engine.optimizer
         self._parameters = list(engine.module.parameters())
-        self._known_norm: Tensor | None = None
+        self._measure = functools.cache(self._norm_of_gradients)
         engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = self._clip
 
@@ -107,7 +107,7 @@ class ReplicatedGradients(EngineGradients):
 
     def finalize(self, factor: float) -> None:
         """See `EngineGradients.finalize`."""
-        self._known_norm = None
+        self._measure.cache_clear()
         gradients = self._gradients()
         if factor != 1.0 and gradients:
             torch._foreach_mul_(gradients, factor)
@@ -116,11 +116,7 @@ class ReplicatedGradients(EngineGradients):
 
     def norm(self) -> Tensor:
         """See `EngineGradients.norm`."""
-        if self._known_norm is None:
-            norm = torch.nn.utils.get_total_norm([g.float() for g in self._gradients()])
-            scale = getattr(self._wrapper, "loss_scale", 1.0)  # plain torch optimizers, at fp32, have none
-            self._known_norm = _finite_or_inf(norm / scale)
-        return self._known_norm
+        return _finite_or_inf(self._measure())
 
     def set_clipping(self, max_norm: float) -> None:
         """See `EngineGradients.set_clipping`."""
@@ -134,7 +130,12 @@ class ReplicatedGradients(EngineGradients):
     def _clip(self) -> None:
         # The engine's own clipping, at fp32, measures the norm once more and averages what is equal on all processes.
         max_norm = self._engine.gradient_clipping()
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, self.norm())
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, self._measure())
+
+    def _norm_of_gradients(self) -> Tensor:
+        norm = torch.nn.utils.get_total_norm([g.float() for g in self._gradients()])
+        scale = getattr(self._wrapper, "loss_scale", 1.0)  # plain torch optimizers, at fp32, have none
+        return norm / scale
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
