@@ -49,6 +49,9 @@ STAGE = "deepspeed.zero_optimization.stage"
         ({"gradient_clipping": "0.5"}, {"deepspeed.gradient_clipping": 0.5}),
         ({"gradient_accumulation_steps": "4"}, {"deepspeed.gradient_accumulation_steps": 4}),
         ({"mixed_precision": "no"}, {"mixed_precision": "no"}),
+        ({"mixed_precision": "BF16"}, {"mixed_precision": "bf16"}),
+        ({"num_processes": "2.0"}, {"num_processes": 2}),
+        ({"config_file": "ddp.yaml", "num_processes": "null"}, {"num_processes": None}),
         ({"zero_stage": "3", "zero3_init_flag": "false"}, {"zero3_init_flag": False, STAGE: 3}),
         (
             {"zero_stage": "3", "zero3_save_16bit_model": "true"},
@@ -86,6 +89,18 @@ def test_a_json_named_by_a_flag_replaces_the_files_training_part_whole() -> None
     assert found["mixed_precision"] == "bf16"
 
 
+def test_what_a_json_replaces_is_said() -> None:
+    """A file's training part that gives way to the flag's JSON is not dropped without a word."""
+    document = document_from_flags({"config_file": "zero.yaml", "deepspeed_config_file": "zero.json"})
+    assert document.notes == ("--deepspeed_config_file: zero.json replaces all that zero.yaml says of training",)
+    assert (
+        document_from_flags(
+            {"config_file": "ddp.yaml", "deepspeed_config_file": "zero.json", "use_deepspeed": True}
+        ).notes
+        == ()
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
@@ -99,6 +114,8 @@ def test_a_json_named_by_a_flag_replaces_the_files_training_part_whole() -> None
         ({"mixed_precision": "bf17"}, ["--mixed_precision", "bf17", "bf16"]),
         ({"num_processes": "two"}, ["--num_processes", "two"]),
         ({"config_file": "none.yaml"}, ["none.yaml"]),
+        ({"deepspeed_config_file": "zero.yaml"}, ["--deepspeed_config_file", "zero.yaml is a launch config"]),
+        ({"module": True, "no_python": True}, ["--module", "--no_python"]),
     ],
     ids=str,
 )

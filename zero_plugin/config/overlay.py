@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_schema
 from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted
-from zero_plugin.config.validation import show
+from zero_plugin.config.validation import deepspeed_schema, read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["overlay_code", "overlay_flags", "same_value"]
@@ -22,7 +23,7 @@ def overlay_flags(document: Document, values: Mapping[Path, Any], flags: Mapping
         values: by path; a path that starts with `deepspeed` is a training key, any other a launch key.
         flags: the flag that set each path, e.g. `--zero_stage`.
     """
-    return document.overlay(values, kind="flag", where=flags)
+    return _read_laid(document.overlay(values, kind="flag", where=flags))
 
 
 def overlay_code(document: Document, values: Mapping[Path, Any], calls: Mapping[Path, str]) -> Document:
@@ -36,13 +37,21 @@ def overlay_code(document: Document, values: Mapping[Path, Any], calls: Mapping[
     Raises:
         ConfigError: an argument differs from an explicit value; lists every such pair.
     """
-    laid = document.overlay(values, kind="code", where=calls)
+    laid = _read_laid(document.overlay(values, kind="code", where=calls))
     problems: list[Problem] = []
     launch = _keep_explicit(document.launch, laid.launch, problems)
     deepspeed = _keep_explicit(document.deepspeed, laid.deepspeed, problems)
     if problems:
         raise ConfigError(problems)
     return replace(laid, launch=launch, deepspeed=deepspeed)
+
+
+def _read_laid(document: Document) -> Document:
+    """`document` with the values that were laid over it read as a file's are: `BF16`, `2.0` for an integer."""
+    launch, of_launch = read_as_wanted(document.launch, validator(launch_schema()))
+    deepspeed, of_deepspeed = read_as_wanted(document.deepspeed, validator(deepspeed_schema()))
+    notes = tuple(dict.fromkeys([*document.notes, *of_launch, *of_deepspeed]))
+    return replace(document, launch=launch, deepspeed=deepspeed, notes=notes)
 
 
 def same_value(one: Any, other: Any) -> bool:

@@ -31,6 +31,7 @@ _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 # Flags that ask for something only ZeRO has.
 _ZERO_FLAGS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))
+_FILE_FLAG: Final = "--deepspeed_config_file"
 # Flags that are no key of the document: they choose files, or say what runs.
 _NO_KEY: Final = ("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "rdzv_endpoint")
 
@@ -59,7 +60,7 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
     if "deepspeed_config_file" in flags:
         document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
     values, where = _values(flags)
-    problems = _contradictions(flags, document)
+    problems = [*_program_kinds(flags), *_contradictions(flags, document)]
     if asks_zero and ("distributed_type",) not in values and not document.launch.value("distributed_type"):
         values["distributed_type",], where["distributed_type",] = "DEEPSPEED", f"--{asks_zero[0]}"
     document = overlay_flags(document, values, where)
@@ -71,13 +72,20 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
 def _with_training(document: Document, training: Document) -> Document:
     """`document` with the training part of another, whole: two configurations are never mixed key by key."""
     sections = {path: where for path, where in document.sections.items() if path[0] != "deepspeed"}
+    notes, problems = [*document.notes, *training.notes], [*document.problems, *training.problems]
+    if len(document.deepspeed):
+        old, new = document.sources[0], training.sources[0]
+        notes.append(f"{_FILE_FLAG}: {new} replaces all that {old} says of training")
+    if len(training.launch):
+        message = f"{training.sources[0]} is a launch config, not a DeepSpeed configuration"
+        problems.append(Problem(_FILE_FLAG, "", message, "Name a DeepSpeed JSON here, or write --config_file."))
     return replace(
         document,
         deepspeed=training.deepspeed,
         sources=(*document.sources, *training.sources),
         sections={**sections, **training.sections},
-        notes=(*document.notes, *training.notes),
-        problems=(*document.problems, *training.problems),
+        notes=tuple(notes),
+        problems=tuple(problems),
     )
 
 
@@ -101,7 +109,12 @@ def _read(text: str | bool) -> Any:
     if isinstance(text, bool):
         return text
     number = as_number(text)
-    return {"true": True, "false": False}.get(text.lower(), text if number is None else number)
+    return {"true": True, "false": False, "null": None}.get(text.lower(), text if number is None else number)
+
+
+def _program_kinds(flags: Mapping[str, str | bool]) -> list[Problem]:
+    both = "module" in flags and "no_python" in flags
+    return [Problem("--module", "", "contradicts --no_python", "Keep one of the two.")] if both else []
 
 
 def _contradictions(flags: Mapping[str, str | bool], document: Document) -> list[Problem]:
