@@ -186,6 +186,26 @@ def test_short_field_against_the_named_file(
     assert "at ds.json:1:" in problem.message
 
 
+def test_two_names_for_the_training_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a training file named below `deepspeed_config` and another beside it, neither is dropped without a word."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text("{}")
+    Path("c.yaml").write_text("deepspeed_config: {deepspeed_config_file: a.json}\ndeepspeed_config_file: b.json\n")
+    with pytest.raises(
+        ConfigError, match=r'c\.yaml:2:1: deepspeed_config_file: "b\.json" here, but "a\.json" at c\.yaml:1'
+    ):
+        check_document(read_document("c.yaml"))
+
+
+def test_a_folder_where_a_file_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training file that is a folder is called one, not missing."""
+    monkeypatch.chdir(tmp_path)
+    Path("conf").mkdir()
+    Path("c.yaml").write_text("deepspeed_config: {deepspeed_config_file: conf}\n")
+    with pytest.raises(ConfigError, match="conf is a folder; name a file in it"):
+        check_document(read_document("c.yaml"))
+
+
 def test_a_missing_file_names_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistyped path is answered with the nearest name in that folder."""
     monkeypatch.chdir(tmp_path)

@@ -106,11 +106,13 @@ def test_several_machines_meet_at_the_first() -> None:
         (SERVER, {"num_processes": 5}, ["c.yaml:1:1: num_processes", "4 usable GPUs"]),
         (SERVER, {"num_processes": 3, "gpu_ids": "0,2"}, ["num_processes", "2 usable GPUs"]),
         (SERVER, {"num_processes": 2, "distributed_type": "NO"}, ["num_processes", "NO is one process"]),
-        (SERVER, {**TWO_MACHINES, "num_processes": 7}, ["num_processes", "7 over 2 machines"]),
         (SERVER, {"num_machines": 2}, ["main_process_ip", "machine_rank"]),
-        (SERVER, {**TWO_MACHINES, "machine_rank": 2}, ["machine_rank", "Write 0 to 1"]),
+        (SERVER, {**TWO_MACHINES, "machine_rank": "auto"}, ["machine_rank", "0 to 1"]),
         (SERVER, {**TWO_MACHINES, "main_process_port": 0}, ["main_process_port"]),
         (SERVER, {**TWO_MACHINES, "deepspeed_multinode_launcher": "pdsh"}, ["pdsh", "standard"]),
+        (SERVER, {"deepspeed_hostfile": "hosts"}, ["c.yaml:1:1: deepspeed_hostfile", "on every machine"]),
+        (SERVER, {"deepspeed_inclusion_filter": "a@b"}, ["deepspeed_inclusion_filter"]),
+        (LAPTOP, {"log_dir": __file__}, ["c.yaml:1:1: log_dir", "is no folder"]),
         (SERVER, {"distributed_type": "TPU"}, ["distributed_type", "TPU"]),
         (SERVER, {"enable_cpu_affinity": True}, ["enable_cpu_affinity"]),
     ],
@@ -141,3 +143,11 @@ def test_a_program_that_is_not_there(program: Program, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{program.name} is not"):
         build_spec(Document(), program, LAPTOP, {})
+
+
+def test_a_script_of_nearly_that_name_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip in the script's name is answered with the file that was meant."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    with pytest.raises(ConfigError, match=r"Did you mean train\.py"):
+        build_spec(Document(), Program("trian.py"), LAPTOP, {})

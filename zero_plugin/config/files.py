@@ -41,7 +41,9 @@ def parse_file(path: Path, problems: list[Problem]) -> Located:
 
 
 def nearest_file(path: Path) -> str:
-    """What to write where `path` was written and does not exist."""
+    """What to write where `path` was written and is no file."""
+    if path.is_dir():
+        return f"{path} is a folder; name a file in it."
     try:
         names = [child.name for child in path.parent.iterdir() if child.is_file()]
     except OSError:

@@ -83,7 +83,7 @@ class _Reading:
         if is_launch:
             launch.update({name: inline.pop(name) for name in LAUNCH_FIELDS if name in inline})
         short = {name: inline.pop(name) for name in SHORT_FIELDS if is_launch and name in inline}
-        named = inline.pop(_TRAINING_FILE, launch.pop(_TRAINING_FILE, None))
+        named = self._one_of(inline.pop(_TRAINING_FILE, None), launch.pop(_TRAINING_FILE, None))
 
         nodes = [self._named_file(named, path.parent), Located(inline, training.where)]
         layers = [leaves(node, self.kind) for node in nodes]
@@ -108,6 +108,13 @@ class _Reading:
         fix = f"Write a path as {_TRAINING}: {{{_TRAINING_FILE}: …}}, or DeepSpeed's keys below it."
         self.problems.append(Problem(node.where, _TRAINING, f"{show(node.plain())} is not a mapping of keys", fix))
         return Located({}, root.where)
+
+    def _one_of(self, below: Located | None, above: Located | None) -> Located | None:
+        """The training file's name, which may stand below `deepspeed_config` or beside it."""
+        if below is not None and above is not None and below.value != above.value:
+            message = f"{show(above.plain())} here, but {show(below.plain())} at {below.where}"
+            self.problems.append(Problem(above.where, _TRAINING_FILE, message, "Keep one of the two."))
+        return below or above
 
     def _named_file(self, named: Located | None, folder: FilePath) -> Located:
         """The DeepSpeed configuration that a launch config names: beside it, else in the working directory."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.files import nearest_file
 from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import Problem
 from zero_plugin.launch.machine import port_is_free
 from zero_plugin.launch.spec import Program
@@ -31,7 +34,7 @@ def find_problems(
         endpoint: `--rdzv_endpoint`, where it was given.
     """
     meeting = _meeting(settings, endpoint, document) if settings.num_machines > 1 else _port(settings)
-    found = [*_unsupported(settings), *_processes(settings, gpus), *meeting]
+    found = [*_unsupported(settings), *_processes(settings, gpus), *_log_folder(settings), *meeting]
     problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
     return [*_program(program), *problems]
 
@@ -47,7 +50,7 @@ _Found = Iterator[tuple[str, str, str]]  # key, what is wrong, what to write
 
 def _program(program: Program) -> Iterator[Problem]:
     if program.kind == "script" and not Path(program.name).is_file():
-        yield Problem("command line", "", f"{program.name} is not a file", "Name the script to run.")
+        yield Problem("command line", "", f"{program.name} is not a file", nearest_file(Path(program.name)))
     if program.kind == "executable" and shutil.which(program.name) is None:
         yield Problem("command line", "", f"{program.name} is not an executable here", "Name one that is on the PATH.")
 
@@ -59,6 +62,10 @@ def _unsupported(settings: LaunchSettings) -> _Found:
     if settings.num_machines > 1 and launcher in _REMOTE_LAUNCHERS:
         fix = "Write standard, and start the same command on every machine with its own machine_rank."
         yield "deepspeed_multinode_launcher", f"{launcher} cannot start other machines yet", fix
+    for key in ("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
+        if getattr(settings, key) not in (None, "", "none") and launcher != "standard":
+            fix = "Delete it, and start the same command on every machine with num_machines and its own machine_rank."
+            yield key, "other machines cannot be started from here yet", fix
     if settings.enable_cpu_affinity:
         yield "enable_cpu_affinity", "processes cannot be bound to cores yet", "Write false."
 
@@ -67,14 +74,21 @@ def _processes(settings: LaunchSettings, gpus: int) -> _Found:
     wanted, machines = settings.num_processes, settings.num_machines
     if wanted is None:
         return
-    if wanted % machines:
-        yield "num_processes", f"{wanted} over {machines} machines", f"Write a multiple of {machines}."
     if wanted > 1 and settings.distributed_type == "NO":
         fix = "Write num_processes: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
         yield "num_processes", f"{wanted}, but distributed_type NO is one process", fix
     elif gpus and wanted // machines > gpus:
         fix = f"Write at most {gpus * machines}, since each process has a GPU of its own; or add --cpu."
         yield "num_processes", f"{wanted // machines} processes on this machine, which has {gpus} usable GPUs", fix
+
+
+def _log_folder(settings: LaunchSettings) -> _Found:
+    if settings.log_dir is None:
+        return
+    folder = Path(settings.log_dir)
+    there = next((path for path in (folder, *folder.parents) if path.exists()), Path())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        yield "log_dir", f"{there} is no folder that can be written", "Name a folder that can be made or written."
 
 
 def _port(settings: LaunchSettings) -> _Found:
@@ -88,8 +102,6 @@ def _meeting(settings: LaunchSettings, endpoint: str | None, document: Document)
         yield "main_process_ip", "missing for several machines", "Write machine 0's address, the same on each machine."
     if not endpoint and settings.main_process_port == 0:
         yield "main_process_port", "0, but all machines must know it", "Write one port, the same on each machine."
-    last = settings.num_machines - 1
-    if settings.rdzv_backend == "static" and "machine_rank" not in {path[0] for path in document.launch}:
-        yield "machine_rank", "missing for several machines", f"Write this machine's number, 0 to {last}."
-    if settings.machine_rank > last:
-        yield "machine_rank", f"{settings.machine_rank} of {last + 1} machines", f"Write 0 to {last}."
+    if settings.rdzv_backend == "static" and document.launch.value("machine_rank") in (None, AUTO):
+        fix = f"Write this machine's number, 0 to {settings.num_machines - 1}."
+        yield "machine_rank", "missing for several machines", fix
