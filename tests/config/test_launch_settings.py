@@ -42,6 +42,14 @@ def test_keys_without_meaning_are_left_out() -> None:
     assert spoken.notes == ("code: fsdp_config: has no meaning here (FSDP only)",)
 
 
+def test_keys_without_an_effect_yet_are_noted() -> None:
+    """A setting that is not followed yet is not dropped without a word; `false` is what happens."""
+    asked = document_from_mapping({"deepspeed_config": {"zero3_init_flag": True}}, "code")
+    assert asked.notes == ("code: zero3_init_flag: has no effect yet (models are built whole, then partitioned)",)
+    off = document_from_mapping({"deepspeed_config": {"zero3_init_flag": "false"}}, "code")
+    assert off.notes == ('code: zero3_init_flag: read "false" as false',)
+
+
 def test_settings_are_frozen_and_every_field_is_described() -> None:
     """Nothing changes them later, and each field's docstring names its default."""
     with pytest.raises(pydantic.ValidationError):

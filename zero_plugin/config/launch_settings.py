@@ -9,9 +9,17 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import AUTO
+from zero_plugin.config.tree import AUTO, Tree
 
-__all__ = ["REFUSED_KEYS", "REFUSED_VALUES", "WITHOUT_MEANING", "LaunchSettings", "launch_schema", "launch_settings"]
+__all__ = [
+    "REFUSED_KEYS",
+    "REFUSED_VALUES",
+    "WITHOUT_MEANING",
+    "LaunchSettings",
+    "ignored_keys",
+    "launch_schema",
+    "launch_settings",
+]
 
 
 def _names(value: Any) -> Any:
@@ -39,14 +47,14 @@ _GpuIds = Annotated[
 
 
 class LaunchSettings(BaseModel):
-    """The launch part of a document. Names and meanings are Accelerate's; `auto` anywhere means the default."""
+    """The launch part of a document. Names and meanings are Accelerate's, but for `debug`; `auto` means the default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     distributed_type: Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "XLA"] | None = None
     """How the processes work together. Default: found from the flags and the machine."""
     mixed_precision: Literal["no", "fp16", "bf16"] | None = None
-    """Computation type. Default: what the `fp16` and `bf16` sections say, else `no`."""
+    """Computation type; `auto` is settled with the device. Default: what `fp16` and `bf16` sections say, else `no`."""
     num_processes: int | None = Field(None, ge=1)
     """Processes on all machines together. Default: one for each accelerator of the machine."""
     num_machines: int = Field(1, ge=1)
@@ -62,7 +70,7 @@ class LaunchSettings(BaseModel):
     rdzv_conf: str = ""
     """Further rendezvous settings of torchrun, `key=value,key=value`. Default: none."""
     same_network: bool = False
-    """Whether all machines are in one local network. Default: false."""
+    """Whether all machines are in one local network; torchrun has no use for it. Default: false."""
     gpu_ids: _GpuIds = "all"
     """`all`, or the GPUs to use on this machine, e.g. `0,1`. Default: `all`."""
     use_cpu: bool = False
@@ -78,7 +86,7 @@ class LaunchSettings(BaseModel):
     log_dir: str | None = None
     """Folder for the workers' logs. Default: none are written."""
     debug: bool = False
-    """Check in every collective that all ranks bring the same shapes. Default: false."""
+    """Show the launcher's own log. Default: false."""
     main_training_function: str = "main"
     """Function that TPU and notebook launches call. Default: `main`."""
     scheduler_counts: Literal["steps", "processes"] = "processes"
@@ -95,9 +103,9 @@ class LaunchSettings(BaseModel):
     deepspeed_inclusion_filter: str | None = None
     """Hosts and slots to use, in DeepSpeed's notation. Default: all."""
     deepspeed_moe_layer_cls_names: _ClassNames | None = None
-    """Classes of mixture-of-experts layers that ZeRO-3 gathers whole, comma-separated. Default: DeepSpeed's list."""
+    """Classes of mixture-of-experts layers that ZeRO-3 gathers whole, comma-separated; not read yet. Default: none."""
     zero3_init_flag: bool | None = None
-    """Build models partitioned from the start. Default: true at stage 3."""
+    """Build models partitioned from the start; not read yet, models are built whole. Default: false."""
 
 
 # Accelerate's keys that say nothing about a run on these paths; they are accepted, so that a config moves over.
@@ -110,6 +118,13 @@ WITHOUT_MEANING: Final[Mapping[str, str]] = {
     "megatron_lm_config": "Megatron-LM only",
     "deepspeed_fields_from_accelerate_config": "Accelerate writes it for itself",
 }
+
+# Keys that will have an effect and have none yet.
+_NOT_YET: Final[Mapping[str, str]] = {
+    "zero3_init_flag": "models are built whole, then partitioned",
+    "deepspeed_moe_layer_cls_names": "ZeRO-3 gathers each submodule of a mixture-of-experts layer when it runs",
+}
+_SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {}, AUTO)
 
 _NO_COMPILE = "Call torch.compile on the model in the script and delete the key."
 
@@ -152,6 +167,17 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
 def launch_schema() -> Mapping[str, Any]:
     """JSON Schema of the launch keys, made from `LaunchSettings`."""
     return LaunchSettings.model_json_schema()
+
+
+def ignored_keys(launch: Tree) -> list[str]:
+    """A note for each key that says something and is not followed."""
+    notes = {name: f"has no meaning here ({why})" for name, why in WITHOUT_MEANING.items()}
+    notes |= {name: f"has no effect yet ({why})" for name, why in _NOT_YET.items()}
+    told: dict[str, str] = {}
+    for path, entry in launch.entries.items():
+        if path[0] in notes and entry.value not in _SAYS_NOTHING:
+            told.setdefault(path[0], f"{entry.origin.where}: {path[0]}: {notes[path[0]]}")
+    return list(told.values())
 
 
 def launch_settings(document: Document) -> LaunchSettings:

@@ -13,7 +13,13 @@ from typing import Any, Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import nearest_file, parse_file
-from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, LaunchSettings, launch_schema
+from zero_plugin.config.launch_settings import (
+    REFUSED_KEYS,
+    WITHOUT_MEANING,
+    LaunchSettings,
+    ignored_keys,
+    launch_schema,
+)
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, sections
 from zero_plugin.config.overlay import same_value
 from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS, one_spelling, translate_short_fields
@@ -25,7 +31,6 @@ __all__ = ["document_from_mapping", "read_document"]
 
 _TRAINING: Final = "deepspeed_config"
 _TRAINING_FILE: Final = "deepspeed_config_file"
-_SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {})
 _DEFAULT_STAGE: Final = Entry(
     2, Origin("default", "zero_plugin", "Accelerate's stage for a launch config that asks for DeepSpeed without one")
 )
@@ -156,12 +161,9 @@ class _Reading:
     def _launch_tree(self, tree: Tree) -> Tree:
         settings = tree.where(lambda path, _: path[0] in LaunchSettings.model_fields)
         understood, read = read_as_wanted(settings, validator(launch_schema())) if settings else (settings, [])
-        self.notes += read
-        for name, scope in WITHOUT_MEANING.items():
-            says = [e for p, e in tree.entries.items() if p[0] == name and e.value not in _SAYS_NOTHING]
-            if says:
-                self.notes.append(f"{says[0].origin.where}: {name}: has no meaning here ({scope})")
-        return tree.replace(understood.entries)
+        tree = tree.replace(understood.entries)
+        self.notes += [*read, *ignored_keys(tree)]
+        return tree
 
     def _merged(self, layers: list[Tree]) -> Tree:
         """File, inline keys and short fields as one tree: equal values agree, an open one yields, others clash."""

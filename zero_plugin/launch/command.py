@@ -42,7 +42,7 @@ def shell_script(spec: LaunchSpec) -> str:
     """The launch as shell lines: every added variable with its reason, then the command. Running it runs the job."""
     lines = [f"# configuration: {', '.join(spec.document.sources) or 'flags and defaults only'}"]
     if spec.local_processes_reason:
-        lines.append(f"# {spec.local_processes} processes on this machine: {spec.local_processes_reason}")
+        lines.append(f"# processes on this machine: {spec.local_processes} ({spec.local_processes_reason})")
     for name, setting in spec.environment.items():
         lines += [f"# {setting.reason}", f"export {name}={shlex.quote(setting.value)}"]
     return "\n".join([*lines, shlex.join(torchrun_command(spec))])

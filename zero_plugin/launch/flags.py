@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import ignored_keys
 from zero_plugin.config.located import as_number
 from zero_plugin.config.overlay import overlay_flags
 from zero_plugin.config.read import read_document
@@ -64,7 +65,8 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
     if asks_zero and ("distributed_type",) not in values and not document.launch.value("distributed_type"):
         values["distributed_type",], where["distributed_type",] = "DEEPSPEED", f"--{asks_zero[0]}"
     document = overlay_flags(document, values, where)
-    document = replace(document, problems=(*document.problems, *problems))
+    notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
+    document = replace(document, notes=notes, problems=(*document.problems, *problems))
     check_document(document)
     return document
 

@@ -18,6 +18,7 @@ from zero_plugin.launch.spec import Program
 
 __all__ = ["find_problems", "where"]
 
+_MOST_PROCESSES: Final = 1024  # a slip of the keyboard must not exhaust the machine
 _REMOTE_LAUNCHERS: Final = ("pdsh", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 
 
@@ -80,6 +81,9 @@ def _processes(settings: LaunchSettings, gpus: int) -> _Found:
     elif gpus and wanted // machines > gpus:
         fix = f"Write at most {gpus * machines}, since each process has a GPU of its own; or add --cpu."
         yield "num_processes", f"{wanted // machines} processes on this machine, which has {gpus} usable GPUs", fix
+    elif wanted // machines > _MOST_PROCESSES:
+        fix = f"Write at most {_MOST_PROCESSES * machines}."
+        yield "num_processes", f"{wanted // machines} processes are more than one machine can run", fix
 
 
 def _log_folder(settings: LaunchSettings) -> _Found:
