@@ -73,7 +73,7 @@ WRONG = [
     ("a misplaced key", "c.json", '{"offload_optimizer": {"device": "cpu"}}', "c.json:1:2", "It belongs in zero_optimization."),
     ("an unread hand-parsed key", "c.json", '{"aio": {"queue_dept": 8}}', "c.json:1:10", "Did you mean queue_depth?"),
     ("an unknown parameter", "c.json", '{"optimizer": {"type": "adamw", "params": {"betta": [0.9, 0.99]}}}', "c.json:1:44", "optimizer.params.betta: unknown key Did you mean betas?"),
-    ("a key of another schedule", "c.json", '{"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}}', "c.json:1:47", "unknown key"),
+    ("a key of another schedule", "c.json", '{"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}}', "c.json:1:47", "a scheduler.type that has it: WarmupDecayLR, WarmupCosineLR"),
     ("a launch key in a JSON", "c.json", '{"fp16": {}, "bf16": {}, "mixed_precision": "bf16"}', "c.json:1:26", "top level of the launch YAML"),
     ("a short field in a JSON", "c.json", '{"fp16": {}, "zero_stage": 2}', "c.json:1:14", "Write zero_optimization.stage here"),
     ("typo in a launch key", "c.yaml", "num_procesess: 2\nuse_cpu: true\n", "c.yaml:1:1", "Did you mean num_processes?"),

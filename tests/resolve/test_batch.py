@@ -58,6 +58,15 @@ def test_sizes_that_cannot_hold_are_refused_with_the_arithmetic(resolved, config
         resolved(config, machine=FOUR, loop=loop)
 
 
+@pytest.mark.parametrize("total", [32, "auto"])
+def test_a_micro_batch_that_the_loader_contradicts_is_the_only_problem(resolved, total):
+    """The arithmetic of the refused size gives no second advice that contradicts the first."""
+    config = {"train_batch_size": total, "train_micro_batch_size_per_gpu": 32}
+    with pytest.raises(ConfigError) as caught:
+        resolved(config, machine=FOUR, loop=LOADER)
+    assert [problem.key for problem in caught.value.problems] == ["train_micro_batch_size_per_gpu"]
+
+
 def test_accumulation_found_from_the_global_batch_is_said_aloud(resolved):
     """It changes when parameters change, so the user has to see it."""
     result = resolved({"train_batch_size": 64}, machine=FOUR, loop=LOADER)

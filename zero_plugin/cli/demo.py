@@ -31,7 +31,6 @@ def demo(
         list[str] | None,
         typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script.", show_default=False),
     ] = None,
-    config: Annotated[str | None, typer.Option("--config", help="Short for --config_file.", show_default=False)] = None,
     **_: Any,
 ) -> None:
     """Train a small GPT on Python's own library: ZeRO-2, on every GPU, else by two processes on the CPU.
@@ -39,7 +38,7 @@ def demo(
     Every launch flag changes how it runs, e.g. --zero_stage 3 --offload_optimizer_device cpu. What follows -- goes to
     the training script: zero-plugin demo -- --steps 1000 --width 256; zero-plugin demo -- --help lists it all.
     """
-    flags = {"config_file": config or str(_FOLDER / "config.yaml"), **typed_flags(ctx)}
+    flags = {"config_file": str(_FOLDER / "config.yaml"), **typed_flags(ctx)}
     document, machine = document_from_flags(flags), look_at_machine()
     if not machine.gpus and document.launch.value("num_processes") is None:
         why = "no GPU here; two processes on the CPU show what ZeRO splits"

@@ -30,7 +30,7 @@ class LaunchFlag:
 _RUN, _ZERO, _MACHINES, _ENGINE = "Configuration", "ZeRO and the loop", "Several machines", "Program and run"
 
 LAUNCH_FLAGS: Final = (
-    LaunchFlag("config_file", "YAML launch config or DeepSpeed JSON.", _RUN),
+    LaunchFlag("config_file", "YAML launch config or DeepSpeed JSON.", _RUN, short=("--config",)),
     LaunchFlag("num_processes", "Processes over all machines; default: one per GPU, one on a CPU.", _RUN),
     LaunchFlag("mixed_precision", "no, fp16, bf16 or auto.", _RUN),
     LaunchFlag("cpu", "Run on the CPU, without DeepSpeed.", _RUN, switch=True),

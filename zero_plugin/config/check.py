@@ -109,7 +109,10 @@ def _unknown_key(found: Violation, where: str, *, in_yaml: bool) -> Problem:
         return Problem(where, key, "a key of the launch YAML", "Write it at the top level of the launch YAML.")
     near = did_you_mean(key, [*known, *(SHORT_FIELDS if top and in_yaml else ())])
     homes = [path for path in _homes(deepspeed_schema(), key) if path != found.path]
-    if near:
+    types = list(_types_with(found.path))
+    if types:
+        fix = f"Delete it, or write a {found.path[0]}.type that has it: {', '.join(types)}."
+    elif near:
         fix = f"Did you mean {near}?"
     elif len(homes) == 1:
         fix = f"It belongs in {dotted(homes[0][:-1]) or 'the top level'}."
@@ -118,6 +121,14 @@ def _unknown_key(found: Violation, where: str, *, in_yaml: bool) -> Problem:
     else:
         fix = "Delete it; a comment key starts with _."
     return Problem(where, dotted(found.path), "unknown key", fix)
+
+
+def _types_with(path: Path) -> Iterator[str]:
+    """The optimizers or schedules whose parameters have the last key of `path`."""
+    if path[1:2] == ("params",):
+        for branch in deepspeed_schema()["properties"][path[0]].get("allOf", ()):
+            if path[-1] in branch["then"]["properties"]["params"].get("properties", {}):
+                yield branch["if"]["properties"]["type"]["const"]
 
 
 def _homes(schema: Mapping[str, Any], key: str, path: Path = ()) -> Iterator[Path]:

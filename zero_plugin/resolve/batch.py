@@ -20,8 +20,7 @@ def settle_batch(draft: Draft) -> None:
     if draft.get(*_MICRO) is None:
         micro, reason = _micro_batch(draft.facts.loop, settled_global, draft.value(*_ACCUMULATION, default=1), world)
         draft.put(_MICRO, micro, reason)
-    else:
-        _check_loader(draft)
+    agreed = _agrees_with_loader(draft)
     micro = draft.value(*_MICRO)
     if draft.get(*_ACCUMULATION) is None:
         steps, reason = _accumulation(settled_global, micro, world)
@@ -29,7 +28,7 @@ def settle_batch(draft: Draft) -> None:
     product = micro * draft.value(*_ACCUMULATION) * world
     if settled_global is None:
         draft.put(_GLOBAL, product, _arithmetic(draft))
-    elif settled_global != product:
+    elif settled_global != product and agreed:  # else this would advise on a micro-batch that is not the one to keep
         draft.refuse(
             _GLOBAL,
             f"{settled_global} is not {_arithmetic(draft)} = {product}.",
@@ -54,16 +53,18 @@ def _accumulation(settled_global: int | None, micro: int, world: int) -> tuple[i
     return 1, "neither code nor configuration asks for accumulation"
 
 
-def _check_loader(draft: Draft) -> None:
-    """Refuse a typed micro-batch that the loader contradicts: the loader's is what would really run."""
+def _agrees_with_loader(draft: Draft) -> bool:
+    """Whether the loader has the settled micro-batch; if not that is refused, since the loader's would really run."""
     loop = draft.facts.loop
     typed = draft.value(*_MICRO)
-    if loop.micro_batch is not None and loop.micro_batch_fixed and loop.micro_batch != typed:
-        draft.refuse(
-            _MICRO,
-            f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason}).",
-            f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.',
-        )
+    if loop.micro_batch is None or not loop.micro_batch_fixed or loop.micro_batch == typed:
+        return True
+    draft.refuse(
+        _MICRO,
+        f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason}).",
+        f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.',
+    )
+    return False
 
 
 def _arithmetic(draft: Draft) -> str:
