@@ -76,6 +76,7 @@ class PreparedOptimizer(Optimizer):
         """
         if closure is not None:
             raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
+        _ = self.optimizer  # raises once training has ended
         self.acted = self._window.count_step()
         if not self.acted:
             return

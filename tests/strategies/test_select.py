@@ -1,0 +1,99 @@
+"""Which strategy runs, and what is said of what it leaves out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.errors import StrategyError
+from zero_plugin.strategies.processes import Processes
+from zero_plugin.strategies.select import Selection, select_strategy
+
+ZERO2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+def select(world: int, device: str = "cpu", **launch: Any) -> Selection:
+    document = document_from_mapping(launch, "config.yaml")
+    processes = Processes(0, 0, world, torch.device(device), owns_group=False)
+    return select_strategy(document, launch_settings(document), processes)
+
+
+@pytest.mark.parametrize(
+    ("launch", "world", "name"),
+    [
+        ({}, 1, "single"),
+        ({}, 2, "ddp"),
+        ({"deepspeed_config": ZERO2}, 1, "deepspeed"),
+        ({"deepspeed_config": ZERO2}, 2, "deepspeed"),
+        ({"distributed_type": "DEEPSPEED"}, 2, "deepspeed"),
+        ({"distributed_type": "MULTI_CPU", "deepspeed_config": ZERO2}, 2, "ddp"),
+        ({"distributed_type": "NO", "deepspeed_config": ZERO2}, 1, "single"),
+        ({"deepspeed_config": {"gradient_clipping": 1.0}}, 2, "ddp"),
+    ],
+    ids=str,
+)
+def test_the_strategy_of_a_configuration(launch: dict[str, Any], world: int, name: str) -> None:
+    """ZeRO where it is asked for, or described and nothing else is asked for; else DDP, or one device."""
+    selection = select(world, **launch)
+    assert selection.strategy.name == name
+    assert f"{world} × cpu" in selection.reason
+
+
+def test_a_fallback_lists_what_it_drops() -> None:
+    """One line: the stage, the offload, and who asked."""
+    reason = select(2, distributed_type="MULTI_CPU", deepspeed_config=ZERO2).reason
+    assert "ZeRO stage 2 and optimizer offload to cpu dropped" in reason
+    assert "config.yaml" in reason
+    assert "dropped" not in select(2).reason
+
+
+def test_a_device_that_deepspeed_lacks() -> None:
+    """The refusal says so; nothing else is taken in its place."""
+    with pytest.raises(StrategyError, match="DeepSpeed does not run on xla"):
+        select(1, device="xla", distributed_type="DEEPSPEED")
+
+
+SCRIPT = """
+import importlib.metadata, sys
+real = importlib.metadata.version
+def version(name):
+    if name == "deepspeed":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+importlib.metadata.version = version
+sys.modules["deepspeed"] = None  # importing it raises ImportError
+import torch
+from zero_plugin import Accelerator
+accelerator = Accelerator(config=sys.argv[1])
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(1, 4)).sum())
+optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.processes
+def test_without_deepspeed(tmp_path: Path) -> None:
+    """Asked for ZeRO: the pip line. Asked for one device: it trains with torch alone, and says once what is dropped."""
+    runs = {}
+    for kind in ("DEEPSPEED", "NO"):
+        config = tmp_path / f"{kind}.yaml"
+        config.write_text(f"distributed_type: {kind}\nuse_cpu: true\ndeepspeed_config:\n  zero_stage: 2\n")
+        runs[kind] = subprocess.run(
+            [sys.executable, "-c", SCRIPT, config],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert runs["DEEPSPEED"].returncode == 1
+    assert "StrategyError" in runs["DEEPSPEED"].stderr
+    assert "pip install deepspeed" in runs["DEEPSPEED"].stderr
+    assert runs["NO"].stdout == "trained\n", runs["NO"].stderr
+    assert runs["NO"].stderr.count("ZeRO stage 2 dropped") == 1

@@ -1,0 +1,123 @@
+"""The facade: where its configuration comes from, what it refuses before anything runs, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+IMPORTS = """
+import os, sys
+import pytest, torch
+from torch import nn
+from zero_plugin import Accelerator, DummyOptim, DummyScheduler
+from zero_plugin.errors import ConfigError, LaunchError, LoopError
+"""
+
+
+@pytest.fixture
+def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a script by plain `python` in an empty folder, with further environment variables."""
+
+    def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(IMPORTS + script)
+        return subprocess.run(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environment},
+            capture_output=True, text=True, timeout=90, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def test_where_the_configuration_comes_from(
+    run_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Nothing, a dict, a YAML, a DeepSpeed JSON; arguments fill what is open, and a contradiction lists every pair."""
+    (tmp_path / "launch.yaml").write_text(
+        "use_cpu: true\nmixed_precision: bf16\ndeepspeed_config: {gradient_accumulation_steps: 3}\n"
+    )
+    zero = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"}
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    done = run_script("""
+nothing = Accelerator()
+assert (nothing.num_processes, nothing.process_index, nothing.mixed_precision) == (1, 0, "no")
+assert nothing.gradient_accumulation_steps == 1
+assert nothing.resolved is None
+assert nothing.is_main_process and nothing.is_last_process and nothing.is_local_main_process
+
+yaml = Accelerator(config="launch.yaml")
+assert (yaml.gradient_accumulation_steps, yaml.mixed_precision) == (3, "bf16")
+assert yaml.device == torch.device("cpu")
+
+given = Accelerator(config="zero.json", gradient_accumulation_steps=4, cpu=True)
+assert given.gradient_accumulation_steps == 4
+model = nn.Linear(4, 4)
+given.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+assert given.resolved.zero_stage == 2
+assert given.resolved.accumulation == 4
+
+equal = Accelerator(config={"mixed_precision": "bf16"}, mixed_precision="bf16")
+assert equal.mixed_precision == "bf16"
+
+with pytest.raises(ConfigError) as caught:
+    Accelerator(config="launch.yaml", mixed_precision="no", gradient_accumulation_steps=2)
+assert len(caught.value.problems) == 2
+for part in ("launch.yaml:2", "launch.yaml:3", "bf16", "mixed_precision", "gradient_accumulation_steps"):
+    assert part in str(caught.value), part
+
+with pytest.raises(ConfigError, match="missing.yaml"):
+    Accelerator(config="missing.yaml")
+with pytest.raises(ConfigError, match="mixed_precision"):
+    Accelerator(mixed_precision="fp61")
+print("all")
+""")
+    assert done.stdout == "all\n", done.stderr
+    assert "zero_plugin: single on 1 × cpu" in done.stderr
+    assert "zero_plugin: DeepSpeed on 1 × cpu" in done.stderr
+
+
+def test_half_a_process_group_is_an_error(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """RANK without its companions would be N runs of one process: an error that names what is missing."""
+    done = run_script("Accelerator()", RANK="0", MASTER_ADDR="localhost")
+    assert done.returncode == 1
+    assert "LaunchError" in done.stderr
+    assert "WORLD_SIZE, MASTER_PORT is not" in done.stderr
+    assert "zero-plugin launch" in done.stderr
+
+
+def test_problems_are_found_at_prepare(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """What only the loop can tell is refused together, and the same Accelerator then prepares what is right."""
+    done = run_script("""
+config = {
+    "use_cpu": True,
+    "deepspeed_config": {
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    },
+}
+accelerator = Accelerator(config=config)
+model = nn.Linear(4, 4)
+with pytest.raises(ConfigError) as caught:
+    adamw = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, adamw)
+assert len(caught.value.problems) >= 2, caught.value
+optimizer = DummyOptim(model.parameters(), lr=0.1)
+scheduler = DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
+model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+accelerator.backward(model(torch.ones(1, 4)).sum())
+optimizer.step()
+scheduler.step()
+assert type(optimizer.optimizer) is torch.optim.AdamW
+print("all")
+""")
+    assert done.stdout == "all\n", done.stderr
+    assert "WarmupDecayLR: learning rate" in done.stderr
