@@ -55,6 +55,11 @@ def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
     assert text.count("\n") == 1
 
 
+def test_no_time_between_lines_means_a_line_for_every_step() -> None:
+    """`seconds=0` is a choice, not the default."""
+    assert len(run(20, Console(file=io.StringIO()), seconds=0).splitlines()) == 20
+
+
 def test_lines_come_about_as_often_as_asked() -> None:
     """Twenty steps of 10 ms with a line each 50 ms: after the first, doubling ones, every fifth step or so."""
     text = run(20, Console(file=io.StringIO()), seconds=0.05, pause=0.01)

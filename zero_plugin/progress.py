@@ -53,7 +53,7 @@ class Progress:
         self._console = console or Console(highlight=False)
         self._total = total
         self._unit = unit
-        self._seconds = seconds or (0.5 if self._console.is_terminal else 10.0)
+        self._seconds = seconds if seconds is not None else 0.5 if self._console.is_terminal else 10.0
         self._units = 0
         self._reported = 0  # the last step that was shown
         self._next = 1

@@ -106,7 +106,7 @@ WRONG = [
     ("no processes", "c.yaml", "num_processes: 0\n", "c.yaml:1:1", "num_processes: 0 is not legal here Write an integer of at least 1"),
     ("a word for a count", "c.yaml", "num_processes: two\n", "c.yaml:1:1", '"two" is not legal here'),
     ("fp8", "c.yaml", "mixed_precision: fp8\n", "c.yaml:1:1", "ZeRO has no fp8"),
-    ("an unknown precision", "c.yaml", "mixed_precision: bf61\n", "c.yaml:1:1", "Did you mean bf16?"),
+    ("an unknown precision", "c.yaml", "mixed_precision: bf61\n", "c.yaml:1:1", "Did you mean bf16? Write no, fp16, bf16, auto or null."),
     ("FSDP", "c.yaml", "distributed_type: FSDP\n", "c.yaml:1:1", "Write DEEPSPEED with zero_stage: 3"),
     ("Megatron", "c.yaml", "distributed_type: MEGATRON_LM\n", "c.yaml:1:1", "is not supported"),
     ("another device", "c.yaml", "distributed_type: MULTI_NPU\n", "c.yaml:1:1", "this device is not supported"),

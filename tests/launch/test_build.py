@@ -127,6 +127,23 @@ def test_what_this_machine_cannot_launch(machine: Machine, keys: dict[str, Any],
         assert part in str(caught.value)
 
 
+def test_a_zero_section_alone_is_looked_at_as_zero() -> None:
+    """Without a `distributed_type` a ZeRO section runs on DeepSpeed, so what that cannot do is found here, too."""
+    with_zero = document(mixed_precision="fp16").overlay(
+        {("deepspeed", "zero_optimization", "stage"): 2},
+        kind="file",
+        where={("deepspeed", "zero_optimization", "stage"): "c.yaml:2:1"},
+    )
+    with pytest.raises(ConfigError, match="DeepSpeed does not run fp16 on a cpu"):
+        build_spec(with_zero, SCRIPT, LAPTOP, {})
+
+
+def test_a_rendezvous_for_one_machine_is_refused() -> None:
+    """An endpoint that nobody would meet at is not dropped without a word."""
+    with pytest.raises(ConfigError, match="--rdzv_endpoint: has no effect"):
+        build_spec(Document(), SCRIPT, LAPTOP, {}, rendezvous_endpoint="10.0.0.9:99")
+
+
 def test_a_taken_port_is_found_before_the_start() -> None:
     """A port that another server holds is an error, not a hang."""
     with socket.socket() as server:

@@ -149,3 +149,12 @@ def test_default_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_PLUGIN_CONFIG_FILE", "ddp.yaml")
     assert values(document_from_flags({}))["num_processes"] == 4
     assert values(document_from_flags({"config_file": "zero.yaml"})).get("num_processes") is None
+    monkeypatch.setenv("ZERO_PLUGIN_CONFIG_FILE", "gone.yaml")
+    with pytest.raises(ConfigError, match=r"gone\.yaml: no such file\n.*\$ZERO_PLUGIN_CONFIG_FILE"):
+        document_from_flags({})
+
+
+def test_an_empty_name_is_not_the_default_file() -> None:
+    """`--config_file "$CONFIG"` with the variable unset is an error, not a launch without a config."""
+    with pytest.raises(ConfigError):
+        document_from_flags({"config_file": ""})

@@ -16,6 +16,7 @@ __all__ = [
     "REFUSED_VALUES",
     "WITHOUT_MEANING",
     "LaunchSettings",
+    "asks_for_deepspeed",
     "ignored_keys",
     "launch_schema",
     "launch_settings",
@@ -53,7 +54,7 @@ class LaunchSettings(BaseModel):
 
     distributed_type: Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "XLA"] | None = None
     """How the processes work together. Default: found from the flags and the machine."""
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = None
+    mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None
     """Computation type; `auto` is settled with the device. Default: what `fp16` and `bf16` sections say, else `no`."""
     num_processes: int | None = Field(None, ge=1)
     """Processes on all machines together. Default: one for each accelerator of the machine."""
@@ -185,3 +186,9 @@ def launch_settings(document: Document) -> LaunchSettings:
     known = LaunchSettings.model_fields
     given = {path[0]: entry.value for path, entry in document.launch.entries.items() if path[0] in known}
     return LaunchSettings(**{name: value for name, value in given.items() if value not in (None, AUTO)})
+
+
+def asks_for_deepspeed(document: Document, settings: LaunchSettings) -> bool:
+    """Whether a document asks for ZeRO: by its `distributed_type` or, where that is open, by a ZeRO section."""
+    kind = settings.distributed_type
+    return kind == "DEEPSPEED" or (kind is None and document.deepspeed.has_section("zero_optimization"))

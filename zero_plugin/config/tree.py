@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 __all__ = ["AUTO", "Auto", "Entry", "Origin", "OriginKind", "Path", "Tree", "dotted", "freeze"]
 
 Path = tuple[str, ...]
-OriginKind = Literal["file", "flag", "environment", "code", "rule", "default"]
+OriginKind = Literal["file", "flag", "code", "rule", "default"]
 
 
 class Auto:
@@ -40,7 +40,7 @@ class Origin:
 
     Attributes:
         kind: who set it.
-        where: `file:line:column`, the flag, the environment variable, the call in code, or the rule's name.
+        where: `file:line:column`, the flag, the call in code, or the rule's name.
         reason: for rules and defaults, why this value; empty for what a user typed.
     """
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
-from zero_plugin.config.launch_settings import LaunchSettings, launch_settings
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, launch_settings
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.problems import find_problems, where
@@ -50,7 +50,7 @@ def build_spec(
             document,
             accelerator="cuda" if gpus else "cpu",
             processes=processes * settings.num_machines,
-            strategy="deepspeed" if settings.distributed_type == "DEEPSPEED" else "ddp",
+            strategy="deepspeed" if asks_for_deepspeed(document, settings) else "ddp",
         ),
     ]
     if problems:

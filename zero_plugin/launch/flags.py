@@ -16,7 +16,7 @@ from zero_plugin.config.overlay import overlay_flags
 from zero_plugin.config.read import read_document
 from zero_plugin.config.translate import SHORT_FIELDS
 from zero_plugin.config.tree import Path
-from zero_plugin.errors import Problem
+from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["CONFIG_VARIABLE", "default_config_file", "document_from_flags"]
 
@@ -53,8 +53,7 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
     Raises:
         ConfigError: every problem of the file, of the flags, and between them.
     """
-    file = flags.get("config_file") or default_config_file()
-    document = read_document(str(file)) if file else Document()
+    document = _document_of_file(flags)
     asks_zero = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
         asks_zero.append("config_file")
@@ -69,6 +68,19 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
     document = replace(document, notes=notes, problems=(*document.problems, *problems))
     check_document(document)
     return document
+
+
+def _document_of_file(flags: Mapping[str, str | bool]) -> Document:
+    if "config_file" in flags:
+        return read_document(str(flags["config_file"]))
+    file = default_config_file()
+    if file is None:
+        return Document()
+    try:
+        return read_document(file)
+    except ConfigError as error:  # nobody typed that name on this command line
+        why = f"No --config_file is given, so ${CONFIG_VARIABLE} or {_DEFAULT_FILE} was read."
+        raise ConfigError([replace(problem, fix=f"{problem.fix} {why}") for problem in error.problems]) from None
 
 
 def _with_training(document: Document, training: Document) -> Document:

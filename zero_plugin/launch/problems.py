@@ -37,7 +37,7 @@ def find_problems(
     meeting = _meeting(settings, endpoint, document) if settings.num_machines > 1 else _port(settings)
     found = [*_unsupported(settings), *_processes(settings, gpus), *_log_folder(settings), *meeting]
     problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
-    return [*_program(program), *problems]
+    return [*_program(program), *_endpoint(settings, endpoint), *problems]
 
 
 def where(document: Document, key: str) -> str:
@@ -54,6 +54,12 @@ def _program(program: Program) -> Iterator[Problem]:
         yield Problem("command line", "", f"{program.name} is not a file", nearest_file(Path(program.name)))
     if program.kind == "executable" and shutil.which(program.name) is None:
         yield Problem("command line", "", f"{program.name} is not an executable here", "Name one that is on the PATH.")
+
+
+def _endpoint(settings: LaunchSettings, endpoint: str | None) -> Iterator[Problem]:
+    if endpoint and settings.num_machines == 1:
+        fix = "Leave it out, or add --num_machines."
+        yield Problem("--rdzv_endpoint", "", "has no effect: there is one machine", fix)
 
 
 def _unsupported(settings: LaunchSettings) -> _Found:

@@ -25,7 +25,7 @@ def settle_precision(draft: Draft) -> None:
         return
     typed: dict[Half, Entry | None] = {half: draft.get(half, "enabled") for half in _HALVES}
     precision, reason = _choose(asked, typed, draft.facts.machine)
-    by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind in ("flag", "environment")
+    by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind == "flag"
     for half, section in typed.items():
         if section is None:
             draft.put((half, "enabled"), half == precision, reason)
