@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,6 +111,13 @@ def train(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str
     return train
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3}
 
@@ -130,11 +138,11 @@ def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dic
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "model"), [("ddp", "DistributedDataParallel"), ("cpu", "Sequential")])
-def test_ready_plain_config_trains(name: str, model: str, train: Callable[..., dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["ddp", "cpu"])
+def test_ready_plain_config_trains(name: str, train: Callable[..., dict[str, Any]]) -> None:
     """The configs without ZeRO train the same script."""
     report = train(*LAUNCH, "--config_file", str(CONFIGS / f"{name}.yaml"), str(SCRIPT))
-    assert report["model"] == model
+    assert report["model"] == "DistributedDataParallel"
     assert report["optimizer"] == "AdamW"
     assert report["losses"][-1] < report["losses"][0]
 
@@ -176,9 +184,10 @@ def test_tutorial_config_with_fp16_says_so_on_a_cpu(
 
 
 @pytest.mark.processes
-def test_every_way_to_start_gives_the_same_losses(train: Callable[..., dict[str, Any]]) -> None:
+def test_every_way_to_start_gives_the_same_losses(train: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """launch, torchrun, torch.distributed.launch and plain python run the script, the config named in code."""
-    config = str(CONFIGS / "zero2.json")
+    config = str(tmp_path / "zero2.yaml")
+    Path(config).write_text("scheduler_counts: steps\ndeepspeed_config: {zero_stage: 2}\n")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     runs = [
         train(*LAUNCH, "--config_file", config, "--num_processes", "2", str(SCRIPT)),
@@ -189,7 +198,7 @@ def test_every_way_to_start_gives_the_same_losses(train: Callable[..., dict[str,
             "torch.distributed.launch",
             "--use_env",
             "--nproc_per_node=2",
-            "--master_port=0",
+            f"--master_port={free_port()}",
             str(SCRIPT),
             config,
         ),
