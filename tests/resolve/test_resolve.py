@@ -115,3 +115,12 @@ def test_resolution_does_not_import_torch():
     modules = "zero_plugin.resolve.resolve, zero_plugin.placeholders, zero_plugin.curves"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_what_the_loop_gives_is_held_to_the_schema(resolved):
+    """A wrong argument of a placeholder is refused like a wrong value in a file, with where it came from."""
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    optimizer = OptimizerFacts(given={"lr": -1, "betas": (0.9, 1.2)}, group_lrs=(-1,), placeholder=True)
+    with pytest.raises(ConfigError, match=r"lr: -1 is not legal here: given to DummyOptim\.\n.*at least 0") as caught:
+        resolved(config, optimizer=optimizer)
+    assert {problem.key for problem in caught.value.problems} == {"optimizer.params.lr", "optimizer.params.betas"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.validation import deepspeed_schema, legal, show, validator, violations
 from zero_plugin.resolve.batch import settle_batch, settle_clipping
 from zero_plugin.resolve.defaults import DEEPSPEED_AUTO, deepspeed_default
 from zero_plugin.resolve.draft import Draft
@@ -34,6 +35,7 @@ def resolve(document: Document, facts: Facts) -> Resolved:
     settle_optimizer(draft)
     settle_scheduler(draft)
     _settle_rest(draft)
+    _check_found(draft)
     return draft.finish()
 
 
@@ -47,3 +49,12 @@ def _settle_rest(draft: Draft) -> None:
             draft.refuse(path, "auto, but there is no rule and no default for this key.", "Write a value.")
         else:
             draft.put(path, default[0], "no rule fills it", "default")
+
+
+def _check_found(draft: Draft) -> None:
+    """Hold what the rules took from the loop to the same schema as what was typed."""
+    for found in violations(draft.tree, validator(deepspeed_schema())):
+        entry = draft.tree.get(*found.path)
+        if found.kind == "value" and entry is not None and not entry.origin.typed_by_user:
+            message = f"{show(found.value)} is not legal here: {entry.origin.reason}."
+            draft.refuse(found.path, message, f"Give {legal(found.wanted)}.")
