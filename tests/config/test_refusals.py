@@ -89,6 +89,7 @@ WRONG = [
     ("a removed optimizer", "c.json", '{"optimizer": {"type": "OneBitAdam"}}', "c.json:1:16", "removed it by 0.19.7"),
     ("max_grad_norm", "c.json", '{"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}', "c.json:1:44", "write gradient_clipping"),
     # --- values
+    ("an offload without a stage", "c.yaml", YAML + "  offload_param_device: cpu\n", "c.yaml:4:3", "the stage is 2 where none is written"),
     ("stage 4", "c.yaml", YAML + "  zero_stage: 4\n", "c.yaml:4:3", "4 is not legal here Write an integer from 0 to 3 or auto"),
     ("stage as words", "c.json", '{"zero_optimization": {"stage": "zero2"}}', "c.json:1:24", '"zero2" is not legal here'),
     ("a device that is none", "c.yaml", YAML + "  offload_optimizer_device: gpu\n", "c.yaml:4:3", "none, cpu, nvme or auto"),

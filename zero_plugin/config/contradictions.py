@@ -45,7 +45,11 @@ def _offload(document: Document) -> Iterator[Problem]:
     stage = _value(document, _STAGE, default=0)
     low = isinstance(stage, int) and stage < 3
     because = f"needs ZeRO stage 3, but the stage is {stage}"
-    because += f" at {_written(document, _STAGE)}" if _STAGE in document.deepspeed else " where none is written"
+    entry = document.deepspeed.get(*_STAGE)
+    if entry is not None and entry.origin.typed_by_user:
+        because += f" at {entry.origin.where}"
+    else:
+        because += " where none is written"
     fix = 'Write "stage": 3 (zero_stage: 3), or'
     for what in ("optimizer", "param"):
         section = ("zero_optimization", f"offload_{what}")
