@@ -124,3 +124,18 @@ def test_what_the_loop_gives_is_held_to_the_schema(resolved):
     with pytest.raises(ConfigError, match=r"lr: -1 is not legal here: given to DummyOptim\.\n.*at least 0") as caught:
         resolved(config, optimizer=optimizer)
     assert {problem.key for problem in caught.value.problems} == {"optimizer.params.lr", "optimizer.params.betas"}
+
+
+def test_an_argument_that_the_described_optimizer_does_not_have_is_refused(resolved):
+    """`betas` for SGD would reach the engine as an unexpected keyword."""
+    optimizer = OptimizerFacts(given={"lr": 0.1, "betas": (0.9, 0.95)}, group_lrs=(0.1,), placeholder=True)
+    with pytest.raises(ConfigError, match=r"betas: SGD has no such parameter: given to DummyOptim\..*\n.*momentum"):
+        resolved({"optimizer": {"type": "SGD"}}, optimizer=optimizer)
+
+
+def test_another_optimizer_than_described_is_one_problem(resolved):
+    """What is open in a section whose type is refused is not a problem of its own."""
+    sgd = OptimizerFacts(name="sgd", given={"lr": 0.1}, group_lrs=(0.1,))
+    with pytest.raises(ConfigError) as caught:
+        resolved({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, optimizer=sgd)
+    assert [problem.key for problem in caught.value.problems] == ["optimizer.type"]

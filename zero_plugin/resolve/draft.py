@@ -92,8 +92,9 @@ class Draft:
         self._refused.add(path)
 
     def still_open(self) -> list[Path]:
-        """The open leaves for which no rule has found a value or a problem."""
-        return [path for path in self.tree if self.is_open(*path) and path not in self._refused]
+        """The open leaves for which no rule has found a value or a problem, there or with their section's type."""
+        refused = self._refused
+        return [p for p in self.tree if self.is_open(*p) and p not in refused and (p[0], "type") not in refused]
 
     def finish(self) -> Resolved:
         """The resolved configuration.

@@ -55,6 +55,11 @@ def _check_found(draft: Draft) -> None:
     """Hold what the rules took from the loop to the same schema as what was typed."""
     for found in violations(draft.tree, validator(deepspeed_schema())):
         entry = draft.tree.get(*found.path)
-        if found.kind == "value" and entry is not None and not entry.origin.typed_by_user:
+        if entry is None or entry.origin.typed_by_user:
+            continue
+        if found.kind == "unknown":
+            message = f"{draft.value(found.path[0], 'type')} has no such parameter: {entry.origin.reason}."
+            draft.refuse(found.path, message, f"Drop the argument; it has {', '.join(found.wanted['properties'])}.")
+        else:
             message = f"{show(found.value)} is not legal here: {entry.origin.reason}."
             draft.refuse(found.path, message, f"Give {legal(found.wanted)}.")
