@@ -80,7 +80,7 @@ with pytest.raises(ConfigError, match="mixed_precision"):
     Accelerator(mixed_precision="fp61")
 print("all")
 """)
-    assert done.stdout == "all\n", done.stderr
+    assert done.stdout.endswith("all\n"), done.stderr
     assert "zero_plugin: single on 1 × cpu" in done.stderr
     assert "zero_plugin: DeepSpeed on 1 × cpu" in done.stderr
 
@@ -119,5 +119,5 @@ scheduler.step()
 assert type(optimizer.optimizer) is torch.optim.AdamW
 print("all")
 """)
-    assert done.stdout == "all\n", done.stderr
+    assert done.stdout.endswith("all\n"), done.stderr
     assert "WarmupDecayLR: learning rate" in done.stderr

@@ -62,17 +62,20 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
     expected = run_reference(path, case)
 
     kernels = ("cpu" in path or "nvme" in path) and case.optimizer[0] in ("Adam", "AdamW", "Lion", "Adagrad")
-    loss_tolerance = 1e-2 if case.precision == "bf16" else 1e-4 if kernels else 1e-5
+    # Tight enough that a lost clip, weight decay or group, or a learning rate 1 % off, is found; in bf16, a lost clip.
+    bf16 = case.precision == "bf16"
+    loss_tolerance = 5e-3 if bf16 else 1e-4 if kernels else 1e-5
     _assert_close("losses", result["losses"], expected["losses"], loss_tolerance)
-    _assert_close("norms", result["norms"], expected["norms"], 5e-2 if case.precision == "bf16" else 1e-4)
-    _assert_close("learning rates", result["rates"], expected["rates"], 1e-9)
+    _assert_close("norms", result["norms"], expected["norms"], 1e-2 if bf16 else 1e-4)
+    _assert_close("learning rates", result["rates"], expected["rates"], 1e-12)
     assert result["state"].keys() == expected["state"].keys()
     for key, value in expected["state"].items():
         difference = (result["state"][key].float() - value.float()).norm() / value.float().norm().clamp_min(1e-8)
-        assert difference < (5e-2 if case.precision == "bf16" else 1e-4), f"{key}: off by {difference:.2e}"
+        assert difference < (2.5e-2 if bf16 else 1e-4), f"{key}: off by {difference:.2e}"
 
 
 def _assert_close(what: str, got: Any, wanted: Any, tolerance: float) -> None:
     assert len(got) == len(wanted), f"{what}: {len(got)} values, {len(wanted)} expected"
-    error = (torch.tensor(got) - torch.tensor(wanted)).abs().max().item() if got else 0.0
+    difference = torch.tensor(got, dtype=torch.float64) - torch.tensor(wanted, dtype=torch.float64)
+    error = difference.abs().max().item() if got else 0.0
     assert error <= tolerance, f"{what}: off by {error:.2e}\n got {got}\n expected {wanted}"
