@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
@@ -141,7 +141,7 @@ def _readings(value: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[Any, bool
         yield str(value), True
 
 
-def did_you_mean(word: str, known: Iterator[str] | list[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The known word nearest to `word`, or "" where none is near."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=1, cutoff=0.7)
