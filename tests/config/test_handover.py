@@ -33,9 +33,7 @@ scalars = (
 values: st.SearchStrategy[Any] = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=6
 )
-origins = st.builds(
-    Origin, st.sampled_from(["file", "flag", "code", "rule", "default"]), st.text(), st.text()
-)
+origins = st.builds(Origin, st.sampled_from(["file", "flag", "code", "rule", "default"]), st.text(), st.text())
 trees = st.builds(
     lambda nested, origin: Tree.from_nested(nested, lambda _: origin),
     st.dictionaries(st.text(), values, max_size=4),
