@@ -98,6 +98,8 @@ class PreparedOptimizer(Optimizer):
             self.session.drop_gradients()
             self._corrected = False
             self._window.restart()
+        else:
+            self.session.drop_strays()
 
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
         """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens."""

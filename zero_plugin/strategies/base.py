@@ -20,8 +20,9 @@ from zero_plugin.strategies.processes import Processes
 __all__ = ["DIRECT_BACKWARD", "Session", "SessionRequest", "Strategy"]
 
 DIRECT_BACKWARD = (
-    "gradients came from loss.backward(), which knows no accumulation window and no loss scale.\n"
-    "Call accelerator.backward(loss) instead."
+    "gradients came to this model from loss.backward(), or from another model's loss that runs through it.\n"
+    "Call accelerator.backward(loss). Where another model's loss runs through this one, call this one's "
+    "optimizer.zero_grad() before its own backward; under ZeRO such a loss cannot be had."
 )
 
 
@@ -91,6 +92,10 @@ class Session(ABC):
     @abstractmethod
     def drop_gradients(self) -> None:
         """Forget every gradient of the window."""
+
+    @abstractmethod
+    def drop_strays(self) -> None:
+        """Forget gradients that no `backward` of this session made, as `zero_grad` before a backward does."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

@@ -66,6 +66,7 @@ class TorchSession(Session):
                 "backward() after clip_grad_norm_() and before optimizer.step(): the clipped gradients are unscaled, "
                 "new ones would be scaled.\nCall clip_grad_norm_() after the window's last backward()."
             )
+        self._refuse_strays()
         self._has_gradients = True
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         torch.autograd.backward(scaled, **kwargs)
@@ -100,9 +101,8 @@ class TorchSession(Session):
     def step(self) -> bool:
         """See `Session.step`."""
         assert self.optimizer is not None
+        self._refuse_strays()
         if not self._has_gradients:
-            if any(p.grad is not None for p in self._trained_parameters()):
-                raise LoopError(DIRECT_BACKWARD)
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         if self._clipping is not None and not self._clipped:
             self.clip(self._clipping)
@@ -122,6 +122,11 @@ class TorchSession(Session):
         self._has_gradients = self._clipped = self._unscaled = False
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
+
+    def drop_strays(self) -> None:
+        """See `Session.drop_strays`."""
+        if not self._has_gradients:
+            self.drop_gradients()
 
     @contextmanager
     def _stay_local(self) -> Iterator[None]:
@@ -152,6 +157,10 @@ class TorchSession(Session):
         self.model = self.module
         self._ddp = None
         self.optimizer = None
+
+    def _refuse_strays(self) -> None:
+        if not self._has_gradients and any(p.grad is not None for p in self._trained_parameters()):
+            raise LoopError(DIRECT_BACKWARD)
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         assert self.optimizer is not None

@@ -99,6 +99,9 @@ class EngineSession(Session):
         self._gradients.set_clipping(self._clipping)
         self._start_window()
 
+    def drop_strays(self) -> None:
+        """See `Session.drop_strays`: an engine lets none in."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """See `Session.no_sync`: at stages 0 and 1 no backward reduces anyway, at 2 and 3 every one has to."""
         return nullcontext()
