@@ -32,24 +32,6 @@ def test_values_are_typed() -> None:
     assert settings_of(distributed_type="deepspeed").distributed_type == "DEEPSPEED"
 
 
-def test_keys_without_meaning_are_left_out() -> None:
-    """Accelerate's TPU-pod and FSDP keys do not disturb; one that says something is noted."""
-    boilerplate = {"tpu_env": [], "tpu_use_cluster": False, "downcast_bf16": "no", "main_training_function": "main"}
-    quiet = document_from_mapping({"num_processes": 1, **boilerplate}, "code")
-    assert quiet.notes == ()
-    assert launch_settings(quiet).num_processes == 1
-    spoken = document_from_mapping({"num_processes": 1, "fsdp_config": {"fsdp_version": 2}}, "code")
-    assert spoken.notes == ("code: fsdp_config: has no meaning here (FSDP only)",)
-
-
-def test_keys_without_an_effect_yet_are_noted() -> None:
-    """A setting that is not followed yet is not dropped without a word; `false` is what happens."""
-    asked = document_from_mapping({"deepspeed_config": {"zero3_init_flag": True}}, "code")
-    assert asked.notes == ("code: zero3_init_flag: has no effect yet (models are built whole, then partitioned)",)
-    off = document_from_mapping({"deepspeed_config": {"zero3_init_flag": "false"}}, "code")
-    assert off.notes == ('code: zero3_init_flag: read "false" as false',)
-
-
 def test_settings_are_frozen_and_every_field_is_described() -> None:
     """Nothing changes them later, and each field's docstring names its default."""
     with pytest.raises(pydantic.ValidationError):

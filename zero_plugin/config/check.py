@@ -8,13 +8,8 @@ from typing import Any, Final
 
 from zero_plugin.config.contradictions import contradictions
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import (
-    REFUSED_KEYS,
-    REFUSED_VALUES,
-    WITHOUT_MEANING,
-    LaunchSettings,
-    launch_schema,
-)
+from zero_plugin.config.launch_keys import REFUSED_KEYS, REFUSED_VALUES, SAYS_NOTHING, WITHOUT_MEANING
+from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
 from zero_plugin.config.retired import RETIRED_KEYS, RETIRED_OPTIMIZERS
 from zero_plugin.config.translate import SHORT_FIELDS
 from zero_plugin.config.tree import AUTO, Path, Tree, dotted
@@ -33,7 +28,6 @@ __all__ = ["check_document"]
 
 _FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
 _MANY: Final = 12  # more legal keys than this are not listed in a message
-_SAYS_NOTHING: Final[tuple[Any, ...]] = (None, "", (), {})
 
 
 def check_document(document: Document) -> None:
@@ -67,7 +61,7 @@ def _launch_problems(document: Document) -> Iterator[Problem]:
     for path, entry in document.launch.entries.items():
         if path[0] in REFUSED_KEYS:
             has_effect, fix = REFUSED_KEYS[path[0]]
-            if entry.value not in (*_SAYS_NOTHING, AUTO) and has_effect(path[-1], entry.value):
+            if entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
                 yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
     known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, "deepspeed_config"]
     for name in dict.fromkeys(path[0] for path in document.launch):

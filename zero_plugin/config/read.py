@@ -13,13 +13,8 @@ from typing import Any, Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import nearest_file, parse_file
-from zero_plugin.config.launch_settings import (
-    REFUSED_KEYS,
-    WITHOUT_MEANING,
-    LaunchSettings,
-    ignored_keys,
-    launch_schema,
-)
+from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING, ignored_keys
+from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, sections
 from zero_plugin.config.overlay import same_value
 from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS, one_spelling, translate_short_fields

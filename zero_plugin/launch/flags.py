@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import ignored_keys
+from zero_plugin.config.launch_keys import ignored_keys
 from zero_plugin.config.located import as_number
 from zero_plugin.config.overlay import overlay_flags
 from zero_plugin.config.read import read_document

@@ -1,0 +1,34 @@
+"""Launch keys that are accepted and not followed, and those that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_plugin.config.check import check_document
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.errors import ConfigError
+
+
+def test_keys_without_meaning_are_left_out() -> None:
+    """Accelerate's TPU-pod and FSDP keys do not disturb; one that says something is noted."""
+    boilerplate = {"tpu_env": [], "tpu_use_cluster": False, "downcast_bf16": "no", "main_training_function": "main"}
+    quiet = document_from_mapping({"num_processes": 1, **boilerplate}, "code")
+    assert quiet.notes == ()
+    spoken = document_from_mapping({"num_processes": 1, "fsdp_config": {"fsdp_version": 2}}, "code")
+    assert spoken.notes == ("code: fsdp_config: has no meaning here (FSDP only)",)
+
+
+def test_keys_without_an_effect_yet_are_noted() -> None:
+    """A setting that is not followed yet is not dropped without a word; `false` is what happens."""
+    asked = document_from_mapping({"deepspeed_config": {"zero3_init_flag": True}}, "code")
+    assert asked.notes == ("code: zero3_init_flag: has no effect yet (models are built whole, then partitioned)",)
+    off = document_from_mapping({"deepspeed_config": {"zero3_init_flag": "false"}}, "code")
+    assert off.notes == ('code: zero3_init_flag: read "false" as false',)
+
+
+@pytest.mark.parametrize("nothing", [None, False, "no", "NO", "", {}, "auto"], ids=str)
+def test_a_refused_key_that_asks_for_nothing_is_legal(nothing: object) -> None:
+    """What asks for nothing is the same for every key whose effect is missing here."""
+    check_document(document_from_mapping({"num_processes": 1, "dynamo_backend": nothing}, "code"))
+    with pytest.raises(ConfigError, match="dynamo_backend"):
+        check_document(document_from_mapping({"num_processes": 1, "dynamo_backend": "inductor"}, "code"))

@@ -1,0 +1,74 @@
+"""Accelerate's launch keys that this package refuses, follows later, or has no use for, with what to tell of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from zero_plugin.config.tree import AUTO, Tree
+
+__all__ = ["REFUSED_KEYS", "REFUSED_VALUES", "SAYS_NOTHING", "WITHOUT_MEANING", "ignored_keys"]
+
+# Accelerate's keys that say nothing about a run on these paths; they are accepted, so that a config moves over.
+WITHOUT_MEANING: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"), "TPU pods only"),
+    **dict.fromkeys(("command_file", "commands"), "TPU pods only"),
+    "downcast_bf16": "TPU only",
+    "fsdp_config": "FSDP only",
+    "fp8_config": "fp8 only",
+    "megatron_lm_config": "Megatron-LM only",
+    "deepspeed_fields_from_accelerate_config": "Accelerate writes it for itself",
+}
+
+# Keys that will have an effect and have none yet.
+_NOT_YET: Final[Mapping[str, str]] = {
+    "zero3_init_flag": "models are built whole, then partitioned",
+    "deepspeed_moe_layer_cls_names": "ZeRO-3 gathers each submodule of a mixture-of-experts layer when it runs",
+}
+
+# What any of these keys may hold without asking for anything.
+SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {}, AUTO)
+
+_NO_COMPILE = "Call torch.compile on the model in the script and delete the key."
+
+# Accelerate's keys whose effect this package does not have: which leaf and value ask for the effect, and what to do.
+REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
+    "compute_environment": (
+        lambda _, value: value != "LOCAL_MACHINE",
+        "Only LOCAL_MACHINE is supported; delete the key.",
+    ),
+    "parallelism_config": (
+        lambda _, value: isinstance(value, int) and value > 1,
+        "Only data parallelism is supported: write 1 for every size, or delete it.",
+    ),
+    "dynamo_config": (lambda leaf, value: leaf.endswith("backend") and str(value).lower() != "no", _NO_COMPILE),
+    "dynamo_backend": (lambda _, value: str(value).lower() != "no", _NO_COMPILE),
+    "ipex_config": (lambda leaf, _: leaf == "ipex", "Delete the key; torch itself has the CPU kernels."),
+    "mpirun_config": (
+        lambda leaf, _: leaf.endswith("hostfile"),
+        "Delete the key; an MPI environment is recognised by itself.",
+    ),
+}
+
+_SHARDS_LIKE_FSDP = "Write DEEPSPEED with zero_stage: 3, which shards the same states as FSDP's FULL_SHARD."
+_NO_DEVICE = "Write NO, MULTI_CPU, MULTI_GPU, DEEPSPEED, TPU or XLA; this device is not supported."
+REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
+    ("distributed_type", "FSDP"): _SHARDS_LIKE_FSDP,
+    ("distributed_type", "MEGATRON_LM"): "Write DEEPSPEED; tensor and pipeline parallelism are not supported.",
+    **{
+        ("distributed_type", f"MULTI_{device}"): _NO_DEVICE
+        for device in ("NPU", "XPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
+    },
+    ("mixed_precision", "fp8"): "Write bf16: DeepSpeed ZeRO has no fp8.",
+}
+
+
+def ignored_keys(launch: Tree) -> list[str]:
+    """A note for each key that says something and is not followed."""
+    notes = {name: f"has no meaning here ({why})" for name, why in WITHOUT_MEANING.items()}
+    notes |= {name: f"has no effect yet ({why})" for name, why in _NOT_YET.items()}
+    told: dict[str, str] = {}
+    for path, entry in launch.entries.items():
+        if path[0] in notes and entry.value not in SAYS_NOTHING:
+            told.setdefault(path[0], f"{entry.origin.where}: {path[0]}: {notes[path[0]]}")
+    return list(told.values())
