@@ -55,6 +55,12 @@ def test_a_fallback_lists_what_it_drops() -> None:
     assert "dropped" not in select(2).reason
 
 
+def test_stage_0_is_nothing_to_drop() -> None:
+    """DDP is what stage 0 says, so nothing is lost and nothing is said."""
+    stage_0 = {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "none"}}}
+    assert select(2, distributed_type="MULTI_CPU", deepspeed_config=stage_0).reason == "ddp on 2 × cpu"
+
+
 def test_a_device_that_deepspeed_lacks() -> None:
     """The refusal says so; nothing else is taken in its place."""
     with pytest.raises(StrategyError, match="DeepSpeed does not run on xla"):

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from zero_plugin.config.check import check_document
+from zero_plugin.config.launch_settings import dropped_zero, launch_settings
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, Problem
 
@@ -26,5 +27,6 @@ def _problems(file: str) -> tuple[Problem, ...]:
         check_document(document)
     except ConfigError as error:
         return error.problems
-    print("\n".join([*document.notes, f"{file}: no problem found"]))
+    dropped = dropped_zero(document, launch_settings(document))
+    print("\n".join([*document.notes, *([dropped] if dropped else []), f"{file}: no problem found"]))
     return ()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 
-__all__ = ["LaunchSettings", "asks_for_deepspeed", "launch_schema", "launch_settings"]
+__all__ = ["LaunchSettings", "asks_for_deepspeed", "dropped_zero", "launch_schema", "launch_settings"]
 
 
 def _names(value: Any) -> Any:
@@ -117,3 +117,19 @@ def asks_for_deepspeed(document: Document, settings: LaunchSettings) -> bool:
     """Whether a document asks for ZeRO: by its `distributed_type` or, where that is open, by a ZeRO section."""
     kind = settings.distributed_type
     return kind == "DEEPSPEED" or (kind is None and document.deepspeed.has_section("zero_optimization"))
+
+
+def dropped_zero(document: Document, settings: LaunchSettings) -> str:
+    """What of the ZeRO section a `distributed_type` without ZeRO drops, and where that is written; "" for nothing."""
+    if asks_for_deepspeed(document, settings):
+        return ""
+    zero = document.deepspeed.section("zero_optimization")
+    stage = zero.value("stage")
+    parts = [] if stage in (None, 0) else [f"ZeRO stage {'auto' if stage is AUTO else stage}"]
+    for what in ("optimizer", "param"):
+        device = zero.value(f"offload_{what}", "device")
+        if device not in (None, "none", AUTO):
+            parts.append(f"{what} offload to {device}")
+    if not parts:
+        return ""
+    return f"{' and '.join(parts)} dropped, as {document.launch.entries[('distributed_type',)].origin.where} asks"

@@ -6,7 +6,7 @@ import importlib.metadata
 from typing import NamedTuple
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero
 from zero_plugin.errors import StrategyError
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.ddp import DdpStrategy
@@ -33,12 +33,11 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
         StrategyError: ZeRO was asked for and cannot run.
     """
     where = f"{processes.world_size} × {processes.device.type}"
-    asked = settings.distributed_type
-    has_zero = document.deepspeed.has_section("zero_optimization")
-    if asked == "DEEPSPEED" or (asked is None and has_zero):
+    if asks_for_deepspeed(document, settings):
         return Selection(_deepspeed(processes), f"DeepSpeed on {where}")
-    said = _dropped(document) if has_zero else ""
-    if asked == "MULTI_GPU" and processes.device.type == "cpu":
+    dropped = dropped_zero(document, settings)
+    said = f"; {dropped}" if dropped else ""
+    if settings.distributed_type == "MULTI_GPU" and processes.device.type == "cpu":
         said += f"; {document.launch.entries[('distributed_type',)].origin.where} asks for GPUs, and there are none"
     refusals = []
     for strategy in (SingleStrategy(processes), DdpStrategy(processes)):
@@ -63,16 +62,3 @@ def _deepspeed(processes: Processes) -> Strategy:
     if (refusal := strategy.refuse()) is not None:
         raise StrategyError(f"The configuration asks for DeepSpeed, but {refusal}.")
     return strategy
-
-
-def _dropped(document: Document) -> str:
-    """What of the ZeRO section has no meaning without an engine, for the fallback's one line."""
-    zero = document.deepspeed.section("zero_optimization")
-    parts = [f"ZeRO stage {zero.value('stage', default=0)}"]
-    for what in ("optimizer", "param"):
-        device = zero.value(f"offload_{what}", "device")
-        if device not in (None, "none"):
-            parts.append(f"{what} offload to {device}")
-    asker = document.launch.get("distributed_type")
-    by = f", as {asker.origin.where} asks" if asker is not None else ""
-    return f"; {' and '.join(parts)} dropped{by}"
