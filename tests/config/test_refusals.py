@@ -134,6 +134,7 @@ WRONG = [
     ("prescaling", "c.json", '{"prescale_gradients": true, ' + ZERO2[:-2] + "}}", "c.json:1:2", "reduce_scatter"),
     ("a rank beyond the machines", "c.yaml", "num_machines: 2\nmachine_rank: 2\nnum_processes: 4\n", "c.yaml:2:1", "ranks count from 0"),
     ("uneven machines", "c.yaml", "num_machines: 2\nnum_processes: 3\n", "c.yaml:2:1", "do not divide among 2 machines"),
+    ("several processes of one", "c.yaml", "distributed_type: 'NO'\nnum_processes: 2\n", "c.yaml:2:1", "2, but distributed_type NO is one process"),
     ("two filters", "c.yaml", YAML + "  deepspeed_inclusion_filter: a\n  deepspeed_exclusion_filter: b\n", "c.yaml:5:3", "Keep one of the two"),
 ]  # fmt: skip
 

@@ -128,6 +128,11 @@ def _machines(document: Document) -> Iterator[Problem]:
     if _counts(machines) and processes is not None and _counts(processes.value) and processes.value % machines:
         message = f"{processes.value} processes do not divide among {machines} machines"
         yield Problem(processes.origin.where, "num_processes", message, f"Write a multiple of {machines}.")
+    alone = document.launch.value("distributed_type") == "NO"
+    if alone and processes is not None and _counts(processes.value) and processes.value > 1:
+        message = f"{processes.value}, but distributed_type NO is one process"
+        fix = "Write num_processes: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
+        yield Problem(processes.origin.where, "num_processes", message, fix)
     inclusion, exclusion = (document.launch.get(f"deepspeed_{way}_filter") for way in ("inclusion", "exclusion"))
     if inclusion is not None and exclusion is not None and inclusion.value and exclusion.value:
         message = f"stands beside deepspeed_inclusion_filter at {inclusion.origin.where}"

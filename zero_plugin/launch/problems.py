@@ -81,10 +81,7 @@ def _processes(settings: LaunchSettings, gpus: int) -> _Found:
     wanted, machines = settings.num_processes, settings.num_machines
     if wanted is None:
         return
-    if wanted > 1 and settings.distributed_type == "NO":
-        fix = "Write num_processes: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
-        yield "num_processes", f"{wanted}, but distributed_type NO is one process", fix
-    elif gpus and wanted // machines > gpus:
+    if gpus and wanted // machines > gpus:
         fix = f"Write at most {gpus * machines}, since each process has a GPU of its own; or add --cpu."
         yield "num_processes", f"{wanted // machines} processes on this machine, which has {gpus} usable GPUs", fix
     elif wanted // machines > _MOST_PROCESSES:
