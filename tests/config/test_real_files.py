@@ -41,7 +41,7 @@ def test_published_file(path: Path) -> None:
 
 
 def test_files_that_deepspeed_would_run_are_accepted() -> None:
-    """Every file without a removed or foreign key, a template or FSDP is accepted: the checker does not refuse all."""
+    """Every file without a removed or foreign key, a template, FSDP or eight processes of a `NO` is accepted."""
     accepted = [path.parent.name for path in FILES if isinstance(read_or_refusal(path), Document)]
-    assert (accepted.count("accelerate"), accepted.count("trl")) == (9, 9)
+    assert (accepted.count("accelerate"), accepted.count("trl")) == (9, 8)
     assert accepted.count("deepspeed_examples") == 27
