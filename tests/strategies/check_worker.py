@@ -1,4 +1,4 @@
-"""Runs the checks of a module in one group of processes: STORE RANK WORLD MODULE FOLDER.
+"""Runs the checks of modules in one group of processes: STORE RANK WORLD MODULES FOLDER.
 
 A module lists `CHECKS`: name -> (processes it runs on, function of an empty folder). Each process writes the outcome of
 each check, "ok" or a traceback.
@@ -21,16 +21,20 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """Run every check of the module that is for this number of processes."""
-    store, rank, world, module, output = sys.argv[1:6]
+    """Run every check of the modules that is for this number of processes."""
+    store, rank, world, modules, output = sys.argv[1:6]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
     )
     outcomes = {}
-    for name, (worlds, check) in importlib.import_module(module).CHECKS.items():
-        if int(world) not in worlds:
-            continue
+    checks = {
+        f"{module}.{name}": check
+        for module in modules.split(",")
+        for name, (worlds, check) in importlib.import_module(module).CHECKS.items()
+        if int(world) in worlds
+    }
+    for name, check in checks.items():
         folder = Path(output) / name
         folder.mkdir(exist_ok=True)
         torch.manual_seed(0)

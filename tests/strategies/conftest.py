@@ -13,28 +13,29 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the checks import each other by name, here and in the worker
 
 
+MODULES = sorted(file.stem for file in HERE.glob("*_checks.py"))
+
+
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """The folders of the groups that have run."""
+def finished() -> dict[int, Path]:
+    """The folder of each number of processes that has run."""
     return {}
 
 
 @pytest.fixture
 def outcome(
-    run_processes: Callable[..., list[str]],
-    finished: dict[tuple[str, int], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    run_processes: Callable[..., list[str]], finished: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, int, str], None]:
-    """Fail unless the check NAME of a module passed on every one of WORLD processes; its processes run once for all."""
+    """Fail unless check NAME of MODULE passed on every one of WORLD processes; all checks run once, in one group."""
 
     def outcome(module: str, world: int, name: str) -> None:
-        if (module, world) not in finished:
-            finished[module, world] = folder = tmp_path_factory.mktemp(f"{module}-{world}")
-            run_processes(HERE / "check_worker.py", world, module, folder, seconds=280)
-        folder = finished[module, world]
-        outcomes = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+        if world not in finished:
+            finished[world] = folder = tmp_path_factory.mktemp(f"checks-{world}")
+            run_processes(HERE / "check_worker.py", world, ",".join(MODULES), folder, seconds=560)
+        outcomes = [json.loads(file.read_text()) for file in sorted(finished[world].glob("rank-*.json"))]
         assert len(outcomes) == world, "the processes of these checks did not run to their end"
-        failures = [f"--- process {rank}\n{found[name]}" for rank, found in enumerate(outcomes) if found[name] != "ok"]
+        found = [outcome[f"{module}.{name}"] for outcome in outcomes]
+        failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(found) if text != "ok"]
         assert not failures, "\n".join(failures)
 
     return outcome
