@@ -72,12 +72,22 @@ def test_the_workers_get_the_document() -> None:
         ),
         (SERVER, {}, {}, {"OMP_NUM_THREADS": "16"}),
         (SERVER, {}, {"gpu_ids": "0,2"}, {"OMP_NUM_THREADS": "32", "CUDA_VISIBLE_DEVICES": "0,2"}),
+        (
+            SERVER,
+            {"CUDA_VISIBLE_DEVICES": "4,GPU-1f, 6,7"},
+            {"gpu_ids": "2,1"},
+            {"OMP_NUM_THREADS": "32", "CUDA_VISIBLE_DEVICES": "6,GPU-1f"},
+        ),
         (SERVER, {}, {"use_cpu": True}, {"OMP_NUM_THREADS": "64", "DS_ACCELERATOR": "cpu"}),
+        (SERVER, {}, {"use_cpu": True, "gpu_ids": "9"}, {"OMP_NUM_THREADS": "64", "DS_ACCELERATOR": "cpu"}),
     ],
     ids=str,
 )
 def test_environment(machine: Machine, environ: dict[str, str], keys: dict[str, Any], expected: dict[str, str]) -> None:
-    """Threads come from cores and processes, DeepSpeed is told of a CPU run, and what the user set is left alone."""
+    """Threads come from cores and processes, DeepSpeed is told of a CPU run, and what the user set is left alone.
+
+    `gpu_ids` choose among the GPUs that were lent to this process, and none that it does not see.
+    """
     added = build(machine, environ, **keys).environment
     assert {name: setting.value for name, setting in added.items() if name != ENVIRONMENT_VARIABLE} == expected
     assert all(setting.reason for setting in added.values())
@@ -112,6 +122,10 @@ def test_several_machines_meet_at_the_first() -> None:
         (SERVER, {**TWO_MACHINES, "deepspeed_multinode_launcher": "pdsh"}, ["pdsh", "standard"]),
         (SERVER, {"deepspeed_hostfile": "hosts"}, ["c.yaml:1:1: deepspeed_hostfile", "on every machine"]),
         (SERVER, {"deepspeed_inclusion_filter": "a@b"}, ["deepspeed_inclusion_filter"]),
+        (SERVER, {"gpu_ids": "0,4"}, ["c.yaml:1:1: gpu_ids: 4: no GPU", "Write all, or some of 0,1,2,3"]),
+        (SERVER, {"gpu_ids": "0,one,-1"}, ["gpu_ids: one,-1: no GPU"]),
+        (SERVER, {"gpu_ids": [1, 1]}, ["gpu_ids: 1,1 names a GPU twice"]),
+        (LAPTOP, {"gpu_ids": "0"}, ["gpu_ids: there is no GPU here"]),
         (LAPTOP, {"log_dir": __file__}, ["c.yaml:1:1: log_dir", "is no folder"]),
         (SERVER, {"distributed_type": "TPU"}, ["distributed_type", "TPU"]),
         (SERVER, {"enable_cpu_affinity": True}, ["enable_cpu_affinity"]),
@@ -135,6 +149,37 @@ def test_a_zero_section_alone_is_looked_at_as_zero() -> None:
     )
     with pytest.raises(ConfigError, match="DeepSpeed does not run fp16 on a cpu"):
         build_spec(with_zero, SCRIPT, LAPTOP, {})
+
+
+def test_a_flag_for_gpus_without_a_gpu() -> None:
+    """`--multi_gpu` is refused where there is none; a file that says so may move there, and runs on the CPU."""
+    typed = Document().overlay(
+        {("distributed_type",): "MULTI_GPU"}, kind="flag", where={("distributed_type",): "--multi_gpu"}
+    )
+    with pytest.raises(ConfigError, match=r"--multi_gpu: .*no GPU here.*\n.*--cpu"):
+        build_spec(typed, SCRIPT, LAPTOP, {})
+    assert build_spec(typed, SCRIPT, SERVER, {}).local_processes == 4
+    assert build(LAPTOP, distributed_type="MULTI_GPU").environment["DS_ACCELERATOR"].value == "cpu"
+
+
+def test_an_nvme_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    """Found before any process starts; without ZeRO the path is not used, and may be anything."""
+    (tmp_path / "file").touch()
+
+    def offloading(path: Path, **launch: Any) -> Document:
+        section = ("deepspeed", "zero_optimization")
+        values = {
+            (*section, "stage"): 3,
+            (*section, "offload_param", "device"): "nvme",
+            (*section, "offload_param", "nvme_path"): str(path),
+        }
+        return document(**launch).overlay(values, kind="flag", where=dict.fromkeys(values, "--offload_param_nvme_path"))
+
+    with pytest.raises(ConfigError, match=r"--offload_param_nvme_path: .*file is no folder that can be written"):
+        build_spec(offloading(tmp_path / "file" / "swap"), SCRIPT, LAPTOP, {})
+    build_spec(offloading(tmp_path / "new" / "swap"), SCRIPT, LAPTOP, {})
+    build_spec(offloading(tmp_path / "file" / "swap", distributed_type="MULTI_CPU"), SCRIPT, LAPTOP, {})
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_rendezvous_for_one_machine_is_refused() -> None:

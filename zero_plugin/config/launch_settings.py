@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 
-__all__ = ["LaunchSettings", "asks_for_deepspeed", "dropped_zero", "launch_schema", "launch_settings"]
+__all__ = ["LaunchSettings", "asks_for_cpu", "asks_for_deepspeed", "dropped_zero", "launch_schema", "launch_settings"]
 
 
 def _names(value: Any) -> Any:
@@ -111,6 +111,11 @@ def launch_settings(document: Document) -> LaunchSettings:
     known = LaunchSettings.model_fields
     given = {path[0]: entry.value for path, entry in document.launch.entries.items() if path[0] in known}
     return LaunchSettings(**{name: value for name, value in given.items() if value not in (None, AUTO)})
+
+
+def asks_for_cpu(settings: LaunchSettings) -> bool:
+    """Whether a document asks for the CPU, also where there are GPUs."""
+    return settings.use_cpu or settings.distributed_type == "MULTI_CPU"
 
 
 def asks_for_deepspeed(document: Document, settings: LaunchSettings) -> bool:

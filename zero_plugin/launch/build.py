@@ -8,7 +8,7 @@ from typing import Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, launch_settings
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.problems import find_problems, where
@@ -41,11 +41,11 @@ def build_spec(
         ConfigError: everything about the launch that cannot run here, at once.
     """
     settings = launch_settings(document)
-    on_cpu = settings.use_cpu or settings.distributed_type == "MULTI_CPU" or not machine.gpus
+    on_cpu = asks_for_cpu(settings) or not machine.gpus
     gpus = 0 if on_cpu else machine.gpus if settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))
     processes, reason = _local_processes(settings, gpus)
     problems = [
-        *find_problems(document, settings, program, gpus=gpus, endpoint=rendezvous_endpoint),
+        *find_problems(document, settings, program, machine, gpus=gpus, endpoint=rendezvous_endpoint),
         *find_hopeless(
             document,
             accelerator="cuda" if gpus else "cpu",
@@ -115,6 +115,15 @@ def _environment(
     if on_cpu and "DS_ACCELERATOR" not in environ:
         why = "the run is on the CPU" if machine.gpus else "this machine has no GPU"
         added["DS_ACCELERATOR"] = Setting("cpu", f"for DeepSpeed: {why}")
-    if settings.gpu_ids != "all":
-        added["CUDA_VISIBLE_DEVICES"] = Setting(settings.gpu_ids, where(document, "gpu_ids"))
+    if settings.gpu_ids != "all" and not on_cpu:
+        ids = _visible_ids(settings.gpu_ids, environ.get("CUDA_VISIBLE_DEVICES"))
+        added["CUDA_VISIBLE_DEVICES"] = Setting(ids, where(document, "gpu_ids"))
     return added
+
+
+def _visible_ids(wanted: str, seen: str | None) -> str:
+    """`gpu_ids`, which count the GPUs that this process sees, as the driver names them: the others are other jobs'."""
+    if not seen:
+        return wanted
+    names = [name.strip() for name in seen.split(",")]
+    return ",".join(names[int(number)] for number in wanted.split(","))

@@ -10,10 +10,10 @@ from typing import Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import nearest_file
-from zero_plugin.config.launch_settings import LaunchSettings
-from zero_plugin.config.tree import AUTO
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
+from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import Problem
-from zero_plugin.launch.machine import port_is_free
+from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.spec import Program
 
 __all__ = ["find_problems", "where"]
@@ -23,7 +23,13 @@ _REMOTE_LAUNCHERS: Final = ("pdsh", "openmpi", "mvapich", "mpich", "nossh", "slu
 
 
 def find_problems(
-    document: Document, settings: LaunchSettings, program: Program, *, gpus: int, endpoint: str | None
+    document: Document,
+    settings: LaunchSettings,
+    program: Program,
+    machine: Machine,
+    *,
+    gpus: int,
+    endpoint: str | None,
 ) -> list[Problem]:
     """Everything that stands against this launch on this machine.
 
@@ -31,13 +37,20 @@ def find_problems(
         document: for where each setting was written.
         settings: the document's launch part.
         program: what the workers shall run.
+        machine: what they will see.
         gpus: GPUs of this machine that the run may use; 0 for a run on the CPU.
         endpoint: `--rdzv_endpoint`, where it was given.
     """
     meeting = _meeting(settings, endpoint, document) if settings.num_machines > 1 else _port(settings)
-    found = [*_unsupported(settings), *_processes(settings, gpus), *_log_folder(settings), *meeting]
+    found = [
+        *_unsupported(settings),
+        *_gpus(settings, machine, document),
+        *_processes(settings, gpus),
+        *_log_folder(settings),
+        *meeting,
+    ]
     problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
-    return [*_program(program), *_endpoint(settings, endpoint), *problems]
+    return [*_program(program), *_endpoint(settings, endpoint), *problems, *_nvme_folders(document, settings)]
 
 
 def where(document: Document, key: str) -> str:
@@ -77,6 +90,24 @@ def _unsupported(settings: LaunchSettings) -> _Found:
         yield "enable_cpu_affinity", "processes cannot be bound to cores yet", "Write false."
 
 
+def _gpus(settings: LaunchSettings, machine: Machine, document: Document) -> _Found:
+    kind = document.launch.get("distributed_type")
+    if not machine.gpus and kind is not None and kind.value == "MULTI_GPU" and kind.origin.kind == "flag":
+        yield "distributed_type", "there is no GPU here that torch can use", "Give --cpu in its place: DDP on the CPU."
+    if settings.gpu_ids == "all" or asks_for_cpu(settings):
+        return
+    ids = settings.gpu_ids.split(",")
+    known = [str(number) for number in range(machine.gpus)]
+    unknown = [name for name in ids if name not in known]
+    if unknown and not known:
+        yield "gpu_ids", "there is no GPU here that torch can use", "Delete it, or add --cpu."
+    elif unknown:
+        fix = f"Write all, or some of {','.join(known)}: they count the GPUs that this process sees."
+        yield "gpu_ids", f"{','.join(unknown)}: no GPU here has that number", fix
+    elif len(set(ids)) < len(ids):
+        yield "gpu_ids", f"{settings.gpu_ids} names a GPU twice", "Write each number once."
+
+
 def _processes(settings: LaunchSettings, gpus: int) -> _Found:
     wanted, machines = settings.num_processes, settings.num_machines
     if wanted is None:
@@ -92,10 +123,29 @@ def _processes(settings: LaunchSettings, gpus: int) -> _Found:
 def _log_folder(settings: LaunchSettings) -> _Found:
     if settings.log_dir is None:
         return
-    folder = Path(settings.log_dir)
-    there = next((path for path in (folder, *folder.parents) if path.exists()), Path())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        yield "log_dir", f"{there} is no folder that can be written", "Name a folder that can be made or written."
+    if (obstacle := _obstacle(settings.log_dir)) is not None:
+        yield "log_dir", f"{obstacle} is no folder that can be written", "Name a folder that can be made or written."
+
+
+def _nvme_folders(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
+    if not asks_for_deepspeed(document, settings):
+        return
+    for offload in ("offload_optimizer", "offload_param"):
+        section = ("zero_optimization", offload)
+        entry = document.deepspeed.get(*section, "nvme_path")
+        if document.deepspeed.value(*section, "device") != "nvme" or entry is None or not isinstance(entry.value, str):
+            continue
+        if (obstacle := _obstacle(entry.value)) is not None:
+            message = f"{obstacle} is no folder that can be written"
+            fix = "Name a folder on a local NVMe disk that can be made or written."
+            yield Problem(entry.origin.where, dotted((*section, "nvme_path")), message, fix)
+
+
+def _obstacle(folder: str) -> Path | None:
+    """What there is of `folder` already, if nothing can be made below that."""
+    path = Path(folder)
+    there = next((parent for parent in (path, *path.parents) if os.access(parent, os.F_OK)), Path())
+    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
 
 
 def _port(settings: LaunchSettings) -> _Found:
