@@ -23,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("zero.yaml").write_text(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 2, gradient_clipping: 1}\n"
     )
+    Path("zero0.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, "gradient_clipping": 0.5}))
     Path("zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}))
     return tmp_path
 
@@ -70,11 +71,23 @@ STAGE = "deepspeed.zero_optimization.stage"
         ({"deepspeed_config_file": "zero.json"}, {"distributed_type": "DEEPSPEED", STAGE: 3}),
         ({"config_file": "ddp.yaml", "use_deepspeed": True, "zero_stage": "2"}, {STAGE: 2, "num_processes": 4}),
         ({"config_file": "zero.yaml", "cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True, STAGE: 2}),
+        ({"config_file": "zero.json", "cpu": True}, {"distributed_type": "MULTI_CPU", "use_cpu": True, STAGE: 3}),
+        (
+            {"deepspeed_config_file": "zero0.json", "cpu": True},
+            {"distributed_type": "MULTI_CPU", "deepspeed.gradient_clipping": 0.5},
+        ),
+        (
+            {"config_file": "ddp.yaml", "deepspeed_config_file": "zero0.json"},
+            {"distributed_type": "MULTI_GPU", "deepspeed.gradient_clipping": 0.5},
+        ),
     ],
     ids=str,
 )
 def test_flags_override_the_file(flags: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Each flag lands on its key, over what the file says; ZeRO's flags and a DeepSpeed JSON imply DEEPSPEED."""
+    """Each flag lands on its key, over what the file says; ZeRO's flags and a DeepSpeed JSON imply DEEPSPEED.
+
+    A switch beside `--config_file` falls back to a run without ZeRO, by the sections of the same file.
+    """
     found = values(document_from_flags(flags))
     assert {key: found.get(key) for key in expected} == expected
     if not flags:
@@ -114,6 +127,14 @@ def test_a_flag_without_an_effect_yet_is_noted() -> None:
         ({"cpu": True, "use_deepspeed": True}, ["--cpu", "--use_deepspeed", "use_cpu: true"]),
         ({"cpu": True, "zero_stage": "2"}, ["--zero_stage", "--cpu"]),
         ({"config_file": "ddp.yaml", "zero_stage": "2"}, ["--zero_stage", "ddp.yaml:1", "--use_deepspeed"]),
+        (
+            {"cpu": True, "deepspeed_config_file": "zero.json"},
+            ["--deepspeed_config_file: the stage of 3 at zero.json:1", "--cpu asks", "Leave one of the two out"],
+        ),
+        (
+            {"config_file": "ddp.yaml", "deepspeed_config_file": "zero.json"},
+            ["--deepspeed_config_file: the stage of 3", "MULTI_GPU at ddp.yaml:1", "--use_deepspeed"],
+        ),
         ({"zero_stage": "4"}, ["--zero_stage", "zero_optimization.stage", "4", "0 to 3"]),
         ({"zero_stage": "2", "offload_param_device": "cpu"}, ["--offload_param_device"]),
         ({"zero_stage": "3", "offload_param_device": "nvme"}, ["nvme_path"]),

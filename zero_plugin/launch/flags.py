@@ -16,6 +16,7 @@ from zero_plugin.config.overlay import overlay_flags
 from zero_plugin.config.read import read_document
 from zero_plugin.config.translate import SHORT_FIELDS
 from zero_plugin.config.tree import Path
+from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["CONFIG_VARIABLE", "default_config_file", "document_from_flags"]
@@ -151,4 +152,9 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> list
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         return []
     message = f"has no effect without ZeRO, and {chosen} asks for a run without it"
-    return [Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags]
+    problems = [Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags]
+    stage = document.deepspeed.get("zero_optimization", "stage")
+    if "deepspeed_config_file" in flags and stage is not None and stage.value not in (None, 0):
+        message = f"the stage of {show(stage.value)} at {stage.origin.where} {message}"
+        problems.append(Problem(_FILE_FLAG, "", message, fix))
+    return problems
