@@ -23,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("zero.yaml").write_text(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 2, gradient_clipping: 1}\n"
     )
+    Path("one.yaml").write_text("distributed_type: 'NO'\n")
     Path("zero0.json").write_text(json.dumps({"zero_optimization": {"stage": 0}, "gradient_clipping": 0.5}))
     Path("zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}))
     return tmp_path
@@ -136,8 +137,14 @@ def test_a_flag_without_an_effect_yet_is_noted() -> None:
             ["--deepspeed_config_file: the stage of 3", "MULTI_GPU at ddp.yaml:1", "--use_deepspeed"],
         ),
         ({"zero_stage": "4"}, ["--zero_stage", "zero_optimization.stage", "4", "0 to 3"]),
-        ({"zero_stage": "2", "offload_param_device": "cpu"}, ["--offload_param_device"]),
-        ({"zero_stage": "3", "offload_param_device": "nvme"}, ["nvme_path"]),
+        ({"zero_stage": "2", "offload_param_device": "cpu"}, ["--offload_param_device", "Give --zero_stage 3, or"]),
+        ({"config_file": "zero.yaml", "offload_param_device": "nvme"}, ["Give --zero_stage 3, or offload to none"]),
+        ({"zero_stage": "3", "offload_param_device": "nvme"}, ["Give --offload_param_nvme_path a local folder"]),
+        (
+            {"zero_stage": "3", "offload_optimizer_device": "nvme"},
+            ["nvme without a path", "Give --offload_optimizer_nvme_path a local folder"],
+        ),
+        ({"config_file": "one.yaml", "num_processes": "2"}, ["Give --num_processes 1, or one of --multi_gpu"]),
         ({"mixed_precision": "bf17"}, ["--mixed_precision", "bf17", "bf16"]),
         ({"num_processes": "two"}, ["--num_processes", "two"]),
         ({"config_file": "none.yaml"}, ["none.yaml"]),

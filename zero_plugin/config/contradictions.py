@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import Path, dotted
+from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.tree import Entry, Path, dotted
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 
@@ -50,25 +51,22 @@ def _offload(document: Document) -> Iterator[Problem]:
         because += f" at {entry.origin.where}"
     else:
         because += " where none is written"
-    fix = 'Write "stage": 3 (zero_stage: 3), or'
-    for what in ("optimizer", "param"):
+    for what, legal in (("optimizer", ("none", "cpu")), ("param", ("none",))):
         section = ("zero_optimization", f"offload_{what}")
-        device = _value(document, (*section, "device"))
-        if low and device == "nvme":
-            yield _problem(document, (*section, "device"), f"nvme {because}", f"{fix} offload to none or cpu instead.")
-        elif low and device == "cpu" and what == "param":
-            yield _problem(document, (*section, "device"), f"cpu {because}", f"{fix} delete offload_param.")
-        if device == "nvme" and _value(document, (*section, "nvme_path")) in (None, "", "none"):
-            message = "nvme without a path"
-            yield _problem(
-                document, (*section, "device"), message, f"Write {dotted(section)}.nvme_path: a local folder."
-            )
+        at, path = (*section, "device"), (*section, "nvme_path")
+        device, typed = _value(document, at), document.deepspeed.get(*at)
+        if low and device in ("cpu", "nvme") and device not in legal:
+            fix = f"{_how_to_set(_STAGE, '3', entry, typed)}, or offload to {' or '.join(legal)} instead."
+            yield _problem(document, at, f"{device} {because}", fix)
+        if device == "nvme" and _value(document, path) in (None, "", "none"):
+            yield _problem(document, at, "nvme without a path", f"{_how_to_set(path, 'a local folder', typed)}.")
     section = ("zero_optimization", "offload_optimizer")
+    fix = f"{_how_to_set(_STAGE, '3', entry)}, or delete it."
     ratio = _value(document, (*section, "ratio"))
     if low and isinstance(ratio, int | float) and ratio < 1:
-        yield _problem(document, (*section, "ratio"), f"{ratio} {because}", f"{fix} delete ratio.")
+        yield _problem(document, (*section, "ratio"), f"{ratio} {because}", fix)
     if low and _value(document, (*section, "super_offload")) is True:
-        yield _problem(document, (*section, "super_offload"), f"true {because}", f"{fix} delete it.")
+        yield _problem(document, (*section, "super_offload"), f"true {because}", fix)
 
 
 def _batch(document: Document) -> Iterator[Problem]:
@@ -132,11 +130,21 @@ def _machines(document: Document) -> Iterator[Problem]:
     if alone and processes is not None and _counts(processes.value) and processes.value > 1:
         message = f"{processes.value}, but distributed_type NO is one process"
         fix = "Write num_processes: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
+        if processes.origin.kind == "flag":
+            fix = "Give --num_processes 1, or one of --multi_gpu, --cpu and --use_deepspeed."
         yield Problem(processes.origin.where, "num_processes", message, fix)
     inclusion, exclusion = (document.launch.get(f"deepspeed_{way}_filter") for way in ("inclusion", "exclusion"))
     if inclusion is not None and exclusion is not None and inclusion.value and exclusion.value:
         message = f"stands beside deepspeed_inclusion_filter at {inclusion.origin.where}"
         yield Problem(exclusion.origin.where, "deepspeed_exclusion_filter", message, "Keep one of the two.")
+
+
+def _how_to_set(path: Path, value: str, *causes: Entry | None) -> str:
+    """By the flag, where one of `causes`, the values at fault, came from a flag; else by the key."""
+    name = next((name for name, key in SHORT_FIELDS.items() if key == path), None)
+    if name and any(cause is not None and cause.origin.kind == "flag" for cause in causes):
+        return f"Give --{name} {value}"
+    return f"Write {dotted(path)}: {value}"
 
 
 def _counts(value: Any) -> bool:

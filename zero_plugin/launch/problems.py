@@ -156,9 +156,11 @@ def _port(settings: LaunchSettings) -> _Found:
 
 def _meeting(settings: LaunchSettings, endpoint: str | None, document: Document) -> _Found:
     if not endpoint and not settings.main_process_ip:
-        yield "main_process_ip", "missing for several machines", "Write machine 0's address, the same on each machine."
+        fix = "Give --main_process_ip, machine 0's address, the same on each machine."
+        yield "main_process_ip", "missing for several machines", fix
     if not endpoint and settings.main_process_port == 0:
-        yield "main_process_port", "0, but all machines must know it", "Write one port, the same on each machine."
+        fix = "Give one port to all machines; 29500 is taken where none is given."
+        yield "main_process_port", "0, but all machines must know it", fix
     if settings.rdzv_backend == "static" and document.launch.value("machine_rank") in (None, AUTO):
-        fix = f"Write this machine's number, 0 to {settings.num_machines - 1}."
+        fix = f"Give --machine_rank, this machine's number, 0 to {settings.num_machines - 1}."
         yield "machine_rank", "missing for several machines", fix
