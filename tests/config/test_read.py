@@ -165,7 +165,7 @@ def test_yaml_scalars_are_those_of_yaml_1_2(read: Reader) -> None:
     document = read(
         {
             "c.yaml": "mixed_precision: no\ndowncast_bf16: 'no'\nuse_cpu: yes\nmain_process_ip: 1:30\n"
-            "rdzv_conf: '5'\ndeepspeed_config:\n  optimizer: {type: adamw, params: {lr: 5e-5, eps: .1E-7}}\n"
+            "log_dir: '5'\ndeepspeed_config:\n  optimizer: {type: adamw, params: {lr: 5e-5, eps: .1E-7}}\n"
         }
     )
     assert document.launch.value("mixed_precision") == "no"

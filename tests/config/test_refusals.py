@@ -104,6 +104,12 @@ WRONG = [
     ("an unknown scheduler", "c.json", '{"scheduler": {"type": "WarmupDecay"}}', "c.json:1:16", "Did you mean WarmupDecayLR?"),
     ("an optimizer without type", "c.json", '{"optimizer": {"params": {"lr": 0.1}}}', "c.json:1:2", "optimizer.type: is missing"),
     ("a ratio above one", "c.json", "{" + ZERO3 + '"offload_optimizer": {"device": "cpu", "ratio": 2}}}', "c.json:1:75", "a number from 0 to 1"),
+    ("open betas of another number", "c.json", '{"optimizer": {"type": "Adam", "params": {"betas": ["auto", 1.5]}}}', "c.json:1:43", "(each a number of at least 0 and below 1 or auto) or auto"),
+    ("three betas", "c.json", '{"optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.9, 0.9]}}}', "c.json:1:43", "a list of 2 values (each a number of at least 0 and below 1 or auto) or auto"),
+    ("a negative interval", "c.json", '{"steps_per_print": -3}', "c.json:1:2", "-3 is not legal here Write an integer of at least 1, null or auto"),
+    ("no interval", "c.json", '{"steps_per_print": 0}', "c.json:1:2", "0 is not legal here"),
+    ("a rendezvous option without a value", "c.yaml", "num_processes: 2\nrdzv_conf: timeout\n", "c.yaml:2:1", "Write text such as timeout=60,read_timeout=60."),
+    ("a rendezvous option without a name", "c.yaml", "num_processes: 2\nrdzv_conf: a=1,=2\n", "c.yaml:2:1", '"a=1,=2" is not legal here'),
     ("no processes", "c.yaml", "num_processes: 0\n", "c.yaml:1:1", "num_processes: 0 is not legal here Write an integer of at least 1"),
     ("a word for a count", "c.yaml", "num_processes: two\n", "c.yaml:1:1", '"two" is not legal here'),
     ("fp8", "c.yaml", "mixed_precision: fp8\n", "c.yaml:1:1", "ZeRO has no fp8"),
@@ -236,7 +242,8 @@ def test_auto_is_no_contradiction(tmp_path: Path) -> None:
     path.write_text(
         "mixed_precision: bf16\nnum_processes: 2\ndeepspeed_config:\n"
         "  fp16: {enabled: auto}\n  bf16: {enabled: auto}\n  train_batch_size: auto\n"
-        "  train_micro_batch_size_per_gpu: 3\n  gradient_clipping: auto\n"
+        "  train_micro_batch_size_per_gpu: 3\n  gradient_clipping: auto\n  steps_per_print: null\n"
+        "  optimizer: {type: AdamW, params: {betas: [auto, 0.95]}}\n"
         "  zero_optimization:\n    stage: auto\n    offload_param: {device: nvme, nvme_path: auto}\n"
         "  scheduler: {type: WarmupDecayLR, params: {total_num_steps: auto, warmup_num_steps: 100}}\n"
     )

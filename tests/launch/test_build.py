@@ -104,7 +104,7 @@ def test_several_machines_meet_at_the_first() -> None:
     """The static rendezvous at machine 0, 29500 unless written; an endpoint and options are passed on."""
     meeting = build(SERVER, **TWO_MACHINES).rendezvous
     assert (meeting.backend, meeting.endpoint, meeting.options) == ("static", "10.0.0.1:29500", {"rank": 1})
-    keys = {**TWO_MACHINES, "rdzv_backend": "c10d", "rdzv_conf": "timeout=5, read_timeout=7"}
+    keys = {**TWO_MACHINES, "rdzv_backend": "c10d", "rdzv_conf": "timeout=5, read_timeout = 7,"}
     meeting = build_spec(document(**keys), SCRIPT, SERVER, {}, rendezvous_endpoint="10.0.0.9:99").rendezvous
     assert (meeting.backend, meeting.endpoint) == ("c10d", "10.0.0.9:99")
     assert meeting.options == {"timeout": "5", "read_timeout": "7"}

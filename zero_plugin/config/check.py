@@ -141,7 +141,7 @@ def _wrong_value(found: Violation, where: str, path: Path) -> Problem:
         )
     options = [o for branch in (found.wanted, *found.wanted.get("anyOf", ())) for o in branch.get("enum", ())]
     near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""
-    default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") is not None else ""
+    default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") not in (None, "") else ""
     message = f"{show(found.value)} is not legal here"
     fix = f"Did you mean {near}? Write" if near else "Write"
     return Problem(where, dotted(path) + place, message, f"{fix} {legal(found.wanted)}{default}.")

@@ -38,6 +38,9 @@ _GpuIds = Annotated[
 ]
 
 
+_PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun takes no key without a value
+
+
 class LaunchSettings(BaseModel):
     """The launch part of a document. Names and meanings are Accelerate's, but for `debug`; `auto` means the default."""
 
@@ -59,7 +62,7 @@ class LaunchSettings(BaseModel):
     """Port of the rendezvous. Default, and for 0: a free one; 29500 with several machines, which must all know it."""
     rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
     """How torchrun's agents find each other. Default: `static`."""
-    rdzv_conf: str = ""
+    rdzv_conf: str = Field("", pattern=_PAIRS, examples=["timeout=60,read_timeout=60"])
     """Further rendezvous settings of torchrun, `key=value,key=value`. Default: none."""
     same_network: bool = False
     """Whether all machines are in one local network; torchrun has no use for it. Default: false."""

@@ -184,7 +184,9 @@ def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
     if kind == "array":
         items = schema.get("items")
         count = f"{schema['minItems']} values" if "minItems" in schema else "values"
-        return f"a list of {count}, each {legal(items)}" if items else "a list"
+        return f"a list of {count} (each {legal(items)})" if items else "a list"
+    if kind == "string" and "examples" in schema:
+        return f"text such as {schema['examples'][0]}"
     return {"boolean": "true or false", "string": "text", "null": "null", "object": "a mapping of keys"}[kind]
 
 

@@ -83,7 +83,7 @@ def _local_processes(settings: LaunchSettings, gpus: int) -> tuple[int, str]:
 
 def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     pairs = (part.strip().partition("=") for part in settings.rdzv_conf.split(",") if part.strip())
-    options: dict[str, str | int] = {key: value for key, _, value in pairs}
+    options: dict[str, str | int] = {key.strip(): value.strip() for key, _, value in pairs}
     if settings.num_machines == 1:
         # Nobody else has to find this machine: workers reach it by `localhost`, at a port that is free.
         run, port = uuid.uuid4().hex, settings.main_process_port
