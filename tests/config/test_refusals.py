@@ -215,11 +215,21 @@ def test_a_folder_where_a_file_is_meant(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_missing_file_names_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistyped path is answered with the nearest name in that folder."""
+    """A mistyped path is answered with the nearest name in that folder; a shared extension makes no name near."""
     monkeypatch.chdir(tmp_path)
     Path("zero3.yaml").write_text("num_processes: 1\n")
     with pytest.raises(ConfigError, match=r"zero33\.yaml: no such file\n.*Did you mean zero3\.yaml"):
         read_document("zero33.yaml")
+    Path("zero3.json").write_text("{}")
+    for wrong, right in {
+        "zreo3.json": "zero3.json",
+        "zero3.yml": "zero3",
+        "other.yaml": "Check",
+        "z.yaml": "Check",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            read_document(wrong)
+        assert caught.value.problems[0].fix.removeprefix("Did you mean ").startswith(right)
     with pytest.raises(ConfigError, match="cannot be read: is a directory"):
         read_document(tmp_path)
 

@@ -14,6 +14,7 @@ from zero_plugin.errors import ConfigError, Problem
 __all__ = ["nearest_file", "parse_file"]
 
 _MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; this is a data file given by mistake
+_NEAR: Final = 0.75  # likeness of two names, from 0 to 1; two swapped letters of four are 0.75
 
 
 def parse_file(path: Path, problems: list[Problem]) -> Located:
@@ -48,8 +49,12 @@ def nearest_file(path: Path) -> str:
         names = [child.name for child in path.parent.iterdir() if child.is_file()]
     except OSError:
         return f"The folder {path.parent} does not exist or cannot be read; check the path."
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"Did you mean {path.parent / near[0]}?" if near else f"Check the path: {path.parent} holds no such name."
+    # Without the extension, which would make any two YAML files near; of equal stems the one with the same extension.
+    by_stem = {Path(name).stem: name for name in sorted(names, key=lambda name: Path(name).suffix == path.suffix)}
+    near = difflib.get_close_matches(path.stem, by_stem, n=1, cutoff=_NEAR)
+    if near:
+        return f"Did you mean {path.parent / by_stem[near[0]]}?"
+    return f"Check the path: {path.parent} holds no such name."
 
 
 def _parse_flow_yaml(text: str, name: str, problems: list[Problem]) -> Located:
