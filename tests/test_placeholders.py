@@ -1,6 +1,6 @@
 import pytest
 
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.placeholders import UNSET, DummyOptim, DummyScheduler
 
 
@@ -19,6 +19,15 @@ def test_parameters_may_be_a_generator_or_groups():
     groups = [{"params": [1], "lr": 0.1}, {"params": [2]}]
     assert DummyOptim(groups, lr=0.2).describe().group_lrs == (0.1, 0.2)
     assert DummyOptim(groups).describe().group_lrs == ()
+
+
+@pytest.mark.parametrize("rate", ["x", "auto", None, (0.1,)], ids=str)
+def test_a_rate_that_is_no_number_is_an_error_of_the_configuration(rate):
+    """For all parameters or for a group: what was given, and what is legal."""
+    for optimizer in (DummyOptim([1], lr=rate), DummyOptim([{"params": [1], "lr": rate}])):
+        with pytest.raises(ConfigError, match=r"lr: .* is not a number\n.*or leave it out") as caught:
+            optimizer.describe()
+        assert repr(rate) in str(caught.value)
 
 
 def test_a_schedule_describes_its_numbers():

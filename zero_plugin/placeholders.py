@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.resolve.facts import OptimizerFacts, SchedulerFacts
 
 __all__ = ["UNSET", "DummyOptim", "DummyScheduler", "Unset"]
@@ -51,8 +51,12 @@ class DummyOptim:
         return [{**self._given(), **group} for group in groups]
 
     def describe(self) -> OptimizerFacts:
-        """What resolution may know of it: just the arguments that were given."""
-        lrs = tuple(float(group["lr"]) for group in self.param_groups if "lr" in group)
+        """What resolution may know of it: just the arguments that were given.
+
+        Raises:
+            ConfigError: a learning rate is no number.
+        """
+        lrs = tuple(_as_rate(group["lr"]) for group in self.param_groups if "lr" in group)
         complete = len(lrs) == len(self.param_groups)
         return OptimizerFacts(given=self._given(), group_lrs=lrs if complete else (), placeholder=True)
 
@@ -118,6 +122,14 @@ class DummyScheduler:
             LoopError: always.
         """
         raise LoopError(_unprepared("DummyScheduler", "scheduler", "step"))
+
+
+def _as_rate(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        fix = "Pass a number, e.g. lr=1e-3, or leave it out to take the configuration's."
+        raise ConfigError([Problem("DummyOptim(…)", "lr", f"{value!r} is not a number", fix)]) from None
 
 
 def _unprepared(name: str, variable: str, method: str) -> str:

@@ -234,6 +234,13 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, monkeypatch: pytest.
         read_document(tmp_path)
 
 
+@pytest.mark.parametrize("config", [3, ["zero2.yaml"], b"zero2.yaml", None], ids=str)
+def test_a_config_that_is_neither_path_nor_dict(config: object) -> None:
+    """Says what it is and what is legal, in place of a TypeError from inside."""
+    with pytest.raises(ConfigError, match=r"neither a path nor a dict\n.*launch YAML or a DeepSpeed JSON, or a dict"):
+        read_document(config)  # type: ignore[arg-type]
+
+
 def test_a_dict_names_the_call() -> None:
     """A fault in a dict from code is located at the call; a value that is no plain value is refused by type."""
     with pytest.raises(ConfigError, match=r"Accelerator\(config=…\): zero_optimization\.stge: unknown key"):

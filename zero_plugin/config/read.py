@@ -43,8 +43,13 @@ def read_document(path: str | os.PathLike[str]) -> Document:
     Raises:
         ConfigError: a file cannot be read at all: missing, not text, broken YAML or JSON, not a mapping.
     """
+    try:
+        file = FilePath(path)
+    except TypeError:
+        fix = "Pass the path of a launch YAML or a DeepSpeed JSON, or a dict with either content."
+        raise ConfigError([Problem("config", "", f"{show(path)} is neither a path nor a dict", fix)]) from None
     reading = _Reading("file")
-    return reading.document(reading.parse(FilePath(path)), FilePath(path))
+    return reading.document(reading.parse(file), file)
 
 
 def document_from_mapping(mapping: Mapping[str, Any], where: str) -> Document:
