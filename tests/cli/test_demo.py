@@ -59,6 +59,14 @@ def test_another_config_replaces_the_shipped_one(flag: str, tmp_path: Path) -> N
     assert handed_over(done.stdout) == {("distributed_type",): "MULTI_CPU", ("num_processes",): 1}
 
 
+@pytest.mark.parametrize("flag", ["--module", "-m", "--no_python"])
+def test_flags_about_the_program_are_not_the_demos(flag: str) -> None:
+    """The program is given, so a flag that says what kind it is would be ignored: it is refused."""
+    done = dry_run(flag)
+    assert done.returncode == 2
+    assert "No such option" in done.stderr
+
+
 def test_a_wrong_flag_value_is_refused_before_anything_starts() -> None:
     """The demo checks as `launch` does: exit code 2, naming the flag."""
     done = dry_run("--zero_stage", "4")

@@ -65,15 +65,24 @@ LAUNCH_FLAGS: Final = (
 )
 
 
-def with_launch_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that takes `ctx` and keywords every launch flag; `typed_flags(ctx)` tells which were typed."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    flags = [
-        inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
-        for flag in LAUNCH_FLAGS
-    ]
-    command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-    return command
+def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `ctx` and keywords the launch flags; `typed_flags(ctx)` tells which were typed.
+
+    Args:
+        left_out: names of flags that would say nothing to this command.
+    """
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        flags = [
+            inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(flag))
+            for flag in LAUNCH_FLAGS
+            if flag.name not in left_out
+        ]
+        command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+        return command
+
+    return give
 
 
 def typed_flags(ctx: typer.Context) -> dict[str, Any]:

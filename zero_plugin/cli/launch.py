@@ -19,7 +19,7 @@ from zero_plugin.launch.spec import Program
 __all__ = ["launch"]
 
 
-@with_launch_flags
+@with_launch_flags()
 def launch(
     ctx: typer.Context,
     program: Annotated[str, typer.Argument(metavar="SCRIPT", help="What to run.", show_default=False)],
