@@ -28,6 +28,28 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("count", ["-1", "0", "1.5", "many"])
+def test_counts_are_at_least_one(
+    count: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A number of steps that is none is a usage error, not a traceback from inside the loop."""
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--steps={count}"])
+    with pytest.raises(SystemExit, match="2"):
+        train.read_arguments()
+    assert f"--steps: {count} is not a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_fewer_steps_than_one_accumulation_are_refused(tmp_path: Path) -> None:
+    """They would train nothing, and the curves would show nothing."""
+    command = [sys.executable, *DEMO, "--cpu", "--num_processes=2", "--gradient_accumulation_steps=16", "--", *SMALL]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert "--steps: 12 batches make no optimizer step of 16 batches" in done.stderr
+    assert not (tmp_path / "demo_output").exists()
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("way", WAYS)

@@ -18,6 +18,7 @@ from zero_plugin import Accelerator, DummyOptim, DummyScheduler, set_seed
 from zero_plugin.demo.gpt import GPT, GPTConfig, generate, next_byte_loss
 from zero_plugin.demo.picture import save_curves
 from zero_plugin.demo.text import Blocks, read_text
+from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.progress import Progress
 
 Batch = tuple[Tensor, Tensor]
@@ -42,6 +43,9 @@ def main() -> None:
     )
 
     updates = args.steps // accelerator.gradient_accumulation_steps
+    if not updates:
+        message = f"{args.steps} batches make no optimizer step of {accelerator.gradient_accumulation_steps} batches"
+        raise ConfigError([Problem("--steps", "", message, "Give more steps, or accumulate fewer batches.")])
     optimizer = DummyOptim(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = DummyScheduler(optimizer, total_num_steps=updates, warmup_num_steps=updates // 10)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
@@ -82,17 +86,24 @@ def main() -> None:
 def read_arguments() -> argparse.Namespace:
     """The script's own arguments; everything about processes, stage and offload is the launcher's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400, help="batches per process")
-    parser.add_argument("--batch_size", type=int, default=8, help="blocks per process and batch")
-    parser.add_argument("--block", type=int, default=128, help="bytes that the model looks back")
-    parser.add_argument("--width", type=int, default=128, help="width of the residual stream")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--steps", type=at_least_one, default=400, help="batches per process")
+    parser.add_argument("--batch_size", type=at_least_one, default=8, help="blocks per process and batch")
+    parser.add_argument("--block", type=at_least_one, default=128, help="bytes that the model looks back")
+    parser.add_argument("--width", type=at_least_one, default=128, help="width of the residual stream")
+    parser.add_argument("--layers", type=at_least_one, default=4)
+    parser.add_argument("--heads", type=at_least_one, default=4)
     parser.add_argument("--lr", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--sample", type=int, default=400, help="bytes of text to write at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for curves and weights")
     return parser.parse_args()
+
+
+def at_least_one(text: str) -> int:
+    """The argument type of a count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def repeat(loader: Iterable[Batch]) -> Iterator[Batch]:
