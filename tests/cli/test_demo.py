@@ -40,6 +40,13 @@ def test_two_processes_without_a_gpu_unless_asked_otherwise() -> None:
     assert "--nproc-per-node=3" in dry_run("--num-processes", "3").stdout
 
 
+def test_two_processes_where_the_cpu_is_asked_for_but_not_for_one(tmp_path: Path) -> None:
+    """`--cpu` means the same with GPUs and without; `distributed_type: NO` is one process wherever it runs."""
+    assert "--nproc-per-node=2" in dry_run("--cpu").stdout
+    (tmp_path / "one.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
+    assert "--nproc-per-node=1" in dry_run("--config", "one.yaml", folder=tmp_path).stdout
+
+
 def test_launch_flags_and_the_scripts_arguments_go_where_they_belong() -> None:
     """Flags before `--` change the configuration, what follows goes to the script untouched."""
     done = dry_run("--zero_stage", "3", "--offload_optimizer_device", "cpu", "--", "--steps", "5", "--output", "a b")

@@ -11,6 +11,7 @@ import typer
 
 from zero_plugin import demo as package
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
@@ -40,8 +41,10 @@ def demo(
     """
     flags = {"config_file": str(_FOLDER / "config.yaml"), **typed_flags(ctx)}
     document, machine = document_from_flags(flags), look_at_machine()
-    if not machine.gpus and document.launch.value("num_processes") is None:
-        why = "no GPU here; two processes on the CPU show what ZeRO splits"
+    settings = launch_settings(document)
+    on_cpu = asks_for_cpu(settings) or not machine.gpus
+    if on_cpu and settings.num_processes is None and settings.distributed_type != "NO":
+        why = "the run is on the CPU, where two processes show what is split"
         two = Entry(2, Origin("rule", "zero-plugin demo", why))
         document = replace(document, launch=document.launch.replace({("num_processes",): two}))
     program = Program(str(_FOLDER / "train.py"), tuple(arguments or ()))

@@ -36,7 +36,7 @@ LAUNCH_FLAGS: Final = (
     LaunchFlag("cpu", "Run on the CPU, without DeepSpeed.", _RUN, switch=True),
     LaunchFlag("multi_gpu", "Plain data parallelism on GPUs.", _RUN, switch=True),
     LaunchFlag("use_deepspeed", "ZeRO by DeepSpeed.", _RUN, switch=True),
-    LaunchFlag("gpu_ids", "GPUs of this machine to use, e.g. 0,2; default: all.", _RUN),
+    LaunchFlag("gpu_ids", "GPUs to use among those visible here, e.g. 0,2; default: all.", _RUN),
     LaunchFlag("deepspeed_config_file", "DeepSpeed JSON in place of the file's `deepspeed_config`.", _ZERO),
     LaunchFlag("zero_stage", "0, 1, 2, 3 or auto.", _ZERO),
     LaunchFlag("offload_optimizer_device", "none, cpu or nvme.", _ZERO),

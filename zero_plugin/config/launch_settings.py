@@ -67,7 +67,7 @@ class LaunchSettings(BaseModel):
     same_network: bool = False
     """Whether all machines are in one local network; torchrun has no use for it. Default: false."""
     gpu_ids: _GpuIds = "all"
-    """`all`, or the GPUs to use on this machine, e.g. `0,1`. Default: `all`."""
+    """`all`, or the GPUs to use, e.g. `0,1`, counted among those that the launcher sees. Default: `all`."""
     use_cpu: bool = False
     """Train on the CPU although there is an accelerator. Default: false."""
     enable_cpu_affinity: bool = False
