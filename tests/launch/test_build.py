@@ -116,7 +116,7 @@ def test_several_machines_meet_at_the_first() -> None:
         (SERVER, {"num_processes": 5}, ["c.yaml:1:1: num_processes", "4 usable GPUs"]),
         (SERVER, {"num_processes": 3, "gpu_ids": "0,2"}, ["num_processes", "2 usable GPUs"]),
         (LAPTOP, {"num_processes": 10**20}, ["num_processes", "Write at most 1024"]),
-        (SERVER, {"num_machines": 2}, ["main_process_ip", "machine_rank"]),
+        (SERVER, {"num_machines": 2}, ["Give --main_process_ip", "Give --machine_rank"]),
         (SERVER, {**TWO_MACHINES, "machine_rank": "auto"}, ["machine_rank", "0 to 1"]),
         (SERVER, {**TWO_MACHINES, "main_process_port": 0}, ["main_process_port"]),
         (SERVER, {**TWO_MACHINES, "deepspeed_multinode_launcher": "pdsh"}, ["pdsh", "standard"]),

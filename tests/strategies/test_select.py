@@ -61,6 +61,12 @@ def test_stage_0_is_nothing_to_drop() -> None:
     assert select(2, distributed_type="MULTI_CPU", deepspeed_config=stage_0).reason == "ddp on 2 × cpu"
 
 
+def test_a_file_for_gpus_without_a_gpu_runs_on_the_cpu() -> None:
+    """One line says who asked for GPUs, so that nobody takes the run for one."""
+    reason = select(2, distributed_type="MULTI_GPU").reason
+    assert reason == "ddp on 2 × cpu; config.yaml asks for GPUs, and there are none"
+
+
 def test_a_device_that_deepspeed_lacks() -> None:
     """The refusal says so; nothing else is taken in its place."""
     with pytest.raises(StrategyError, match="DeepSpeed does not run on xla"):
