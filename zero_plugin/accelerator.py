@@ -7,11 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,45 +19,26 @@ from zero_plugin import collectives
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.checkpoint.save_model import write_model_folder
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import from_environment
-from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.find import find_document
+from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.overlay import overlay_code
-from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import Path as KeyPath
 from zero_plugin.data.loader import ActiveLoaders, ShardedLoader
 from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.optimizers import describe_optimizer
+from zero_plugin.errors import LoopError
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.prepared import PreparedOptimizer, PreparedScheduler
 from zero_plugin.probe.loop import probe_loop
 from zero_plugin.probe.machine import probe_machine
-from zero_plugin.probe.model import probe_model
-from zero_plugin.resolve.facts import Facts, LoopFacts, SchedulerFacts
-from zero_plugin.resolve.resolve import resolve
+from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.schedules import build_schedule, preview_schedule
-from zero_plugin.strategies.base import Session, SessionRequest, shared_names
+from zero_plugin.strategies.base import Session, shared_names
 from zero_plugin.strategies.processes import start_processes
 from zero_plugin.strategies.select import select_strategy
+from zero_plugin.training import Training, prepare_schedule, start_training
 
 __all__ = ["Accelerator"]
-
-_SECTION_SCHEDULE = "the configuration's scheduler section"
-
-
-@dataclass(slots=True)
-class _Training:
-    """One prepared model."""
-
-    session: Session
-    facts: Facts
-    resolved: Resolved
-    given_optimizer: Any
-    parameters: tuple[nn.Parameter, ...]  # listed once: walking a module takes longer than clipping a small one
-    optimizer: PreparedOptimizer | None = None
 
 
 class Accelerator:
@@ -104,13 +83,13 @@ class Accelerator:
         }
         given = {path: (name, value) for path, (name, value) in arguments.items() if value is not None}
         self.document = overlay_code(
-            _find_document(config),
+            find_document(config, os.environ),
             {path: value for path, (_, value) in given.items()},
             {path: f"Accelerator({name}={value!r})" for path, (name, value) in given.items()},
         )
         check_document(self.document)
         settings = launch_settings(self.document)
-        self._processes = start_processes(cpu=bool(settings.use_cpu) or settings.distributed_type == "MULTI_CPU")
+        self._processes = start_processes(cpu=asks_for_cpu(settings))
         selection = select_strategy(self.document, settings, self._processes)
         self._strategy = selection.strategy
         self.device = self._processes.device
@@ -122,7 +101,7 @@ class Accelerator:
         self._window = AccumulationWindow(
             asked_steps if isinstance(asked_steps, int) else 1, lambda: self._loaders.current
         )
-        self._trainings: list[_Training] = []
+        self._trainings: list[Training] = []
         self._ended = False
         for line in (selection.reason, *self.document.notes):
             self._say(line)
@@ -207,25 +186,38 @@ class Accelerator:
             raise LoopError("prepare() takes one model and its optimizer per call; call it once for each model.")
         if optimizers and not models:
             raise LoopError("prepare() got an optimizer without its model; pass both in the same call.")
-        if models and optimizers and isinstance(optimizers[0], Optimizer):
-            _refuse_foreign_parameters(models[0], optimizers[0])
 
         ready: dict[int, Any] = {}
         facts = Facts(
             loop=probe_loop(loaders, processes=self.num_processes, split_batches=self.split_batches),
-            machine=probe_machine(_kind(self.device), self.num_processes),
+            machine=probe_machine("cuda" if self.device.type == "cuda" else "cpu", self.num_processes),
             split_batches=self.split_batches,
             strategy=self._strategy.name,
         )
         for loader in loaders:
             ready[id(loader)] = self.prepare_data_loader(loader)
         if models:
-            training = self._train(models[0], optimizers[0] if optimizers else None, schedules, facts)
+            optimizer = optimizers[0] if optimizers else None
+            training = start_training(
+                self.document,
+                facts,
+                self._strategy,
+                self._processes,
+                self._window,
+                models[0],
+                optimizer,
+                schedules,
+                self._say,
+            )
+            self._trainings.append(training)
+            self.resolved = training.resolved
             ready[id(models[0])] = training.session.model
-            if optimizers:
-                ready[id(optimizers[0])] = training.optimizer
+            if optimizer is not None:
+                ready[id(optimizer)] = training.optimizer
         for schedule in schedules:
-            ready[id(schedule)] = self._prepare_schedule(schedule)
+            training = self._training_of(schedule.optimizer)
+            ready[id(schedule)] = prepare_schedule(training, schedule, self.document)
+            self.resolved = training.resolved
         prepared = tuple(ready.get(id(o), o) for o in objects)
         return prepared if len(prepared) != 1 else prepared[0]
 
@@ -241,65 +233,18 @@ class Accelerator:
             active=self._loaders,
         )
 
-    def _train(self, model: nn.Module, optimizer: Any, schedules: list[Any], facts: Facts) -> _Training:
-        placeholder = next((s for s in schedules if isinstance(s, DummyScheduler)), None)
-        facts = replace(
-            facts,
-            model=probe_model(model),
-            optimizer=None if optimizer is None else _describe(optimizer),
-            scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedules else None,
-        )
-        resolved = self.resolved = resolve(self.document, facts)
-        real = tuple(s for s in schedules if isinstance(s, LRScheduler))
-        session = self._strategy.build_session(SessionRequest(model, optimizer, resolved, real), self._processes)
-        session.follow_window(lambda: self._window.next_backward_ends)
-        self._window.steps = resolved.accumulation
-        self._window.restart()
-        training = _Training(session, facts, resolved, optimizer, tuple(session.module.parameters()))
-        self._trainings.append(training)
-        if optimizer is not None:
-            training.optimizer = PreparedOptimizer(session, self._window)
-            if not schedules and resolved.scheduler is not None:
-                # A section whose schedule the loop never asked for still is what the user wrote.
-                steps_itself = build_schedule(resolved.scheduler, training.optimizer.optimizer)
-                training.optimizer.call_after_step(steps_itself.step)
-                self._say(f"{_SECTION_SCHEDULE} steps by itself, since no scheduler was prepared")
-        for line in resolved.said_aloud:
-            self._say(line)
-        self._say_schedule(training, facts.loop)
-        return training
-
-    def _prepare_schedule(self, schedule: Any) -> PreparedScheduler:
-        training = self._training_of(schedule.optimizer)
-        optimizer = training.optimizer
-        assert optimizer is not None
-        if isinstance(schedule, DummyScheduler):
-            if schedule.lr_scheduler_callable is not None:
-                real = schedule.lr_scheduler_callable(optimizer.optimizer)
-            else:
-                if training.facts.scheduler is None or not training.facts.scheduler.placeholder:  # after its model
-                    facts = replace(training.facts, scheduler=schedule.describe())
-                    training.resolved = self.resolved = resolve(self.document, facts)
-                assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
-                real = build_schedule(training.resolved.scheduler, optimizer.optimizer)
-            return PreparedScheduler(real, optimizer, times=1)
-        by_process = training.resolved.scheduler_counts == "processes" and not self.split_batches
-        return PreparedScheduler(schedule, optimizer, times=self.num_processes if by_process else 1)
-
-    def _training_of(self, optimizer: Any) -> _Training:
+    def _training_of(self, optimizer: Any) -> Training:
         for training in self._trainings:
-            known = (training.given_optimizer, training.optimizer, training.session.optimizer)
-            if any(optimizer is candidate for candidate in known if candidate is not None):
+            if training.is_of_optimizer(optimizer):
                 return training
         raise LoopError(
             "prepare() got a scheduler whose optimizer was not prepared; pass model, optimizer and scheduler together."
         )
 
     def _refuse_prepared(self, objects: tuple[Any, ...]) -> None:
-        sessions = [training.session for training in self._trainings]
         for o in objects:
             if isinstance(o, ShardedLoader | PreparedOptimizer | PreparedScheduler) or any(
-                o is session.model or o is session.module for session in sessions
+                training.is_of_model(o) for training in self._trainings
             ):
                 raise LoopError(f"prepare() got a {type(o).__name__} that is prepared already; prepare each once.")
 
@@ -376,25 +321,18 @@ class Accelerator:
             LoopError: the parameters are not a prepared model's, or under ZeRO a part of them or another norm.
         """
         given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        ids = {id(p) for p in given}
         for training in self._trainings:
-            if training.optimizer is None:
-                continue
-            trained = [p for p in training.parameters if p.requires_grad]
-            if any(id(p) in ids for p in trained):
-                _refuse_other_clipping(training.resolved, max_norm)
-                partial = any(id(p) not in ids for p in trained)
-                return training.optimizer.clip(
-                    float(max_norm), norm_type=float(norm_type), only=given if partial else None
-                )
+            norm = training.clip(given, float(max_norm), float(norm_type))
+            if norm is not None:
+                return norm
         raise LoopError(
             "clip_grad_norm_ got parameters of no prepared model; pass model.parameters() of the model from prepare()."
         )
 
-    def _trained(self, model: nn.Module | None) -> _Training:
+    def _trained(self, model: nn.Module | None) -> Training:
         trained = [t for t in self._trainings if t.optimizer is not None]
         if model is not None:
-            trained = [t for t in trained if model is t.session.model or model is t.session.module]
+            trained = [t for t in trained if t.is_of_model(model)]
         if len(trained) == 1:
             return trained[0]
         if not trained:
@@ -455,8 +393,7 @@ class Accelerator:
         return shared_names(self.unwrap_model(model))
 
     def _session_of(self, model: nn.Module) -> Session | None:
-        sessions = [training.session for training in self._trainings]
-        return next((s for s in sessions if model is s.model or model is s.module), None)
+        return next((training.session for training in self._trainings if training.is_of_model(model)), None)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -477,70 +414,3 @@ class Accelerator:
     def _say(self, line: str) -> None:
         if self.is_main_process:
             print(f"zero_plugin: {line}", file=sys.stderr, flush=True)  # noqa: T201 - before any logging is set up
-
-    def _say_schedule(self, training: _Training, loop: LoopFacts) -> None:
-        per_epoch = None
-        if loop.batches_per_epoch is not None:
-            per_epoch = -(-loop.batches_per_epoch // training.resolved.accumulation)
-        section = training.resolved.scheduler
-        if section is None or training.optimizer is None:
-            return
-        lrs = [float(group["lr"]) for group in training.optimizer.param_groups]
-        points = preview_schedule(section, lrs, per_epoch)
-        if points:
-            shown = ", ".join(f"{point.lr:.3g} {point.label} (step {point.step})" for point in points)
-            epoch = "" if per_epoch is None else f"; one epoch is {per_epoch} optimizer steps"
-            self._say(f"{section.type}: learning rate {shown}{epoch}")
-
-
-def _find_document(config: str | Path | Mapping[str, Any] | None) -> Document:
-    launched = from_environment(os.environ)
-    if config is None:
-        return launched or Document()
-    if isinstance(config, Mapping):
-        own = document_from_mapping(config, "Accelerator(config=…)")
-    else:
-        own = read_document(config)
-    if launched is None:
-        return own
-    entries = dict(own.launch.entries) | {("deepspeed", *path): entry for path, entry in own.deepspeed.entries.items()}
-    return overlay_code(
-        launched,
-        {path: entry.value for path, entry in entries.items()},
-        {path: f"{entry.origin.where}, named in code" for path, entry in entries.items()},
-    )
-
-
-def _refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in own for p in held)
-    if foreign:
-        raise LoopError(
-            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's.\n"
-            "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
-        )
-
-
-def _describe(optimizer: Any) -> Any:
-    return optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)
-
-
-def _kind(device: torch.device) -> Any:
-    return device.type
-
-
-def _refuse_other_clipping(resolved: Resolved, max_norm: float) -> None:
-    entry = resolved.tree.get("gradient_clipping")
-    if entry is None or not entry.origin.typed_by_user or max_norm in (float("inf"), entry.value):
-        return
-    raise ConfigError(
-        [
-            Problem(
-                f"clip_grad_norm_(max_norm={max_norm})",
-                "gradient_clipping",
-                f"{max_norm} in code, but {entry.value} at {entry.origin.where}",
-                "Write the same value in both, or auto in the file.",
-            )
-        ]
-    )
