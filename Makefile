@@ -10,6 +10,9 @@ PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: demo test check campaign benchmarks clean libaio
 
+# The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
+test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+
 demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
 

@@ -11,6 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from zero_plugin.strategies.deepspeed.build_lock import find_stale_build_locks
+
+_BUILD_OPS = """
+from deepspeed.accelerator import get_accelerator
+for name in ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory"):
+    get_accelerator().create_op_builder(name + "Builder").load(verbose=False)
+"""
+
+
+@pytest.fixture(scope="session")
+def built_ops() -> None:
+    """DeepSpeed's C++ ops for offload, built before a test's own time limit starts: minutes on a new machine."""
+    for lock in find_stale_build_locks():
+        lock.unlink()  # of a test run that was killed
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD_OPS], env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
 
 @pytest.fixture
 def run_processes(tmp_path: Path) -> Callable[..., list[str]]:

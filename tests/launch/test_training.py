@@ -90,8 +90,8 @@ def on_a_cpu(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def train(tmp_path: Path, environment: dict[str, str]) -> Callable[..., dict[str, Any]]:
-    """Run a command to its end and return what the script printed; a first run may have to build C++ ops."""
+def train(tmp_path: Path, environment: dict[str, str], built_ops: None) -> Callable[..., dict[str, Any]]:
+    """Run a command to its end and return what the script printed."""
 
     def train(*command: str) -> dict[str, Any]:
         done = subprocess.run(

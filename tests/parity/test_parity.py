@@ -23,7 +23,7 @@ _folders: dict[tuple[str, str], Path] = {}
 
 @pytest.fixture
 def results(
-    tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[..., list[str]]
+    tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[..., list[str]], built_ops: None
 ) -> Callable[[str, str], Path]:
     """Folder of one path's results on one device; its processes run once, for all cases, when first asked for."""
 

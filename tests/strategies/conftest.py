@@ -24,7 +24,10 @@ def finished() -> dict[int, Path]:
 
 @pytest.fixture
 def outcome(
-    run_processes: Callable[..., list[str]], finished: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+    run_processes: Callable[..., list[str]],
+    finished: dict[int, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    built_ops: None,
 ) -> Callable[[str, int, str], None]:
     """Fail unless check NAME of MODULE passed on every one of WORLD processes; all checks run once, in one group."""
 

@@ -27,8 +27,7 @@ def test_a_stale_lock_is_refused(lock: Path) -> None:
     """The error names the lock and the command that removes it; after that there is nothing to refuse."""
     with pytest.raises(MachineError) as caught:
         refuse_stale_build_locks()
-    assert str(lock) in str(caught.value)
-    assert f"rm -r {lock.parent}" in str(caught.value)
+    assert f"rm {lock}" in str(caught.value)
     lock.unlink()
     refuse_stale_build_locks()
 

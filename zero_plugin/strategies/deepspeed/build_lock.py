@@ -7,28 +7,30 @@ from pathlib import Path
 
 from zero_plugin.errors import MachineError
 
-__all__ = ["refuse_stale_build_locks"]
+__all__ = ["find_stale_build_locks", "refuse_stale_build_locks"]
+
+
+def find_stale_build_locks() -> list[Path]:
+    """Locks in torch's extension cache that no process of this machine holds.
+
+    torch's builder creates `lock` in the folder of the op and keeps it open while it compiles, and also while it only
+    looks whether there is something to compile; a process that is killed then leaves the file behind.
+    """
+    stale = [lock for lock in _locks() if not _is_open_somewhere(lock)]
+    return [lock for lock in stale if lock.exists()]  # a builder may have finished between the two looks
 
 
 def refuse_stale_build_locks() -> None:
-    """Raise if a folder of torch's extension cache is locked and no process holds the lock.
-
-    torch's builder creates `lock` in the folder of the op and keeps it open while it compiles; a builder that was
-    killed leaves the file behind.
+    """Raise if there is a stale lock.
 
     Raises:
         MachineError: naming the lock and the command that removes it.
     """
-    stale = [lock for lock in _locks() if not _is_open_somewhere(lock)]
-    if stale:
-        # A running builder may have finished between the two looks.
-        stale = [lock for lock in stale if lock.exists()]
-    if stale:
-        names = "\n".join(f"  {lock}" for lock in stale)
+    if stale := find_stale_build_locks():
         raise MachineError(
-            "A C++ op build was killed and left its lock behind; this run would wait for it forever:\n"
-            f"{names}\nIf no other machine is building into this folder, remove it:\n"
-            + "\n".join(f"  rm -r {lock.parent}" for lock in stale)
+            "A C++ op build was killed and left its lock behind; this run would wait for it forever.\n"
+            "If no other machine is building into this folder, remove it:\n"
+            + "\n".join(f"  rm {lock}" for lock in stale)
         )
 
 
