@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -150,6 +151,7 @@ def main() -> None:
         if rank == "0":
             torch.save(result, Path(output) / f"{name}.pt")
         dist.barrier()
+    gc.collect()  # the last engine, which holds the group
     dist.destroy_process_group()
 
 

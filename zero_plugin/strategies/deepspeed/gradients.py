@@ -65,11 +65,12 @@ def engine_gradients(engine: Any) -> EngineGradients:
 @contextmanager
 def _at_boundary(engine: Any) -> Iterator[None]:
     """Inside, the engine takes the current moment for the end of a window, as it does inside `engine.step()`."""
-    engine._running_engine_step = True
+    # Past nn.Module's own __setattr__, which looks through parameters and buffers first.
+    engine.__dict__["_running_engine_step"] = True
     try:
         yield
     finally:
-        engine._running_engine_step = False
+        engine.__dict__["_running_engine_step"] = False
 
 
 def _finite_or_inf(norm: Tensor) -> Tensor:
@@ -289,8 +290,9 @@ class Stage3Gradients(EngineGradients):
         self._clear_sat_out()
         if factor != 1.0:
             wrapper.grad_partitions_flat_buffer.mul_(factor)
-        # What sat out is finalised too, as zeros: the host and NVMe buffers of the step keep old gradients as well.
-        wrapper._offload_boundary_param_ids = set(self._own)
+        if wrapper.offload_optimizer:
+            # What sat out is finalised too, as zeros: the host and NVMe buffers of the step keep old gradients as well.
+            wrapper._offload_boundary_param_ids = set(self._own)
         with _at_boundary(self._engine):
             type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
 
