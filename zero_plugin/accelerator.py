@@ -103,7 +103,7 @@ class Accelerator:
         )
         self._trainings: list[Training] = []
         self._ended = False
-        for line in (selection.reason, *self.document.notes):
+        for line in (selection.reason, *(note.headline for note in self.document.notes)):
             self._say(line)
         atexit.register(self._end_at_exit)
 

@@ -12,8 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["ConfigError", "LaunchError", "LoopError", "MachineError", "Problem", "StrategyError", "ZeroPluginError"]
+__all__ = [
+    "ConfigError",
+    "LaunchError",
+    "LoopError",
+    "MachineError",
+    "Problem",
+    "Severity",
+    "StrategyError",
+    "ZeroPluginError",
+]
+
+Severity = Literal["error", "warning", "note"]
 
 
 class ZeroPluginError(Exception):
@@ -24,23 +36,34 @@ class ZeroPluginError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with the configuration: where, what, and what to write instead.
+    """One finding in the configuration: where, what, and what to write instead.
 
     Attributes:
         where: `file:line:column`, a flag such as `--zero_stage`, or a call such as `Accelerator(mixed_precision=…)`.
         key: the dotted path of the key, e.g. `zero_optimization.stage`; empty when the whole file is meant.
         message: what is wrong, with the value that was found.
-        fix: what is legal or what to write; never empty.
+        fix: what is legal or what to write; empty for a note only.
+        value: what was found there, as text; empty where no single value is meant.
+        severity: `error`: the run would not start, or not be what is written. `warning`: it runs, but something written
+            has no effect, is read as another value than it looks like, or will be refused by a coming release.
+            `note`: information, never a reason to fail.
     """
 
     where: str
     key: str
     message: str
     fix: str
+    value: str = ""
+    severity: Severity = "error"
+
+    @property
+    def headline(self) -> str:
+        """Where and what, in one line."""
+        key = f"{self.key}: " if self.key else ""
+        return f"{self.where}: {key}{self.message}"
 
     def __str__(self) -> str:
-        key = f"{self.key}: " if self.key else ""
-        return f"{self.where}: {key}{self.message}\n    {self.fix}"
+        return f"{self.headline}\n    {self.fix}" if self.fix else self.headline
 
 
 class ConfigError(ZeroPluginError):

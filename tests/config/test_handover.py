@@ -20,7 +20,7 @@ from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.tree import AUTO, Origin, Tree
 from zero_plugin.config.validation import deepspeed_schema
-from zero_plugin.errors import ConfigError
+from zero_plugin.errors import ConfigError, Problem
 
 scalars = (
     st.none()
@@ -39,13 +39,14 @@ trees = st.builds(
     st.dictionaries(st.text(), values, max_size=4),
     origins,
 )
+notes = st.builds(Problem, st.text(), st.text(), st.text(), st.text(), st.text(), st.sampled_from(["warning", "note"]))
 documents = st.builds(
     Document,
     launch=trees,
     deepspeed=trees,
     sources=st.lists(st.text(), max_size=2).map(tuple),
     sections=st.dictionaries(st.lists(st.text(), min_size=1, max_size=3).map(tuple), st.text(), max_size=3),
-    notes=st.lists(st.text(), max_size=2).map(tuple),
+    notes=st.lists(notes, max_size=2).map(tuple),
 )
 
 # Keys that mean something, so that generated configurations reach the rules behind the keys.

@@ -15,15 +15,17 @@ def test_keys_without_meaning_are_left_out() -> None:
     quiet = document_from_mapping({"num_processes": 1, **boilerplate}, "code")
     assert quiet.notes == ()
     spoken = document_from_mapping({"num_processes": 1, "fsdp_config": {"fsdp_version": 2}}, "code")
-    assert spoken.notes == ("code: fsdp_config: has no meaning here (FSDP only)",)
+    (note,) = spoken.notes
+    assert (note.headline, note.severity) == ("code: fsdp_config: has no meaning here (FSDP only)", "warning")
 
 
 def test_keys_without_an_effect_yet_are_noted() -> None:
     """A setting that is not followed yet is not dropped without a word; `false` is what happens."""
     asked = document_from_mapping({"deepspeed_config": {"zero3_init_flag": True}}, "code")
-    assert asked.notes == ("code: zero3_init_flag: has no effect yet (models are built whole, then partitioned)",)
+    (note,) = asked.notes
+    assert note.headline == "code: zero3_init_flag: has no effect yet (models are built whole, then partitioned)"
     off = document_from_mapping({"deepspeed_config": {"zero3_init_flag": "false"}}, "code")
-    assert off.notes == ('code: zero3_init_flag: read "false" as false',)
+    assert [note.headline for note in off.notes] == ['code: zero3_init_flag: read "false" as false']
 
 
 @pytest.mark.parametrize("nothing", [None, False, "no", "NO", "", {}, "auto"], ids=str)

@@ -14,6 +14,7 @@ from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import AUTO
+from zero_plugin.errors import Problem
 
 Reader = Callable[[dict[str, str]], Document]
 
@@ -74,7 +75,9 @@ def test_published_tutorial_config(read: Reader) -> None:
     """A widely copied stage-2 JSON is understood, with a note for its `"true"`; every value knows its place."""
     document = read({"ds.json": TUTORIAL_STAGE_2})
     assert document.deepspeed.value("fp16", "enabled") is True
-    assert document.notes == ('ds.json:3:9: fp16.enabled: read "true" as true',)
+    assert document.notes == (
+        Problem("ds.json:3:9", "fp16.enabled", 'read "true" as true', "Write true.", '"true"', "warning"),
+    )
     bucket = document.deepspeed.get("zero_optimization", "allgather_bucket_size")
     assert (bucket.value, type(bucket.value)) == (200_000_000, int)
     assert str(bucket.origin) == "ds.json:22:9"
@@ -136,7 +139,8 @@ def test_the_named_file_is_beside_the_config_or_in_the_working_directory(read: R
     assert read({"a/c.yaml": yaml, "ds.json": '{"steps_per_print": 1}'}).deepspeed.value("steps_per_print") == 1
     both = read({"a/c.yaml": yaml, "ds.json": '{"steps_per_print": 1}', "a/ds.json": '{"steps_per_print": 2}'})
     assert both.deepspeed.value("steps_per_print") == 2
-    assert both.notes == ("a/c.yaml:2:3: deepspeed_config_file: read a/ds.json, not ds.json",)
+    (note,) = both.notes
+    assert note.headline == "a/c.yaml:2:3: deepspeed_config_file: read a/ds.json, not ds.json"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_yaml_scalars_are_those_of_yaml_1_2(read: Reader) -> None:
     assert document.launch.value("mixed_precision") == "no"
     assert document.launch.value("main_process_ip") == "1:30"
     assert document.launch.value("use_cpu") is True
-    assert document.notes == ('c.yaml:3:1: use_cpu: read "yes" as true',)
+    assert [note.headline for note in document.notes] == ['c.yaml:3:1: use_cpu: read "yes" as true']
     assert document.deepspeed.section("optimizer").nested() == {"type": "AdamW", "params": {"lr": 5e-5, "eps": 1e-8}}
 
 
@@ -199,7 +203,7 @@ def test_other_spellings_become_one(read: Reader) -> None:
             "stage3_gather_16bit_weights_on_model_save": True,
         },
     }
-    assert len(document.notes) == 4
+    assert [note.severity for note in document.notes] == ["note", "warning", "note", "warning"]
 
 
 def test_a_deepspeed_run_without_a_stage_gets_accelerates(read: Reader) -> None:

@@ -106,7 +106,9 @@ def test_a_json_named_by_a_flag_replaces_the_files_training_part_whole() -> None
 def test_what_a_json_replaces_is_said() -> None:
     """A file's training part that gives way to the flag's JSON is not dropped without a word."""
     document = document_from_flags({"config_file": "zero.yaml", "deepspeed_config_file": "zero.json"})
-    assert document.notes == ("--deepspeed_config_file: zero.json replaces all that zero.yaml says of training",)
+    (note,) = document.notes
+    assert note.headline == "--deepspeed_config_file: zero.json replaces all that zero.yaml says of training"
+    assert note.severity == "note"
     assert (
         document_from_flags(
             {"config_file": "ddp.yaml", "deepspeed_config_file": "zero.json", "use_deepspeed": True}
@@ -118,7 +120,7 @@ def test_what_a_json_replaces_is_said() -> None:
 def test_a_flag_without_an_effect_yet_is_noted() -> None:
     """What the launcher takes and does not follow is said, from a flag as from a file."""
     (note,) = document_from_flags({"zero_stage": "3", "zero3_init_flag": "true"}).notes
-    assert note.startswith("--zero3_init_flag: zero3_init_flag: has no effect yet")
+    assert note.headline.startswith("--zero3_init_flag: zero3_init_flag: has no effect yet")
 
 
 @pytest.mark.parametrize(

@@ -28,5 +28,9 @@ def _problems(file: str) -> tuple[Problem, ...]:
     except ConfigError as error:
         return error.problems
     dropped = dropped_zero(document, launch_settings(document))
-    print("\n".join([*document.notes, *([dropped] if dropped else []), f"{file}: no problem found"]))
+    print(
+        "\n".join(
+            [*(note.headline for note in document.notes), *([dropped] if dropped else []), f"{file}: no problem found"]
+        )
+    )
     return ()

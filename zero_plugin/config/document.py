@@ -24,7 +24,7 @@ class Document:
             DeepSpeed (accumulation, clipping, optimizer and scheduler sections), so it is there on every path.
         sources: the files that were read, in order, for messages.
         sections: where each key that holds keys is written, by path; training sections start with `deepspeed`.
-        notes: sentences on what was understood although it is not written as the key wants it; print them once.
+        notes: warnings and notes on what was understood or has no effect; a run prints each one's headline once.
         problems: what reading found wrong but could read past; `check_document` raises them with its own.
     """
 
@@ -32,7 +32,7 @@ class Document:
     deepspeed: Tree = field(default_factory=Tree)
     sources: tuple[str, ...] = ()
     sections: Mapping[Path, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Problem, ...] = ()
     problems: tuple[Problem, ...] = ()
 
     def overlay(self, values: Mapping[Path, Any], *, kind: OriginKind, where: Mapping[Path, str]) -> Document:

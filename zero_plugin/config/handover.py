@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import astuple
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ def to_environment(document: Document) -> str:
             "deepspeed": _encode_tree(document.deepspeed),
             "sources": document.sources,
             "sections": [[path, where] for path, where in document.sections.items()],
-            "notes": document.notes,
+            "notes": [astuple(note) for note in document.notes],
         },
         separators=(",", ":"),
     )
@@ -53,7 +54,7 @@ def from_environment(environ: Mapping[str, str]) -> Document | None:
         deepspeed=_decode_tree(data["deepspeed"]),
         sources=tuple(data["sources"]),
         sections={tuple(path): where for path, where in data["sections"]},
-        notes=tuple(data["notes"]),
+        notes=tuple(Problem(*row) for row in data["notes"]),
     )
 
 

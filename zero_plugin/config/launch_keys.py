@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from zero_plugin.config.tree import AUTO, Tree
+from zero_plugin.config.validation import show
+from zero_plugin.errors import Problem
 
 __all__ = ["REFUSED_KEYS", "REFUSED_VALUES", "SAYS_NOTHING", "WITHOUT_MEANING", "ignored_keys"]
 
@@ -63,12 +65,14 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
 }
 
 
-def ignored_keys(launch: Tree) -> list[str]:
-    """A note for each key that says something and is not followed."""
+def ignored_keys(launch: Tree) -> list[Problem]:
+    """A warning for each key that says something and is not followed."""
     notes = {name: f"has no meaning here ({why})" for name, why in WITHOUT_MEANING.items()}
     notes |= {name: f"has no effect yet ({why})" for name, why in _NOT_YET.items()}
-    told: dict[str, str] = {}
+    told: dict[str, Problem] = {}
     for path, entry in launch.entries.items():
         if path[0] in notes and entry.value not in SAYS_NOTHING:
-            told.setdefault(path[0], f"{entry.origin.where}: {path[0]}: {notes[path[0]]}")
+            value = show(entry.value) if len(path) == 1 else ""
+            warning = Problem(entry.origin.where, path[0], notes[path[0]], "Delete the key.", value, "warning")
+            told.setdefault(path[0], warning)
     return list(told.values())

@@ -71,7 +71,7 @@ class _Reading:
 
     kind: OriginKind
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
     def parse(self, path: FilePath) -> Located:
@@ -140,7 +140,8 @@ class _Reading:
             self.problems.append(Problem(named.where, _TRAINING_FILE, f"no file {looked}", nearest_file(candidates[0])))
             return nothing
         if len({path.resolve() for path in existing}) > 1:
-            self.notes.append(f"{named.where}: {_TRAINING_FILE}: read {existing[0]}, not {existing[1]}")
+            message, fix = f"read {existing[0]}, not {existing[1]}", "Write the absolute path of the one you mean."
+            self.notes.append(Problem(named.where, _TRAINING_FILE, message, fix, show(named.value), "warning"))
         try:
             root = self.parse(existing[0])
         except ConfigError as error:

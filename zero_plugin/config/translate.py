@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from zero_plugin.config.tree import Entry, Path, Tree, dotted
+from zero_plugin.config.validation import show
+from zero_plugin.errors import Problem, Severity
 
 __all__ = ["LAUNCH_FIELDS", "SHORT_FIELDS", "one_spelling", "translate_short_fields"]
 
@@ -69,6 +71,13 @@ _OTHER_SPELLINGS: Final[Mapping[Path, tuple[Path, Callable[[Any], Any]]]] = {
     ("bfloat16",): (("bf16",), _same),
 }
 
+# Spellings of these that a coming release of DeepSpeed will refuse.
+_DEPRECATED: Final = (
+    (_ZERO, "stage3_gather_fp16_weights_on_model_save"),
+    (_ZERO, "cpu_offload"),
+    (_ZERO, "cpu_offload_param"),
+)
+
 
 def translate_short_fields(fields: Mapping[Path, Entry]) -> dict[Path, Entry]:
     """Short fields under the key paths they stand for; an NVMe path of `none`, Accelerate's default, is left out."""
@@ -79,18 +88,21 @@ def translate_short_fields(fields: Mapping[Path, Entry]) -> dict[Path, Entry]:
     }
 
 
-def one_spelling(tree: Tree) -> tuple[Tree, list[str]]:
-    """Every key under the one spelling that the rest of the package looks for, and a note for each that was moved.
+def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
+    """Every key under the one spelling that the rest of the package looks for, and a finding for each that was moved.
 
     A key that stands beside its other spelling is left where it is: the check refuses it as unknown.
     """
     entries: dict[Path, Entry] = {}
-    notes: list[str] = []
+    notes: list[Problem] = []
     for path, entry in tree.entries.items():
         for old, (new, convert) in _OTHER_SPELLINGS.items():
             if path[: len(old)] == old and not tree.has_section(*new):
                 entries[new + path[len(old) :]] = Entry(convert(entry.value), entry.origin)
-                notes.append(f"{entry.origin.where}: {dotted(path)}: read as {dotted(new + path[len(old) :])}")
+                full = dotted(new + path[len(old) :])
+                severity: Severity = "warning" if old in _DEPRECATED else "note"
+                fix, shown = f"Write {full}.", show(entry.value)
+                notes.append(Problem(entry.origin.where, dotted(path), f"read as {full}", fix, shown, severity))
                 break
         else:
             entries[path] = entry

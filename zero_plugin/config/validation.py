@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zero_plugin.config.located import as_number
 from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted, freeze
+from zero_plugin.errors import Problem
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -92,13 +93,13 @@ def violations(tree: Tree, by: Validator) -> Iterator[Violation]:
             yield Violation(path, index, error.instance, error.schema, "value")
 
 
-def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[str]]:
+def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[Problem]]:
     """Read values that are only written differently as what their keys want: `"true"`, `"5e8"`, `2e8`, `CPU`.
 
     Returns:
-        The tree with such values replaced, and a note for each that a person should know of.
+        The tree with such values replaced, and a warning for each that a person should know of.
     """
-    notes: list[str] = []
+    notes: list[Problem] = []
     for _ in range(2):  # once more, because an optimizer type that is now understood opens the check of its parameters
         changes: dict[Path, Entry] = {}
         for found in violations(tree, by):
@@ -111,7 +112,9 @@ def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[str]]:
                 origin = tree.entries[found.path].origin
                 changes[found.path] = Entry(freeze(value), origin)
                 if not goes_without_saying:
-                    notes.append(f"{origin.where}: {dotted(found.path)}: read {show(found.value)} as {show(value)}")
+                    message = f"read {show(found.value)} as {show(value)}"
+                    fix, shown = f"Write {show(value)}.", show(found.value)
+                    notes.append(Problem(origin.where, dotted(found.path), message, fix, shown, "warning"))
         tree = tree.replace(changes)
     return tree, notes
 

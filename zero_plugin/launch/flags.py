@@ -90,7 +90,8 @@ def _with_training(document: Document, training: Document) -> Document:
     notes, problems = [*document.notes, *training.notes], [*document.problems, *training.problems]
     if len(document.deepspeed):
         old, new = document.sources[0], training.sources[0]
-        notes.append(f"{_FILE_FLAG}: {new} replaces all that {old} says of training")
+        message = f"{new} replaces all that {old} says of training"
+        notes.append(Problem(_FILE_FLAG, "", message, "", severity="note"))
     if len(training.launch):
         message = f"{training.sources[0]} is a launch config, not a DeepSpeed configuration"
         problems.append(Problem(_FILE_FLAG, "", message, "Name a DeepSpeed JSON here, or write --config_file."))
