@@ -18,8 +18,8 @@ from zero_plugin.config.files import parse_file
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment, to_environment
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.registry import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Origin, Tree
-from zero_plugin.config.validation import deepspeed_schema
 from zero_plugin.errors import ConfigError, Problem
 
 scalars = (

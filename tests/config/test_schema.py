@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from zero_plugin.config.registry import deepspeed_schema
 from zero_plugin.config.retired import RETIRED_KEYS
 from zero_plugin.config.translate import one_spelling
 from zero_plugin.config.tree import Origin, Tree
-from zero_plugin.config.validation import deepspeed_schema
 
 # section -> the model that DeepSpeed parses it with
 MODELS = {

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from zero_plugin.config.contradictions import contradictions
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_keys import REFUSED_KEYS, REFUSED_VALUES, SAYS_NOTHING, WITHOUT_MEANING
 from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
+from zero_plugin.config.registry import deepspeed_schema
 from zero_plugin.config.retired import RETIRED_KEYS, RETIRED_OPTIMIZERS
 from zero_plugin.config.translate import SHORT_FIELDS
 from zero_plugin.config.tree import AUTO, Path, Tree, dotted
 from zero_plugin.config.validation import (
     Violation,
-    deepspeed_schema,
     did_you_mean,
     legal,
     show,
@@ -24,29 +25,50 @@ from zero_plugin.config.validation import (
 )
 from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["check_document"]
+__all__ = ["check_document", "find_problems"]
 
 _FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
 _MANY: Final = 12  # more legal keys than this are not listed in a message
 
 
-def check_document(document: Document) -> None:
+def check_document(document: Document, release: str | None = None) -> None:
     """Refuse a document that cannot run as written. `auto` is never a contradiction.
 
+    Args:
+        document: what was read.
+        release: the DeepSpeed release whose keys count, one of `KNOWN_RELEASES`; by default the installed one.
+
     Raises:
-        ConfigError: every problem of the document, in the order in which they are written.
+        ConfigError: every problem of the document, in the order in which they are written; or the release is not known.
     """
+    errors = [problem for problem in find_problems(document, release) if problem.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+
+
+def find_problems(document: Document, release: str | None = None) -> list[Problem]:
+    """Errors, warnings and notes of a document, in the order in which they are written.
+
+    Args:
+        document: what was read.
+        release: the DeepSpeed release whose keys count, one of `KNOWN_RELEASES`; by default the installed one.
+
+    Raises:
+        ConfigError: the release is not known.
+    """
+    schema = deepspeed_schema(release)
     problems = [
         *document.problems,
-        *_launch_problems(document),
-        *_training_problems(document),
+        *document.notes,
+        *_launch_problems(document, schema),
+        *_training_problems(document, schema),
         *contradictions(document),
     ]
-    if problems:
-        raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: _reading_order(problem, document)))
+    shown = dict.fromkeys(_with_value(problem, document) for problem in problems)
+    return sorted(shown, key=lambda problem: _reading_order(problem, document))
 
 
-def _launch_problems(document: Document) -> Iterator[Problem]:
+def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
     settings = document.launch.where(
         lambda path, entry: path[0] in LaunchSettings.model_fields and entry.value not in (None, AUTO)
     )
@@ -66,24 +88,24 @@ def _launch_problems(document: Document) -> Iterator[Problem]:
     known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, "deepspeed_config"]
     for name in dict.fromkeys(path[0] for path in document.launch):
         if name not in known:
-            yield Problem(_where(document, (), (name,)), name, "unknown key", _launch_key_fix(name, known))
+            yield Problem(_where(document, (), (name,)), name, "unknown key", _launch_key_fix(name, known, schema))
 
 
-def _launch_key_fix(name: str, known: list[str]) -> str:
-    if name in SHORT_FIELDS or name in deepspeed_schema()["properties"]:
+def _launch_key_fix(name: str, known: list[str], schema: Mapping[str, Any]) -> str:
+    if name in SHORT_FIELDS or name in schema["properties"]:
         return f"Write it below deepspeed_config: {{{name}: …}}."
     near = did_you_mean(name, known)
     if near:
         return f"Did you mean {near}?"
-    near = did_you_mean(name, [*SHORT_FIELDS, *deepspeed_schema()["properties"]])
+    near = did_you_mean(name, [*SHORT_FIELDS, *schema["properties"]])
     return f"Did you mean {near}, below deepspeed_config?" if near else "Delete it; a comment key starts with _."
 
 
-def _training_problems(document: Document) -> Iterator[Problem]:
-    for found in violations(document.deepspeed, validator(deepspeed_schema())):
+def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
+    for found in violations(document.deepspeed, validator(schema)):
         where = _where(document, ("deepspeed",), found.path)
         if found.kind == "unknown":
-            yield _unknown_key(found, where, in_yaml=bool(document.launch))
+            yield _unknown_key(found, where, schema, in_yaml=bool(document.launch))
         elif found.kind == "missing":
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
             yield Problem(where, dotted(found.path), "is missing", fix)
@@ -91,7 +113,7 @@ def _training_problems(document: Document) -> Iterator[Problem]:
             yield _wrong_value(found, where, found.path)
 
 
-def _unknown_key(found: Violation, where: str, *, in_yaml: bool) -> Problem:
+def _unknown_key(found: Violation, where: str, schema: Mapping[str, Any], *, in_yaml: bool) -> Problem:
     key, known = found.path[-1], list(found.wanted.get("properties", {}))
     if found.path in RETIRED_KEYS:
         message, fix = RETIRED_KEYS[found.path]
@@ -102,8 +124,8 @@ def _unknown_key(found: Violation, where: str, *, in_yaml: bool) -> Problem:
     if top and key in LaunchSettings.model_fields:
         return Problem(where, key, "a key of the launch YAML", "Write it at the top level of the launch YAML.")
     near = did_you_mean(key, [*known, *(SHORT_FIELDS if top and in_yaml else ())])
-    homes = [path for path in _homes(deepspeed_schema(), key) if path != found.path]
-    types = list(_types_with(found.path))
+    homes = [path for path in _homes(schema, key) if path != found.path]
+    types = list(_types_with(found.path, schema))
     if types:
         fix = f"Delete it, or write a {found.path[0]}.type that has it: {', '.join(types)}."
     elif near:
@@ -117,10 +139,10 @@ def _unknown_key(found: Violation, where: str, *, in_yaml: bool) -> Problem:
     return Problem(where, dotted(found.path), "unknown key", fix)
 
 
-def _types_with(path: Path) -> Iterator[str]:
+def _types_with(path: Path, schema: Mapping[str, Any]) -> Iterator[str]:
     """The optimizers or schedules whose parameters have the last key of `path`."""
     if path[1:2] == ("params",):
-        for branch in deepspeed_schema()["properties"][path[0]].get("allOf", ()):
+        for branch in schema["properties"][path[0]].get("allOf", ()):
             if path[-1] in branch["then"]["properties"]["params"].get("properties", {}):
                 yield branch["if"]["properties"]["type"]["const"]
 
@@ -160,6 +182,16 @@ def _where(document: Document, root: Path, path: Path) -> str:
         if inside is not None:
             return inside.origin.where
     return document.sources[0] if document.sources else "the configuration"
+
+
+def _with_value(problem: Problem, document: Document) -> Problem:
+    """`problem` with the value that is written where it points, for reports that show it apart."""
+    path = tuple(problem.key.partition("[")[0].split("."))
+    for tree in (document.launch, document.deepspeed):
+        entry = tree.get(*path)
+        if not problem.value and entry is not None and entry.origin.where == problem.where:
+            return replace(problem, value=show(entry.value))
+    return problem
 
 
 def _reading_order(problem: Problem, document: Document) -> tuple[int, int, int]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_schema
+from zero_plugin.config.registry import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted
-from zero_plugin.config.validation import deepspeed_schema, read_as_wanted, show, validator
+from zero_plugin.config.validation import read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["overlay_code", "overlay_flags", "same_value"]

@@ -17,9 +17,10 @@ from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING, ignore
 from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, sections
 from zero_plugin.config.overlay import same_value
+from zero_plugin.config.registry import deepspeed_schema
 from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS, one_spelling, translate_short_fields
 from zero_plugin.config.tree import AUTO, Entry, Origin, OriginKind, Path, Tree, dotted
-from zero_plugin.config.validation import deepspeed_schema, read_as_wanted, show, validator
+from zero_plugin.config.validation import read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["document_from_mapping", "read_document"]
@@ -31,24 +32,26 @@ _DEFAULT_STAGE: Final = Entry(
 )
 
 
-def read_document(path: str | os.PathLike[str]) -> Document:
+def read_document(path: str | os.PathLike[str], release: str | None = None) -> Document:
     """Read a launch YAML with Accelerate's keys, or a DeepSpeed JSON by itself; content tells which, not the extension.
 
     Args:
         path: the file.
+        release: the DeepSpeed release whose keys it is read with; by default the installed one.
 
     Returns:
         The document; what was wrong but could be read past is in its `problems`, which `check_document` raises.
 
     Raises:
-        ConfigError: a file cannot be read at all: missing, not text, broken YAML or JSON, not a mapping.
+        ConfigError: a file cannot be read at all: missing, not text, broken YAML or JSON, not a mapping; or the release
+            is not known.
     """
     try:
         file = FilePath(path)
     except TypeError:
         fix = "Pass the path of a launch YAML or a DeepSpeed JSON, or a dict with either content."
         raise ConfigError([Problem("config", "", f"{show(path)} is neither a path nor a dict", fix)]) from None
-    reading = _Reading("file")
+    reading = _Reading("file", release)
     return reading.document(reading.parse(file), file)
 
 
@@ -70,6 +73,7 @@ class _Reading:
     """What comes up while the files of one document are read."""
 
     kind: OriginKind
+    release: str | None = None
     problems: list[Problem] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -155,7 +159,7 @@ class _Reading:
 
     def _training_layer(self, tree: Tree) -> Tree:
         tree, moved = one_spelling(tree)
-        tree, read = read_as_wanted(tree, validator(deepspeed_schema())) if tree else (tree, [])
+        tree, read = read_as_wanted(tree, validator(deepspeed_schema(self.release))) if tree else (tree, [])
         self.notes += [*moved, *read]
         return tree
 

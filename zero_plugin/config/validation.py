@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any, Final
 
 from zero_plugin.config.located import as_number
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Violation",
-    "deepspeed_schema",
     "did_you_mean",
     "legal",
     "read_as_wanted",
@@ -51,14 +48,6 @@ class Violation:
     value: Any
     wanted: Mapping[str, Any]
     kind: str  # "value", "unknown" or "missing"
-
-
-@functools.cache
-def deepspeed_schema() -> Mapping[str, Any]:
-    """The shipped JSON Schema of a DeepSpeed configuration."""
-    text = resources.files("zero_plugin.config").joinpath("schema/deepspeed.schema.json").read_text("utf-8")
-    schema: Mapping[str, Any] = json.loads(text)
-    return schema
 
 
 def validator(schema: Mapping[str, Any]) -> Validator:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from zero_plugin.config.registry import deepspeed_schema
 from zero_plugin.config.tree import Path
-from zero_plugin.config.validation import deepspeed_schema
 
 __all__ = ["DEEPSPEED_AUTO", "OPTIMIZER_DEFAULTS", "SCHEDULER_DEFAULTS", "SCHEDULER_REQUIRED", "deepspeed_default"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.validation import deepspeed_schema, legal, show, validator, violations
+from zero_plugin.config.registry import deepspeed_schema
+from zero_plugin.config.validation import legal, show, validator, violations
 from zero_plugin.resolve.batch import settle_batch, settle_clipping
 from zero_plugin.resolve.defaults import DEEPSPEED_AUTO, deepspeed_default
 from zero_plugin.resolve.draft import Draft
