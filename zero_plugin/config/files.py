@@ -17,17 +17,18 @@ _MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; this is
 _NEAR: Final = 0.75  # likeness of two names, from 0 to 1; two swapped letters of four are 0.75
 
 
-def parse_file(path: Path, problems: list[Problem]) -> Located:
+def parse_file(path: Path, problems: list[Problem], content: bytes | None = None) -> Located:
     """Read a YAML or JSON file whose top level holds keys; content tells the language, not the extension.
 
     Args:
         path: the file.
         problems: duplicate keys are added here.
+        content: what the file holds, where that is known; `path` is then only its name.
 
     Raises:
         ConfigError: the file is missing, is not text, is broken, or holds something else than keys.
     """
-    text = _text(path)
+    text = _text(path, _bytes(path) if content is None else content)
     if not looks_like_json(text):
         root = parse_yaml(text, str(path), problems)
     elif path.suffix in (".yaml", ".yml"):
@@ -68,15 +69,18 @@ def _parse_flow_yaml(text: str, name: str, problems: list[Problem]) -> Located:
     return root
 
 
-def _text(path: Path) -> str:
+def _bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+            return file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise syntax_error(str(path), "no such file", nearest_file(path)) from None
     except (OSError, ValueError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise syntax_error(str(path), f"cannot be read: {reason}", "Give a readable YAML or JSON file.") from None
+
+
+def _text(path: Path, data: bytes) -> str:
     if len(data) > _MAX_BYTES:
         raise syntax_error(str(path), f"is larger than {_MAX_BYTES} bytes", "This is no configuration; check the path.")
     try:
