@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,15 @@ from deepspeed.accelerator import get_accelerator
 for name in ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory"):
     get_accelerator().create_op_builder(name + "Builder").load(verbose=False)
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test, and no process that one starts, reads the default config of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
+        environment.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

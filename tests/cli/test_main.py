@@ -15,11 +15,10 @@ import zero_plugin
 
 def run(*arguments: str, folder: Path, code: str | None = None) -> subprocess.CompletedProcess[str]:
     start = ["-c", code] if code else ["-m", "zero_plugin"]
-    environment = {name: value for name, value in os.environ.items() if name != "ZERO_PLUGIN_CONFIG_FILE"}
     return subprocess.run(
         [sys.executable, *start, *arguments],
         cwd=folder,
-        env={**environment, "HOME": str(folder), "COLUMNS": "60"},
+        env={**os.environ, "HF_HOME": str(folder), "COLUMNS": "60"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -121,7 +120,7 @@ def test_bad_config_starts_no_worker(tmp_path: Path) -> None:
 
 def test_a_default_file_is_named(tmp_path: Path) -> None:
     """A file that was found and not named on the command line is said."""
-    default = tmp_path / ".cache" / "zero_plugin" / "default_config.yaml"
+    default = tmp_path / "zero_plugin" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("num_processes: 1\n")
     (tmp_path / "a.py").write_text("")

@@ -16,7 +16,7 @@ from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     """The caller's environment without anything that changes a launch; home and temporary files are the test's own."""
-    touched = {"OMP_NUM_THREADS", "DS_ACCELERATOR", "ZERO_PLUGIN_CONFIG_FILE", ENVIRONMENT_VARIABLE}
+    touched = {"OMP_NUM_THREADS", "DS_ACCELERATOR", ENVIRONMENT_VARIABLE}
     kept = {name: value for name, value in os.environ.items() if name not in touched}
     return {**kept, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
 

@@ -17,8 +17,7 @@ from zero_plugin.launch.flags import document_from_flags
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     Path("ddp.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
     Path("zero.yaml").write_text(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 2, gradient_clipping: 1}\n"
@@ -172,7 +171,7 @@ def test_all_problems_come_at_once() -> None:
 
 def test_default_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --config_file: `$ZERO_PLUGIN_CONFIG_FILE`, else the user's default file, else nothing."""
-    default = folder / "home" / ".cache" / "zero_plugin" / "default_config.yaml"
+    default = folder / "home" / "zero_plugin" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("num_processes: 7\n")
     assert values(document_from_flags({}))["num_processes"] == 7
@@ -180,7 +179,7 @@ def test_default_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values(document_from_flags({}))["num_processes"] == 4
     assert values(document_from_flags({"config_file": "zero.yaml"})).get("num_processes") is None
     monkeypatch.setenv("ZERO_PLUGIN_CONFIG_FILE", "gone.yaml")
-    with pytest.raises(ConfigError, match=r"gone\.yaml: no such file\n.*\$ZERO_PLUGIN_CONFIG_FILE"):
+    with pytest.raises(ConfigError, match=r"gone\.yaml: no such file\n.*no --config_file is given"):
         document_from_flags({})
 
 

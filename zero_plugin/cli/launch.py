@@ -30,8 +30,8 @@ def launch(
 ) -> None:
     """Start SCRIPT as a config file and flags say. All that follows SCRIPT belongs to it.
 
-    A flag overrides the file. Without --config_file the file is $ZERO_PLUGIN_CONFIG_FILE, else
-    ~/.cache/zero_plugin/default_config.yaml where that exists.
+    A flag overrides the file. Without --config_file the file is $ZERO_PLUGIN_CONFIG_FILE, else what
+    `zero-plugin config` wrote, else what `accelerate config` wrote, else none.
     """
     flags = typed_flags(ctx)
     kind: Literal["script", "module", "executable"] = (

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path as FilePath
 from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_keys import ignored_keys
 from zero_plugin.config.located import as_number
+from zero_plugin.config.location import find_config_file
 from zero_plugin.config.overlay import overlay_flags
 from zero_plugin.config.read import read_document
 from zero_plugin.config.translate import SHORT_FIELDS
@@ -19,10 +19,7 @@ from zero_plugin.config.tree import Path
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["CONFIG_VARIABLE", "default_config_file", "document_from_flags"]
-
-CONFIG_VARIABLE: Final = "ZERO_PLUGIN_CONFIG_FILE"
-_DEFAULT_FILE: Final = FilePath("~/.cache/zero_plugin/default_config.yaml")
+__all__ = ["document_from_flags"]
 
 # What a switch says about how the processes work together. ZeRO on the CPU of a machine with GPUs is asked for in the
 # file: `distributed_type: DEEPSPEED` with `use_cpu: true`.
@@ -36,13 +33,6 @@ _ZERO_FLAGS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith(
 _FILE_FLAG: Final = "--deepspeed_config_file"
 # Flags that are no key of the document: they choose files, or say what runs.
 _NO_KEY: Final = ("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "rdzv_endpoint")
-
-
-def default_config_file() -> str | None:
-    """The file for launches that name none: `$ZERO_PLUGIN_CONFIG_FILE`, else the user's default file if it exists."""
-    named = os.environ.get(CONFIG_VARIABLE)
-    fallback = _DEFAULT_FILE.expanduser()
-    return named or (str(fallback) if fallback.is_file() else None)
 
 
 def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
@@ -74,13 +64,13 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
 def _document_of_file(flags: Mapping[str, str | bool]) -> Document:
     if "config_file" in flags:
         return read_document(str(flags["config_file"]))
-    file = default_config_file()
+    file = find_config_file(os.environ)
     if file is None:
         return Document()
     try:
         return read_document(file)
     except ConfigError as error:  # nobody typed that name on this command line
-        why = f"No --config_file is given, so ${CONFIG_VARIABLE} or {_DEFAULT_FILE} was read."
+        why = "It was read because no --config_file is given; name one, or write a new one with `zero-plugin config`."
         raise ConfigError([replace(problem, fix=f"{problem.fix} {why}") for problem in error.problems]) from None
 
 
