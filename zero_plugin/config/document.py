@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_plugin.config.tree import Entry, Origin, OriginKind, Path, Tree
-from zero_plugin.errors import Problem
+from zero_plugin.config.write import accelerate_values, yaml_text
+from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["Document"]
 
@@ -55,3 +56,25 @@ class Document:
                 else:
                     launch[path + leaf[1:]] = entry
         return replace(self, launch=self.launch.replace(launch), deepspeed=self.deepspeed.replace(deepspeed))
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """The training configuration as a DeepSpeed JSON holds it; an open field is `auto`.
+
+        Raises:
+            ConfigError: reading found problems, so that not all that is written is here.
+        """
+        self._refuse_problems()
+        return self.deepspeed.nested(auto="auto")
+
+    def to_accelerate_yaml(self) -> str:
+        """The text of a launch YAML with Accelerate's keys that holds all of this document but comments and places.
+
+        Raises:
+            ConfigError: reading found problems, so that not all that is written is here.
+        """
+        self._refuse_problems()
+        return yaml_text(accelerate_values(self.launch, self.deepspeed))
+
+    def _refuse_problems(self) -> None:
+        if self.problems:
+            raise ConfigError(self.problems)

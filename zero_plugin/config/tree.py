@@ -139,14 +139,14 @@ class Tree:
         """The leaves for which `keep(path, entry)` holds."""
         return Tree({p: e for p, e in self.entries.items() if keep(p, e)})
 
-    def nested(self) -> dict[str, Any]:
-        """Plain dicts and lists. AUTO stays AUTO, for the caller to have resolved or to render."""
+    def nested(self, *, auto: Any = AUTO) -> dict[str, Any]:
+        """Plain dicts and lists, with `auto` for AUTO, which otherwise stays for the caller to have resolved."""
         root: dict[str, Any] = {}
         for path, entry in self.entries.items():
             node = root
             for part in path[:-1]:
                 node = node.setdefault(part, {})
-            node[path[-1]] = _thaw(entry.value)
+            node[path[-1]] = _thaw(entry.value, auto)
         return root
 
     @staticmethod
@@ -174,9 +174,11 @@ def freeze(value: Any) -> Any:
     return value
 
 
-def _thaw(value: Any) -> Any:
+def _thaw(value: Any, auto: Any) -> Any:
+    if value is AUTO:
+        return auto
     if isinstance(value, tuple):
-        return [_thaw(v) for v in value]
+        return [_thaw(v, auto) for v in value]
     if isinstance(value, Mapping):
-        return {k: _thaw(v) for k, v in value.items()}
+        return {k: _thaw(v, auto) for k, v in value.items()}
     return value
