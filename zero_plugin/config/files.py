@@ -29,16 +29,16 @@ def parse_file(path: Path, problems: list[Problem], content: bytes | None = None
         ConfigError: the file is missing, is not text, is broken, or holds something else than keys.
     """
     text = _text(path, _bytes(path) if content is None else content)
-    if not looks_like_json(text):
-        root = parse_yaml(text, str(path), problems)
-    elif path.suffix in (".yaml", ".yml"):
-        root = _parse_flow_yaml(text, str(path), problems)
-    else:
-        root = parse_json(text, str(path), problems)
+    found: list[Problem] = []
+    try:
+        root = _parse(text, path, found)
+    except ConfigError as error:
+        raise ConfigError([*found, *error.problems]) from None
+    problems += found
     if not isinstance(root.value, dict):
         kind = "a list" if isinstance(root.value, list) else "a single value"
-        found = "the file is empty" if root.value is None else f"holds {kind}, not keys"
-        raise syntax_error(root.where, found, "Write a launch YAML (num_processes: 2, …) or a DeepSpeed JSON.")
+        holds = "the file is empty" if root.value is None else f"holds {kind}, not keys"
+        raise syntax_error(root.where, holds, "Write a launch YAML (num_processes: 2, …) or a DeepSpeed JSON.")
     return root
 
 
@@ -58,15 +58,17 @@ def nearest_file(path: Path) -> str:
     return f"Check the path: {path.parent} holds no such name."
 
 
-def _parse_flow_yaml(text: str, name: str, problems: list[Problem]) -> Located:
-    """YAML whose first character is a bracket: JSON, as a rule, with its tabs and comments."""
+def _parse(text: str, path: Path, problems: list[Problem]) -> Located:
+    if not looks_like_json(text):
+        return parse_yaml(text, str(path), problems)
+    if path.suffix not in (".yaml", ".yml"):
+        return parse_json(text, str(path), problems)
     found: list[Problem] = []
     try:
-        root = parse_json(text, name, found)
+        root = parse_json(text, str(path), found)  # as a rule such a file is JSON, with its tabs and comments
     except ConfigError:
-        return parse_yaml(text, name, problems)
-    problems += found
-    return root
+        return parse_yaml(text, str(path), problems)
+    return parse_yaml(text, str(path), problems) if found else root
 
 
 def _bytes(path: Path) -> bytes:

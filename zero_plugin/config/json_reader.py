@@ -1,4 +1,4 @@
-"""JSON text, with the comments and trailing commas that DeepSpeed reads, as located values."""
+"""JSON text, and what of Hjson, which DeepSpeed reads, has only one meaning, as located values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from bisect import bisect_right
 from typing import Any, Final
 
 from zero_plugin.config.located import MAX_DEPTH, MAX_VALUES, Located, as_number, duplicate_key, syntax_error
-from zero_plugin.config.tree import Path
+from zero_plugin.config.tree import Path, dotted
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["looks_like_json", "parse_json"]
 
 _BLANK: Final = re.compile(r"(?:\s+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
-_WORD: Final = re.compile(r"\$\{\w*\}|[A-Za-z_$][\w.-]*")
-_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+_BARE_VALUE: Final = re.compile(r"\$\{\w*\}|[-+.\w$]+")
+_HJSON_KEY: Final = re.compile(r"([A-Za-z_][\w.-]*)(?=\s*:)")
+_HJSON_TEXT: Final = re.compile(r"'([^'\\\n]*)'")
+_PYTHON: Final[dict[str, tuple[Any, str]]] = {"True": (True, "true"), "False": (False, "false"), "None": (None, "null")}
 
 
 def looks_like_json(text: str) -> bool:
@@ -26,10 +28,13 @@ def looks_like_json(text: str) -> bool:
 def parse_json(text: str, name: str, problems: list[Problem]) -> Located:
     """Parse JSON that may hold `//`, `#` and `/* */` comments and trailing commas.
 
+    Bare keys, single quotes and line ends for commas, which DeepSpeed reads too, are one warning. An Hjson text without
+    quotes, which runs to the end of its line whatever stands there, is an error.
+
     Args:
         text: the file's text.
         name: the file's name for messages.
-        problems: duplicate keys are added here, so that they are reported with everything else.
+        problems: what could be read past is added here: duplicate keys, values that are none, a warning of Hjson.
 
     Raises:
         ConfigError: the text is not such JSON.
@@ -44,6 +49,7 @@ class _Scanner:
         self._problems = problems
         self._at = 0
         self._values = 0
+        self._is_hjson = False
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def document(self) -> Located:
@@ -66,14 +72,12 @@ class _Scanner:
             return Located(self._object(path), where)
         if opening == "[":
             return Located(self._list(path), where)
-        return Located(self._scalar(), where)
+        return Located(self._scalar(path), where)
 
     def _object(self, path: Path) -> dict[str, Located]:
         pairs: dict[str, Located] = {}
         while not self._closed("}"):
-            if self._text[self._at] != '"':
-                raise self._refuse(f"{self._glimpse()} where a key must stand", 'Write "key": value, in double quotes.')
-            where, key = self._where(self._at), str(self._scalar())
+            where, key = self._where(self._at), self._key(path)
             self._skip_blank()
             if self._text[self._at : self._at + 1] != ":":
                 raise self._refuse(f'a colon is missing after "{key}"', f'Write "{key}": value.')
@@ -86,6 +90,16 @@ class _Scanner:
                 pairs[key] = child
             self._separator("}")
         return pairs
+
+    def _key(self, path: Path) -> str:
+        if self._text[self._at] == '"':
+            return str(self._scalar(path))
+        hjson = _HJSON_KEY.match(self._text, self._at) or _HJSON_TEXT.match(self._text, self._at)
+        if hjson is None:
+            raise self._refuse(f"{self._glimpse()} where a key must stand", 'Write "key": value, in double quotes.')
+        self._note_hjson()
+        self._at = hjson.end()
+        return hjson[1]
 
     def _list(self, path: Path) -> list[Located]:
         items: list[Located] = []
@@ -106,43 +120,64 @@ class _Scanner:
         return True
 
     def _separator(self, closing: str) -> None:
-        """Leave the position where `_closed` expects it: at a comma, or just before the closing bracket."""
+        """Leave the position where `_closed` expects it: at a comma, or just before what follows without one."""
+        end = self._at
         self._skip_blank()
         found = self._text[self._at : self._at + 1]
         if found == closing:
             self._at -= 1
+        elif found and found not in ",}]:" and "\n" in self._text[end : self._at]:
+            self._note_hjson()
+            self._at -= 1
         elif found != ",":
             raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` must stand", "Add the comma or bracket.")
 
-    def _scalar(self) -> Any:
+    def _scalar(self, path: Path) -> Any:
         start = self._at
         try:
             value, self._at = _SCALARS.raw_decode(self._text, start)
         except json.JSONDecodeError as error:
-            word = self._glimpse()
-            if error.pos > start:
-                self._at = error.pos
             if self._text[start : start + 1] == '"':
-                raise self._refuse(
-                    f"a broken string: {error.msg}", "Close the quotes on the line; write \\ as \\\\."
-                ) from None
-            better = _PYTHON.get(word.strip("`"))
-            fix = (
-                f"Write {better}, as JSON spells it."
-                if better
-                else "Write a number, true, false, null or a quoted text."
-            )
-            raise self._refuse(f"{word} where a value must stand", fix) from None
+                self._at = max(start, error.pos)
+                fix = "Close the quotes on the line; write \\ as \\\\."
+                raise self._refuse(f"a broken string: {error.msg}", fix) from None
+            if quoted := _HJSON_TEXT.match(self._text, start):
+                self._note_hjson()
+                self._at = quoted.end()
+                return quoted[1]
+            return self._no_value(path, f"{self._glimpse()} where a value must stand")
         except ValueError as error:
-            raise self._refuse(str(error), "Write a plain number.") from None
+            return self._no_value(path, str(error))
         return value
+
+    def _no_value(self, path: Path, message: str) -> Any:
+        """Note the bare word here as a problem and read past it, as an open value unless its meaning is plain."""
+        bare = _BARE_VALUE.match(self._text, self._at)
+        if bare is None:
+            raise self._refuse(message, "Write a number, true, false, null or a quoted text.")
+        meaning, spelling = _PYTHON.get(bare[0], ("auto", ""))
+        fix = (
+            f"Write {spelling}, as JSON spells it."
+            if spelling
+            else "Write a number, true, false, null or a quoted text."
+        )
+        self._problems.append(Problem(self._where(self._at), dotted(path), message, fix))
+        self._at = bare.end()
+        return meaning
+
+    def _note_hjson(self) -> None:
+        if not self._is_hjson:
+            self._is_hjson = True
+            message = "Hjson, which DeepSpeed reads, but Accelerate and transformers do not"
+            fix = 'Write "key": "value", in double quotes and with commas.'
+            self._problems.append(Problem(self._where(self._at), "", message, fix, severity="warning"))
 
     def _skip_blank(self) -> None:
         self._at = _end_of_blank(self._text, self._at)
 
     def _glimpse(self) -> str:
-        word = _WORD.match(self._text, self._at)
-        seen = word.group()[:40] if word else self._text[self._at : self._at + 1]
+        word = _BARE_VALUE.match(self._text, self._at)
+        seen = word[0][:40] if word else self._text[self._at : self._at + 1]
         return f"`{seen}`" if seen else "the end of the file"
 
     def _where(self, at: int) -> str:

@@ -32,12 +32,13 @@ _DEFAULT_STAGE: Final = Entry(
 )
 
 
-def read_document(path: str | os.PathLike[str], release: str | None = None) -> Document:
+def read_document(path: str | os.PathLike[str], release: str | None = None, content: bytes | None = None) -> Document:
     """Read a launch YAML with Accelerate's keys, or a DeepSpeed JSON by itself; content tells which, not the extension.
 
     Args:
         path: the file.
         release: the DeepSpeed release whose keys it is read with; by default the installed one.
+        content: what the file holds, where that is known, e.g. from standard input; `path` is then only its name.
 
     Returns:
         The document; what was wrong but could be read past is in its `problems`, which `check_document` raises.
@@ -52,7 +53,7 @@ def read_document(path: str | os.PathLike[str], release: str | None = None) -> D
         fix = "Pass the path of a launch YAML or a DeepSpeed JSON, or a dict with either content."
         raise ConfigError([Problem("config", "", f"{show(path)} is neither a path nor a dict", fix)]) from None
     reading = _Reading("file", release)
-    return reading.document(reading.parse(file), file)
+    return reading.document(reading.parse(file, content), file)
 
 
 def document_from_mapping(mapping: Mapping[str, Any], where: str) -> Document:
@@ -78,10 +79,14 @@ class _Reading:
     notes: list[Problem] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
-    def parse(self, path: FilePath) -> Located:
+    def parse(self, path: FilePath, content: bytes | None = None) -> Located:
         """The file's content; the file joins the document's sources."""
         self.sources.append(str(path))
-        return parse_file(path, self.problems)
+        found: list[Problem] = []
+        root = parse_file(path, found, content)
+        self.problems += [problem for problem in found if problem.severity == "error"]
+        self.notes += [problem for problem in found if problem.severity != "error"]
+        return root
 
     def document(self, root: Located, path: FilePath) -> Document:
         """Both halves of the document, each key under one path, from `root` and the file that it names."""

@@ -64,6 +64,7 @@ _OTHER_SPELLINGS: Final[Mapping[Path, tuple[Path, Callable[[Any], Any]]]] = {
         (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
         _same,
     ),
+    ("aio", "thread_count"): (("aio", "intra_op_parallelism"), _same),
     (_ZERO, "cpu_offload"): ((_ZERO, "offload_optimizer", "device"), _device),
     (_ZERO, "cpu_offload_param"): ((_ZERO, "offload_param", "device"), _device),
     ("tensor_parallel", "tensor_parallel"): (("tensor_parallel", "tp"), _same),
@@ -71,8 +72,10 @@ _OTHER_SPELLINGS: Final[Mapping[Path, tuple[Path, Callable[[Any], Any]]]] = {
     ("bfloat16",): (("bf16",), _same),
 }
 
-# Spellings of these that a coming release of DeepSpeed will refuse.
+# Of these, the ones that DeepSpeed is giving up: it warns of them, or drops their value.
 _DEPRECATED: Final = (
+    (_ZERO,),
+    ("aio", "thread_count"),
     (_ZERO, "stage3_gather_fp16_weights_on_model_save"),
     (_ZERO, "cpu_offload"),
     (_ZERO, "cpu_offload_param"),
@@ -96,14 +99,16 @@ def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
     entries: dict[Path, Entry] = {}
     notes: list[Problem] = []
     for path, entry in tree.entries.items():
-        for old, (new, convert) in _OTHER_SPELLINGS.items():
-            if path[: len(old)] == old and not tree.has_section(*new):
-                entries[new + path[len(old) :]] = Entry(convert(entry.value), entry.origin)
-                full = dotted(new + path[len(old) :])
-                severity: Severity = "warning" if old in _DEPRECATED else "note"
-                fix, shown = f"Write {full}.", show(entry.value)
-                notes.append(Problem(entry.origin.where, dotted(path), f"read as {full}", fix, shown, severity))
+        read, value, old = path, entry.value, path
+        if path == (_ZERO,) and isinstance(value, bool):  # how a file said it before ZeRO had stages
+            read, value = (_ZERO, "stage"), int(value)
+        for other, (new, convert) in _OTHER_SPELLINGS.items():
+            if path[: len(other)] == other and not tree.has_section(*new):
+                read, value, old = new + path[len(other) :], convert(value), other
                 break
-        else:
-            entries[path] = entry
+        entries[read] = Entry(value, entry.origin)
+        if read != path:
+            severity: Severity = "warning" if old in _DEPRECATED else "note"
+            fix, shown = f"Write {dotted(read)}: {show(value)}.", show(entry.value)
+            notes.append(Problem(entry.origin.where, dotted(path), f"read as {dotted(read)}", fix, shown, severity))
     return Tree(entries), notes
