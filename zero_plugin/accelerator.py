@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -281,21 +281,17 @@ class Accelerator:
             **kwargs: for `Tensor.backward`, e.g. `retain_graph`.
         """
         session = self._trained(model).session
-        self._window.count_backward()
-        session.backward(loss if self._window.divisor == 1 else loss / self._window.divisor, **kwargs)
+        window = self._window
+        window.count_backward()
+        session.backward(loss if window.divisor == 1 else loss / window.divisor, **kwargs)
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:  # noqa: ARG002 - Accelerate's signature
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - Accelerate's signature
         """One micro-batch: gradients add up, and `step()` acts in the window's last one only.
 
         Args:
             *models: accepted as Accelerate's; all prepared models accumulate together.
         """
-        self._window.enter_batch()
-        try:
-            yield
-        finally:
-            self._window.leave_batch()
+        return self._window
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:

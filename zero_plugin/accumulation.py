@@ -24,8 +24,8 @@ class Epoch(Protocol):
 class AccumulationWindow:
     """Counts micro-batches into windows of `steps`; the last window of an epoch may be shorter.
 
-    A loop tells its micro-batches in one of two ways. Under `accumulate()` each entry of the context is one
-    (`enter_batch`). By hand, each `backward` is one (`count_backward`).
+    A loop tells its micro-batches in one of two ways. Under `accumulate()`, which hands out the window as a context
+    manager, each entry is one (`enter_batch`). By hand, each `backward` is one (`count_backward`).
 
     The loss of each micro-batch is divided by the window's true size, where the loader knows its length when the window
     opens. Where it does not, the loss is divided by `steps`, and `correction` tells by what the summed gradients have
@@ -90,6 +90,12 @@ class AccumulationWindow:
     def leave_batch(self) -> None:
         """`accumulate()` was left."""
         self.in_context = False
+
+    def __enter__(self) -> None:
+        self.enter_batch()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave_batch()
 
     def count_backward(self) -> None:
         """A backward ran; outside `accumulate()` it is one micro-batch.

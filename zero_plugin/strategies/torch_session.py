@@ -66,7 +66,8 @@ class TorchSession(Session):
                 "backward() after clip_grad_norm_() and before optimizer.step(): the clipped gradients are unscaled, "
                 "new ones would be scaled.\nCall clip_grad_norm_() after the window's last backward()."
             )
-        self._refuse_strays()
+        if not self._has_gradients and self._has_strays():
+            raise LoopError(DIRECT_BACKWARD)
         self._has_gradients = True
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         torch.autograd.backward(scaled, **kwargs)
@@ -101,8 +102,9 @@ class TorchSession(Session):
     def step(self) -> bool:
         """See `Session.step`."""
         assert self.optimizer is not None
-        self._refuse_strays()
         if not self._has_gradients:
+            if self._has_strays():
+                raise LoopError(DIRECT_BACKWARD)
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         if self._clipping is not None and not self._clipped:
             self.clip(self._clipping)
@@ -125,7 +127,7 @@ class TorchSession(Session):
 
     def drop_strays(self) -> None:
         """See `Session.drop_strays`."""
-        if not self._has_gradients:
+        if not self._has_gradients and self._has_strays():  # looking is cheaper than the optimizer's zero_grad
             self.drop_gradients()
 
     @contextmanager
@@ -158,9 +160,13 @@ class TorchSession(Session):
         self._ddp = None
         self.optimizer = None
 
-    def _refuse_strays(self) -> None:
-        if not self._has_gradients and any(p.grad is not None for p in self._trained_parameters()):
-            raise LoopError(DIRECT_BACKWARD)
+    def _has_strays(self) -> bool:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    return True
+        return False
 
     def _trained_parameters(self) -> list[nn.Parameter]:
         assert self.optimizer is not None

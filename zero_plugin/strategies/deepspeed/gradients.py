@@ -109,8 +109,7 @@ class ReplicatedGradients(EngineGradients):
     def finalize(self, factor: float) -> None:
         """See `EngineGradients.finalize`."""
         self._measure.cache_clear()
-        gradients = self._gradients()
-        if factor != 1.0 and gradients:
+        if factor != 1.0 and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, factor)
         with _at_boundary(self._engine):
             self._engine.allreduce_gradients()
