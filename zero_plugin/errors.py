@@ -10,9 +10,10 @@ ZeroPluginError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 __all__ = [
     "ConfigError",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 Severity = Literal["error", "warning", "note"]
+
+_PLACE: Final = re.compile(r"(.+):(\d+):(\d+)", re.DOTALL)
 
 
 class ZeroPluginError(Exception):
@@ -61,6 +64,12 @@ class Problem:
         """Where and what, in one line."""
         key = f"{self.key}: " if self.key else ""
         return f"{self.where}: {key}{self.message}"
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """File, line and column of `where`; 0 for a line or column that is not known or has no meaning."""
+        found = _PLACE.fullmatch(self.where)
+        return (found[1], int(found[2]), int(found[3])) if found else (self.where, 0, 0)
 
     def __str__(self) -> str:
         return f"{self.headline}\n    {self.fix}" if self.fix else self.headline

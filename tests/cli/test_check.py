@@ -1,45 +1,225 @@
-"""`zero-plugin check` on files."""
+"""`zero-plugin check` on files, folders and standard input, and each of its formats."""
 
 from __future__ import annotations
 
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import jsonschema
 import pytest
 
-from zero_plugin.cli.check import check
-from zero_plugin.errors import ConfigError
+from zero_plugin.cli.main import main
+
+Check = Callable[..., tuple[int, str, str]]
+ZERO = "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n"
+FILES = {
+    "a.yaml": "mixed_precision: bf17\nnum_proceses: 2\n",
+    "b.json": '{"zero_optimization": {"stage": 4}}',
+    "fine.yaml": "num_processes: 2\n",
+    "warns.json": '{"fp16": {"enabled": "true"}}',
+}
 
 
-def test_good_files_are_said_to_be_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line for each file."""
-    (tmp_path / "a.yaml").write_text("num_processes: 2\n")
-    (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 2}}')
-    check([str(tmp_path / "a.yaml"), str(tmp_path / "b.json")])
-    assert capsys.readouterr().out.count("no problem found") == 2
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Runs the command in a folder with FILES; returns exit code, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zero-plugin", "check", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
 
 
-def test_what_a_run_without_zero_drops_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that describes ZeRO and asks for a run without it is right, and told what it leaves out."""
-    zero = "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n"
-    (tmp_path / "a.yaml").write_text(f"distributed_type: MULTI_CPU\n{zero}")
-    (tmp_path / "b.yaml").write_text(f"distributed_type: DEEPSPEED\n{zero}")
-    check([str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")])
-    asker = tmp_path / "a.yaml"
-    assert capsys.readouterr().out.splitlines() == [
-        f"ZeRO stage 2 and optimizer offload to cpu dropped, as {asker}:1:1 asks",
-        f"{asker}: no problem found",
-        f"{tmp_path / 'b.yaml'}: no problem found",
+def test_good_files_are_said_to_be_good(check: Check) -> None:
+    """One line, whatever the number of files; exit code 0."""
+    Path("g.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert check("fine.yaml", "g.json") == (0, "2 files: no problem found\n", "")
+    assert check("fine.yaml") == (0, "fine.yaml: no problem found\n", "")
+
+
+def test_problems_of_all_files_come_in_one_report(check: Check) -> None:
+    """Each with place, severity, key, value, why and what to write, file by file; then one line of counts."""
+    code, out, _ = check("warns.json", "a.yaml", "fine.yaml", "b.json")
+    assert code == 2
+    assert out.splitlines() == [
+        'warns.json:1:11: warning: fp16.enabled: read "true" as true',
+        "    Write true.",
+        'a.yaml:1:1: error: mixed_precision: "bf17" is not legal here',
+        "    Did you mean bf16? Write no, fp16, bf16, auto or null.",
+        "a.yaml:2:1: error: num_proceses = 2: unknown key",
+        "    Did you mean num_processes?",
+        "b.json:1:24: error: zero_optimization.stage: 4 is not legal here",
+        "    Write an integer from 0 to 3 or auto (default 0).",
+        "4 files: 3 errors, 1 warning",
     ]
 
 
-def test_problems_of_all_files_come_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every problem of every file, each with its file and line; the good file is still said to be good."""
-    (tmp_path / "a.yaml").write_text("mixed_precision: bf17\nnum_proceses: 2\n")
-    (tmp_path / "b.json").write_text('{"zero_optimization": {"stage": 4}}')
-    (tmp_path / "c.yaml").write_text("num_processes: 2\n")
-    with pytest.raises(ConfigError) as caught:
-        check([str(tmp_path / name) for name in ("a.yaml", "b.json", "c.yaml")])
-    assert len(caught.value.problems) == 3
-    for where in ("a.yaml:1:", "a.yaml:2:", "b.json:1:"):
-        assert where in str(caught.value)
-    assert "c.yaml: no problem found" in capsys.readouterr().out
+def test_warnings_fail_only_when_strict(check: Check) -> None:
+    """0 without --strict, 1 with it; errors are 2 with and without; a note alone never fails."""
+    assert check("warns.json")[0] == 0
+    assert check("--strict", "warns.json")[0] == 1
+    assert check("--strict", "b.json")[0] == 2
+    Path("note.json").write_text('{"bfloat16": {"enabled": true}}')
+    code, out, _ = check("--strict", "note.json")
+    assert (code, out.splitlines()[-1]) == (0, "note.json: 1 note")
+
+
+def test_what_a_run_without_zero_drops_is_a_warning(check: Check) -> None:
+    """A file that describes ZeRO and asks for a run without it is told what it leaves out."""
+    Path("ddp.yaml").write_text(f"distributed_type: MULTI_CPU\n{ZERO}")
+    Path("zero.yaml").write_text(f"distributed_type: DEEPSPEED\n{ZERO}")
+    code, out, _ = check("ddp.yaml", "zero.yaml")
+    assert code == 0
+    assert out.splitlines()[0].startswith("ddp.yaml:1:1: warning: distributed_type = MULTI_CPU: ZeRO stage 2 and")
+    assert out.splitlines()[-1] == "2 files: 1 warning"
+
+
+def test_a_json_that_a_yaml_names_is_reported_once(check: Check) -> None:
+    """Checked with the YAML and by itself, its problems stand under its own name, one time."""
+    Path("c.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: b.json}\n")
+    code, out, _ = check("c.yaml", "b.json")
+    assert code == 2
+    assert out.count("stage: 4 is not legal here") == 1
+    assert out.splitlines()[-1] == "2 files: 1 error"
+
+
+def test_a_folder_is_searched_for_configurations(check: Check) -> None:
+    """Also below, also broken and mistyped ones; what is plainly something else is named as skipped."""
+    for folder in ("sub/deep", ".hidden", "sub/node_modules", "env"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "bad.yaml").write_text("zero_optimisation: {stage: 2}\n")
+    Path("env/pyvenv.cfg").touch()
+    Path("sub/broken.json").write_text('{"zero_optimization": {"stage": 2')
+    Path("package.json").write_text('{"name": "x", "version": "1.0", "scripts": {}}')
+    Path("train.yml").write_text("model: gpt2\nlearning_rate: 1e-4\nbf16: true\ndeepspeed: ds.json\n")
+    Path("list.json").write_text("[1, 2]")
+    code, out, _ = check("--format", "json", ".")
+    report = json.loads(out)
+    assert code == 2
+    assert report["files"] == [*FILES, "sub/broken.json", "sub/deep/bad.yaml"]
+    assert report["skipped"] == ["list.json", "package.json", "train.yml"]
+    assert "skipped, as no configurations: list.json, package.json, train.yml" in check(".")[1]
+
+
+def test_a_folder_without_configurations_is_an_error(check: Check, tmp_path: Path) -> None:
+    """A check that checks nothing must not pass."""
+    (tmp_path / "empty").mkdir()
+    code, out, _ = check("empty")
+    assert code == 2
+    assert out.startswith("empty: error: no launch config and no DeepSpeed configuration below this folder")
+
+
+def test_a_file_that_is_named_is_checked_whatever_it_looks_like(check: Check) -> None:
+    """A missing one is an error too."""
+    Path("package.json").write_text('{"name": "x"}')
+    assert "package.json:1:2: error: name" in check("package.json")[1]
+    assert "Did you mean fine.yaml?" in check("finee.yaml")[1]
+
+
+def test_standard_input(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` reads it as a file without a name; a JSON that it names is sought where the command runs."""
+    text = b"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: b.json\n  zero_stag: 2\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    code, out, _ = check("-")
+    assert code == 2
+    assert "<standard input>:4:3: error: zero_stag = 2: unknown key" in out
+    assert "b.json:1:24: error: zero_optimization.stage: 4" in out
+
+
+def test_json_has_every_part(check: Check) -> None:
+    """Place as numbers, and key, value, message and fix apart."""
+    code, out, _ = check("--format", "json", "a.yaml")
+    report = json.loads(out)
+    assert code == 2
+    assert report["summary"] == {"errors": 2, "warnings": 0, "notes": 0}
+    assert report["problems"][0] == {
+        "severity": "error",
+        "file": "a.yaml",
+        "line": 1,
+        "column": 1,
+        "key": "mixed_precision",
+        "value": '"bf17"',
+        "message": '"bf17" is not legal here',
+        "fix": "Did you mean bf16? Write no, fp16, bf16, auto or null.",
+    }
+
+
+def test_github_annotations_are_escaped(check: Check) -> None:
+    """One workflow command a line; per cent and line ends are escaped, in properties colon and comma too."""
+    Path("a,b.json").write_text('{"fp16": {"enabled": true}, "100%": 1}')
+    out = check("--format", "github", "a,b.json", "warns.json")[1]
+    unknown = "100%25 = 1: unknown key%0ADelete it; a comment key starts with _."
+    assert out.splitlines() == [
+        f"::error file=a%2Cb.json,line=1,col=29,title=100%25::{unknown}",
+        '::warning file=warns.json,line=1,col=11,title=fp16.enabled::fp16.enabled: read "true" as true%0AWrite true.',
+        "2 files: 1 error, 1 warning",
+    ]
+
+
+def test_a_terminal_sees_the_line_and_a_mark_under_the_key(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark is as long as the word; a long line is cut around it."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")  # one without colours
+    Path("long.json").write_text(
+        '{"bf16": {"enabled": true}, ' + " " * 200 + '"zero_stag": 2, "_": "' + "x" * 200 + '"}'
+    )
+    lines = check("a.yaml", "long.json")[1].splitlines()
+    assert lines[:6] == [
+        'error: mixed_precision: "bf17" is not legal here',
+        " --> a.yaml:1:1",
+        "  |",
+        "1 | mixed_precision: bf17",
+        "  | ^^^^^^^^^^^^^^^",
+        "  = Did you mean bf16? Write no, fp16, bf16, auto or null.",
+    ]
+    cut, mark = lines[lines.index(" --> long.json:1:229") + 2 :][:2]
+    assert len(cut) < 120
+    assert cut[mark.index("^") : mark.rindex("^") + 1] == '"zero_stag"'
+
+
+def test_another_release(check: Check) -> None:
+    """--deepspeed_version checks for that one; one that is not known is an error."""
+    Path("new.json").write_text('{"managed_gradient_accumulation": true}')
+    assert check("new.json")[0] == 0
+    code, out, _ = check("--deepspeed_version", "0.19.0", "new.json")
+    assert (code, "added in DeepSpeed 0.19.4" in out) == (2, True)
+    code, _, err = check("--deepspeed_version", "0.1", "new.json")
+    assert (code, "no DeepSpeed release known here" in err) == (2, True)
+
+
+@pytest.mark.parametrize("words", [[], ["deepspeed"], ["yaml"]], ids=str)
+def test_the_schemas_are_printed(check: Check, words: list[str]) -> None:
+    """As JSON Schemas that are valid themselves; the DeepSpeed one by default."""
+    code, out, _ = check("--print_schema", *words)
+    schema = json.loads(out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert (code, "zero_optimization" in schema["properties"]) == (0, words != ["yaml"])
+    assert check("--print_schema", "nothing")[0] == 2
+
+
+def test_nothing_to_check_is_a_usage_error(check: Check) -> None:
+    """Rather than a report of no files."""
+    code, _, err = check()
+    assert (code, "FILE..." in err) == (2, True)
+
+
+def test_nothing_slow_is_imported(check: Check) -> None:
+    """The process that checks a file has imported neither torch nor DeepSpeed nor NumPy, and no resolution."""
+    code = (
+        "import sys\nfrom zero_plugin.cli.main import main\n"
+        "sys.argv = ['zero-plugin', 'check', 'fine.yaml']\n"
+        "try: main()\nfinally: print([m for m in sys.modules if m in ('torch', 'deepspeed', 'numpy', 'transformers')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "fine.yaml: no problem found\n[]\n", done.stderr
