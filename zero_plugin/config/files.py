@@ -44,18 +44,19 @@ def parse_file(path: Path, problems: list[Problem], content: bytes | None = None
 
 def nearest_file(path: Path) -> str:
     """What to write where `path` was written and is no file."""
-    if path.is_dir():
-        return f"{path} is a folder; name a file in it."
     try:
+        if path.is_dir():
+            return f"{path} is a folder; name a file in it."
         names = [child.name for child in path.parent.iterdir() if child.is_file()]
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in the name
         return f"The folder {path.parent} does not exist or cannot be read; check the path."
     # Without the extension, which would make any two YAML files near; of equal stems the one with the same extension.
     by_stem = {Path(name).stem: name for name in sorted(names, key=lambda name: Path(name).suffix == path.suffix)}
     near = difflib.get_close_matches(path.stem, by_stem, n=1, cutoff=_NEAR)
     if near:
         return f"Did you mean {path.parent / by_stem[near[0]]}?"
-    return f"Check the path: {path.parent} holds no such name."
+    folder = "the working directory" if path.parent == Path() else path.parent
+    return f"Check the path: {folder} holds no such name."
 
 
 def _parse(text: str, path: Path, problems: list[Problem]) -> Located:
@@ -88,5 +89,7 @@ def _text(path: Path, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        message = f"is not UTF-8 text: byte {data[error.start]:#04x} at position {error.start}"
-        raise syntax_error(str(path), message, "Save it as UTF-8.") from None
+        before = data[: error.start].decode("utf-8-sig", "replace")
+        where = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        message = f"is not UTF-8 text: byte {data[error.start]:#04x}"
+        raise syntax_error(where, message, "Give a text file, saved as UTF-8.") from None

@@ -50,6 +50,7 @@ class _Scanner:
         self._at = 0
         self._values = 0
         self._is_hjson = False
+        self._open: list[int] = []  # where the brackets that are still open stand
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
 
     def document(self) -> Located:
@@ -76,6 +77,7 @@ class _Scanner:
 
     def _object(self, path: Path) -> dict[str, Located]:
         pairs: dict[str, Located] = {}
+        self._open.append(self._at)
         while not self._closed("}"):
             where, key = self._where(self._at), self._key(path)
             self._skip_blank()
@@ -96,13 +98,15 @@ class _Scanner:
             return str(self._scalar(path))
         hjson = _HJSON_KEY.match(self._text, self._at) or _HJSON_TEXT.match(self._text, self._at)
         if hjson is None:
-            raise self._refuse(f"{self._glimpse()} where a key must stand", 'Write "key": value, in double quotes.')
+            fix = "Delete it." if self._text[self._at] == "," else 'Write "key": value, in double quotes.'
+            raise self._refuse(f"{self._glimpse()} where a key must stand", fix)
         self._note_hjson()
         self._at = hjson.end()
         return hjson[1]
 
     def _list(self, path: Path) -> list[Located]:
         items: list[Located] = []
+        self._open.append(self._at)
         while not self._closed("]"):
             items.append(self._value((*path, str(len(items)))))
             self._separator("]")
@@ -113,9 +117,10 @@ class _Scanner:
         self._at += 1
         self._skip_blank()
         if self._at >= len(self._text):
-            raise self._refuse(f"the file ends before its `{closing}`", f"Add the missing `{closing}`.")
+            raise self._refuse_end(closing)
         if self._text[self._at] != closing:
             return False
+        self._open.pop()
         self._at += 1
         return True
 
@@ -129,8 +134,11 @@ class _Scanner:
         elif found and found not in ",}]:" and "\n" in self._text[end : self._at]:
             self._note_hjson()
             self._at -= 1
+        elif not found:
+            raise self._refuse_end(closing)
         elif found != ",":
-            raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` must stand", "Add the comma or bracket.")
+            fix = "Close the comment with */." if self._text.startswith("/*", self._at) else "Add the comma or bracket."
+            raise self._refuse(f"{self._glimpse()} where `,` or `{closing}` must stand", fix)
 
     def _scalar(self, path: Path) -> Any:
         start = self._at
@@ -139,28 +147,34 @@ class _Scanner:
         except json.JSONDecodeError as error:
             if self._text[start : start + 1] == '"':
                 self._at = max(start, error.pos)
-                fix = "Close the quotes on the line; write \\ as \\\\."
-                raise self._refuse(f"a broken string: {error.msg}", fix) from None
+                if "escape" in error.msg:
+                    raise self._refuse("an unknown escape in a text", "Write \\ as \\\\.") from None
+                raise self._refuse("a text that is not closed on its line", "Close the quotes.") from None
             if quoted := _HJSON_TEXT.match(self._text, start):
                 self._note_hjson()
                 self._at = quoted.end()
                 return quoted[1]
-            return self._no_value(path, f"{self._glimpse()} where a value must stand")
-        except ValueError as error:
-            return self._no_value(path, str(error))
+            return self._no_value(path)
+        except ValueError:  # NaN, Infinity, or beyond what a number can hold
+            return self._no_value(path)
+        if not isinstance(value, str) and _BARE_VALUE.match(self._text, self._at):  # 0x10, 1_000
+            self._at = start
+            return self._no_value(path)
         return value
 
-    def _no_value(self, path: Path, message: str) -> Any:
+    def _no_value(self, path: Path) -> Any:
         """Note the bare word here as a problem and read past it, as an open value unless its meaning is plain."""
+        message = f"{self._glimpse()} where a value must stand"
+        fix = "Write a number, true, false, null or a quoted text."
         bare = _BARE_VALUE.match(self._text, self._at)
         if bare is None:
-            raise self._refuse(message, "Write a number, true, false, null or a quoted text.")
-        meaning, spelling = _PYTHON.get(bare[0], ("auto", ""))
-        fix = (
-            f"Write {spelling}, as JSON spells it."
-            if spelling
-            else "Write a number, true, false, null or a quoted text."
-        )
+            raise self._refuse(message, fix)
+        meaning: Any = "auto"
+        if bare[0] in _PYTHON:
+            meaning, spelling = _PYTHON[bare[0]]
+            fix = f"Write {spelling}, as JSON spells it."
+        elif (number := as_number(bare[0])) is not None:
+            meaning, fix = number, f"Write {number}, as JSON spells it."
         self._problems.append(Problem(self._where(self._at), dotted(path), message, fix))
         self._at = bare.end()
         return meaning
@@ -178,11 +192,17 @@ class _Scanner:
     def _glimpse(self) -> str:
         word = _BARE_VALUE.match(self._text, self._at)
         seen = word[0][:40] if word else self._text[self._at : self._at + 1]
-        return f"`{seen}`" if seen else "the end of the file"
+        if not seen:
+            return "the end of the file"
+        return f"`{seen}`" if seen.isprintable() else f"U+{ord(seen):04X}"
 
     def _where(self, at: int) -> str:
         line = bisect_right(self._line_starts, at)
         return f"{self._name}:{line}:{at - self._line_starts[line - 1] + 1}"
+
+    def _refuse_end(self, closing: str) -> ConfigError:
+        opened = self._where(self._open[-1]).removeprefix(f"{self._name}:")
+        return self._refuse(f"the end of the file where `{closing}` must stand", f"Close the bracket of {opened}.")
 
     def _refuse(self, message: str, fix: str) -> ConfigError:
         return syntax_error(self._where(self._at), message, fix)
@@ -196,8 +216,8 @@ def _end_of_blank(text: str, start: int) -> int:
 
 def _read_number(text: str) -> int | float:
     number = as_number(text)
-    if number is None:  # NaN, Infinity, or beyond what a number can hold
-        raise ValueError(f"{text[:20]} is not a number that a setting can hold")
+    if number is None:
+        raise ValueError(text)
     return number
 
 

@@ -141,9 +141,9 @@ class _Reading:
             message = f"{show(named.plain())} is not a path"
             self.problems.append(Problem(named.where, _TRAINING_FILE, message, "Write the path of a DeepSpeed JSON."))
             return nothing
-        wanted = FilePath(named.value).expanduser()
+        wanted = FilePath(os.path.expanduser(named.value))  # noqa: PTH111 - Path's raises where there is no such home
         candidates = list(dict.fromkeys([folder / wanted, wanted]))
-        existing = [path for path in candidates if path.is_file()]
+        existing = [path for path in candidates if os.path.isfile(path)]  # noqa: PTH113 - Path's raises for long names
         if not existing:
             looked = " or ".join(str(path) for path in candidates)
             self.problems.append(Problem(named.where, _TRAINING_FILE, f"no file {looked}", nearest_file(candidates[0])))

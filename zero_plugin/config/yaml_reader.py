@@ -16,6 +16,24 @@ __all__ = ["parse_yaml"]
 
 _WORDS: Final[dict[str, bool | None]] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
+# What PyYAML says, whether the place is where the construct starts, and what to tell.
+_MISTAKES: Final = (
+    ("'\\t' that cannot start", False, "a tab", "Indent with spaces: YAML does not allow tabs."),
+    ("that cannot start any token", False, "a character that no value starts with", "Put quotes around the value."),
+    (
+        "mapping values are not allowed",
+        False,
+        "a colon that belongs to no key",
+        "Write one `key: value` on a line, also on the line before; put quotes around a value that holds a colon.",
+    ),
+    ("could not find expected ':'", True, "a line without a colon", "Write `key: value`."),
+    ("scanning a quoted scalar found unexpected end", True, "a quote that is not closed", "Close the quote."),
+    ("unknown escape character", False, "an unknown escape", "Write \\ as \\\\, or take single quotes."),
+    ("expected ',' or", True, "a bracket that is not closed", "Close it, or add the comma that is missing in it."),
+    ("expected <block end>", False, "an indentation that fits no key above", "Indent the keys of one section alike."),
+    ("<document start>", False, "text that belongs to no key", "Write `key: value`."),
+)
+
 
 def parse_yaml(text: str, name: str, problems: list[Problem]) -> Located:
     """Parse one YAML document.
@@ -31,13 +49,12 @@ def parse_yaml(text: str, name: str, problems: list[Problem]) -> Located:
     try:
         return _Builder(text, name, problems).build()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise syntax_error(where, f"not YAML: {error.problem}", _syntax_fix(str(error.problem))) from None
+        raise _explained(error, name) from None
     except yaml.reader.ReaderError as error:
-        raise syntax_error(
-            name, f"holds a character that YAML forbids: U+{ord(text[error.position]):04X}", "Delete that character."
-        ) from None
+        before = text[: error.position]
+        where = f"{name}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        message = f"holds a character that YAML forbids: U+{ord(text[error.position]):04X}"
+        raise syntax_error(where, message, "Delete it, or save the file as UTF-8 text.") from None
 
 
 class _Builder:
@@ -69,7 +86,8 @@ class _Builder:
             self._count(event, size)
             return Located(target.value, where)
         if event.tag is not None and event.tag != "!":
-            raise self._refuse(event, f"the tag {event.tag} is not understood", "Delete the tag; write plain values.")
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise self._refuse(event, f"the tag {tag} is not understood", "Delete the tag; write plain values.")
         if len(path) > MAX_DEPTH:
             raise self._refuse(event, f"nested deeper than {MAX_DEPTH} levels", "No setting is so deep; flatten it.")
         before = self._nodes
@@ -131,9 +149,12 @@ def _scalar(text: str) -> Any:
     return text if number is None else number
 
 
-def _syntax_fix(problem: str) -> str:
-    if "\\t" in problem:
-        return "Indent with spaces: YAML does not allow tabs."
-    if "mapping values are not allowed" in problem:
-        return "Put one `key: value` on a line, and quotes around a value that holds a colon."
-    return "Look at this place and the line before it: indentation, quotes, brackets, a missing colon."
+def _explained(error: yaml.MarkedYAMLError, name: str) -> ConfigError:
+    """PyYAML's error in the words of one who writes a configuration."""
+    found = f"{error.context or ''} {error.problem}"
+    hint = "Look at this place and the line before it: indentation, quotes, brackets, a missing colon."
+    unknown = ("", False, str(error.problem), hint)
+    _, at_start, message, fix = next((mistake for mistake in _MISTAKES if mistake[0] in found), unknown)
+    mark = (error.context_mark if at_start else None) or error.problem_mark
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+    return syntax_error(where, f"not YAML: {message}", fix)
