@@ -26,7 +26,7 @@ def section(kind, **params):
         ({"lr": "auto", "betas": "auto"}, {"lr": 3e-4, "betas": (0.9, 0.95)}, {"lr": 3e-4, "betas": [0.9, 0.95]}),
         ({"lr": 1e-4}, {"lr": 1e-4}, {"lr": 1e-4}),
         ({}, {"lr": 3e-4, "eps": 1e-6}, {"lr": 3e-4, "eps": 1e-6}),
-        ({"betas": ["auto", 0.98]}, {"betas": [0.8, 0.9]}, {"betas": [0.8, 0.98]}),
+        ({"betas": ["auto", 0.98]}, {"betas": [0.8, 0.98]}, {"betas": [0.8, 0.98]}),
         ({"weight_decay": "auto", "eps": "auto", "betas": "auto"}, {}, dict(OPTIMIZER_DEFAULTS["adamw"])),
         ({"lr": "auto"}, {}, {"lr": 1e-3}),
     ],

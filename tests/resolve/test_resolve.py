@@ -121,7 +121,7 @@ def test_what_the_loop_gives_is_held_to_the_schema(resolved):
     """A wrong argument of a placeholder is refused like a wrong value in a file, with where it came from."""
     config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     optimizer = OptimizerFacts(given={"lr": -1, "betas": (0.9, 1.2)}, group_lrs=(-1,), placeholder=True)
-    with pytest.raises(ConfigError, match=r"lr: -1 is not legal here: given to DummyOptim\.\n.*at least 0") as caught:
+    with pytest.raises(ConfigError, match=r"lr: -1 is not legal here: from DummyOptim\.\n.*at least 0") as caught:
         resolved(config, optimizer=optimizer)
     assert {problem.key for problem in caught.value.problems} == {"optimizer.params.lr", "optimizer.params.betas"}
 
@@ -129,7 +129,7 @@ def test_what_the_loop_gives_is_held_to_the_schema(resolved):
 def test_an_argument_that_the_described_optimizer_does_not_have_is_refused(resolved):
     """`betas` for SGD would reach the engine as an unexpected keyword."""
     optimizer = OptimizerFacts(given={"lr": 0.1, "betas": (0.9, 0.95)}, group_lrs=(0.1,), placeholder=True)
-    with pytest.raises(ConfigError, match=r"betas: SGD has no such parameter: given to DummyOptim\..*\n.*momentum"):
+    with pytest.raises(ConfigError, match=r"betas: SGD has no such parameter: from DummyOptim\..*\n.*momentum"):
         resolved({"optimizer": {"type": "SGD"}}, optimizer=optimizer)
 
 

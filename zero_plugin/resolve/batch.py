@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from zero_plugin.config.tree import Path
 from zero_plugin.resolve.draft import Draft
-from zero_plugin.resolve.facts import LoopFacts
 
 __all__ = ["settle_batch", "settle_clipping"]
 
@@ -15,17 +14,17 @@ _ACCUMULATION: Path = ("gradient_accumulation_steps",)
 
 def settle_batch(draft: Draft) -> None:
     """Settle the three batch sizes, or refuse them with the arithmetic that does not work out."""
-    world = draft.facts.machine.processes
     settled_global = draft.value(*_GLOBAL)
     if draft.get(*_MICRO) is None:
-        micro, reason = _micro_batch(draft.facts.loop, settled_global, draft.value(*_ACCUMULATION, default=1), world)
-        draft.put(_MICRO, micro, reason)
+        if draft.facts.loop.micro_batch is None and not draft.facts.complete:
+            _leave_open(draft)
+            return
+        draft.put(_MICRO, *_micro_batch(draft))
     agreed = _agrees_with_loader(draft)
-    micro = draft.value(*_MICRO)
     if draft.get(*_ACCUMULATION) is None:
-        steps, reason = _accumulation(settled_global, micro, world)
+        steps, reason = _accumulation(draft)
         draft.put(_ACCUMULATION, steps, reason, aloud=steps > 1)
-    product = micro * draft.value(*_ACCUMULATION) * world
+    product = draft.value(*_MICRO) * draft.value(*_ACCUMULATION) * draft.facts.machine.processes
     if settled_global is None:
         draft.put(_GLOBAL, product, _arithmetic(draft))
     elif settled_global != product and agreed:  # else this would advise on a micro-batch that is not the one to keep
@@ -36,20 +35,34 @@ def settle_batch(draft: Draft) -> None:
         )
 
 
-def _micro_batch(loop: LoopFacts, settled_global: int | None, accumulation: int, world: int) -> tuple[int, str]:
+def _leave_open(draft: Draft) -> None:
+    """Before a run, without a loader: what its batch size would settle."""
+    draft.miss(_MICRO, "training DataLoader to tell its batch size", "Prepare the training DataLoader.")
+    if draft.get(*_ACCUMULATION) is None:
+        if draft.get(*_GLOBAL) is None:
+            draft.put(_ACCUMULATION, *_accumulation(draft))
+        else:
+            draft.miss(_ACCUMULATION, "micro batch to divide train_batch_size by", "Prepare the training DataLoader.")
+    if draft.get(*_GLOBAL) is None:
+        draft.miss(_GLOBAL, "micro batch to multiply", "Prepare the training DataLoader.")
+
+
+def _micro_batch(draft: Draft) -> tuple[int, str]:
     """Samples per process and backward: the loader's, else what the global batch leaves, else 1."""
+    loop, world = draft.facts.loop, draft.facts.machine.processes
+    total, steps = draft.value(*_GLOBAL), draft.value(*_ACCUMULATION, default=1)
     if loop.micro_batch is not None:
         return loop.micro_batch, loop.micro_batch_reason
-    if settled_global is not None and settled_global >= accumulation * world:
-        share = settled_global // (accumulation * world)
-        return share, f"train_batch_size {settled_global} ÷ ({accumulation} accumulation × {world} processes)"
+    if total is not None and total >= steps * world:
+        return total // (steps * world), f"train_batch_size {total} ÷ ({steps} accumulation × {world} processes)"
     return 1, "no training loader tells its batch size; training does not depend on it, only DeepSpeed's speed report"
 
 
-def _accumulation(settled_global: int | None, micro: int, world: int) -> tuple[int, str]:
+def _accumulation(draft: Draft) -> tuple[int, str]:
     """Micro-batches per optimizer step: what the global batch asks for, else 1."""
-    if settled_global is not None and settled_global > micro * world and settled_global % (micro * world) == 0:
-        return settled_global // (micro * world), f"train_batch_size {settled_global} ÷ ({micro} × {world} processes)"
+    total, micro, world = draft.value(*_GLOBAL), draft.value(*_MICRO), draft.facts.machine.processes
+    if total is not None and total > micro * world and total % (micro * world) == 0:
+        return total // (micro * world), f"train_batch_size {total} ÷ ({micro} × {world} processes)"
     return 1, "neither code nor configuration asks for accumulation"
 
 
@@ -76,4 +89,5 @@ def settle_clipping(draft: Draft) -> None:
     """Settle `gradient_clipping`; 0 is DeepSpeed's "none", and its own default became 1.0 in 0.19.3."""
     path = ("gradient_clipping",)
     if draft.get(*path) is None:
-        draft.put(path, 0.0, "no clipping is asked for (0 means none); clip_grad_norm_ in the loop still clips")
+        why = "none is asked for here (0 means none); clip_grad_norm_ in the loop clips by itself"
+        draft.put(path, 0.0, why, aloud=draft.is_open(*path))

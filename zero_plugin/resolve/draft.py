@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.overlay import same_value
 from zero_plugin.config.tree import AUTO, Entry, Origin, OriginKind, Path, Tree, dotted
+from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import Resolved
 
-__all__ = ["Draft", "frozen", "holds_auto"]
+__all__ = ["Draft", "agrees", "frozen", "holds_auto"]
 
 
 class Draft:
@@ -28,6 +30,7 @@ class Draft:
         self.launch = document.launch
         self._document = document
         self._problems: list[Problem] = []
+        self._missing: dict[Path, Problem] = {}
         self._refused: set[Path] = set()
         self._said: list[str] = []
 
@@ -55,7 +58,7 @@ class Draft:
         return path not in self.tree or self.is_open(*path)
 
     def put(self, path: Path, value: Any, reason: str, kind: OriginKind = "rule", *, aloud: bool = False) -> None:
-        """Settle `path`, whatever was there.
+        """Settle `path`. Of a list such as `["auto", 0.95]` only the open elements are taken from `value`.
 
         Args:
             path: where.
@@ -64,6 +67,14 @@ class Draft:
             kind: "rule", or "default" for a value that DeepSpeed would have taken too.
             aloud: whether the choice changes training and has to be printed at start.
         """
+        before, value = self.tree.get(*path), frozen(value)
+        if before is not None and isinstance(before.value, tuple) and holds_auto(before.value):
+            template = before.value
+            if not isinstance(value, tuple) or len(value) != len(template):
+                fix = f"Write the whole list, or auto in its place, which is {show(value)}: {reason}."
+                self.refuse(path, f"{show(template)} has an open element that nothing fills.", fix)
+                return
+            value = tuple(found if holds_auto(typed) else typed for typed, found in zip(template, value, strict=True))
         self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
         if aloud:
             self.say(f"{dotted(path)} = {_shown(value)}: {reason}")
@@ -76,19 +87,35 @@ class Draft:
         """The keys written in a section that holds plain values; none where it is absent, null or empty."""
         return [path[-1] for path in self.tree if path[:-1] == section]
 
-    def put_launch(self, key: str, value: Any, reason: str) -> None:
-        """Settle a launch key."""
+    def put_launch(self, key: str, value: Any, reason: str, *, aloud: bool = False) -> None:
+        """Settle a launch key; see `put`."""
         self.launch = self.launch.replace({(key,): self._entry((key,), value, reason, "rule")})
+        if aloud:
+            self.say(f"{key} = {value}: {reason}")
 
     def say(self, sentence: str) -> None:
         """Note a choice that has to be printed once at start."""
         self._said.append(sentence)
 
     def refuse(self, path: Path, message: str, fix: str) -> None:
-        """Note a problem; `finish` raises all of them at once."""
-        entry = self.tree.get(*path) or self.launch.get(*path)
-        found = entry.origin.where if entry else self._section(path)
-        self._problems.append(Problem(found, dotted(path), message, fix))
+        """Note a problem that no further fact mends; `finish` raises all of them at once."""
+        self._problems.append(self._problem(path, message, fix))
+        self._refused.add(path)
+
+    def miss(self, path: Path, what: str, fix: str) -> None:
+        """Note a field that stays open because a fact is not there: an error in a run, before one only open.
+
+        Args:
+            path: where.
+            what: what would fill it, to follow "there is no …".
+            fix: what to write or pass.
+        """
+        state = "auto" if self.is_open(*path) else "absent"
+        problem = self._problem(path, f"{state}, and there is no {what}.", fix)
+        if self.facts.complete:
+            self._problems.append(problem)
+        else:
+            self._missing[path] = problem
         self._refused.add(path)
 
     def still_open(self) -> list[Path]:
@@ -97,7 +124,7 @@ class Draft:
         return [p for p in self.tree if self.is_open(*p) and p not in refused and (p[0], "type") not in refused]
 
     def finish(self) -> Resolved:
-        """The resolved configuration.
+        """The resolved configuration; before a run, with the fields that it may still fill.
 
         Raises:
             ConfigError: listing every problem that the rules found.
@@ -105,7 +132,13 @@ class Draft:
         if self._problems:
             raise ConfigError(self._problems)
         kept = {key: self.launch.entries[(key,)] for key in ("mixed_precision", "scheduler_counts")}
-        return Resolved(self.tree, Tree({(key,): entry for key, entry in kept.items()}), tuple(self._said))
+        launch = Tree({(key,): entry for key, entry in kept.items()})
+        return Resolved(self.tree, launch, tuple(self._said), self._missing)
+
+    def _problem(self, path: Path, message: str, fix: str) -> Problem:
+        entry = self.tree.get(*path) or self.launch.get(*path)
+        found = entry.origin.where if entry else self._section(path)
+        return Problem(found, dotted(path), message, fix)
 
     def _section(self, path: Path) -> str:
         """Where the innermost written section around an absent key is."""
@@ -131,6 +164,15 @@ def holds_auto(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(holds_auto(child) for child in value)
     return value is AUTO
+
+
+def agrees(typed: Any, given: Any) -> bool:
+    """Whether what is typed, where it is not open, is what the loop gives: `["auto", 0.95]` agrees with (0.9, 0.95)."""
+    if typed is AUTO:
+        return True
+    if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
+        return all(map(agrees, typed, given))
+    return same_value(typed, given)
 
 
 def _shown(value: Any) -> str:

@@ -38,12 +38,19 @@ class OptimizerFacts:
         given: the arguments that the user gave (placeholder: only what was typed; real optimizer: its defaults dict).
         group_lrs: learning rate of each parameter group, empty where none is known.
         placeholder: whether it is a DummyOptim.
+        given_by: who gave the arguments, where it is neither a placeholder nor the loop's optimizer.
     """
 
     name: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
     group_lrs: tuple[float, ...] = ()
     placeholder: bool = False
+    given_by: str = ""
+
+    @property
+    def giver(self) -> str:
+        """Who gave the arguments, for sentences."""
+        return self.given_by or ("DummyOptim" if self.placeholder else f"the loop's {self.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +61,14 @@ class SchedulerFacts:
         placeholder: whether it is a DummyScheduler without a callable.
         total_num_steps, warmup_num_steps: as typed, in the user's own counting; None where not given.
         given: further keyword arguments of the placeholder.
+        given_by: who gave all of them, for sentences.
     """
 
     placeholder: bool = False
     total_num_steps: int | None = None
     warmup_num_steps: int | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
+    given_by: str = "DummyScheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +78,8 @@ class ModelFacts:
     Attributes:
         hidden_size: width of the residual stream, None where it could not be found.
         hidden_size_reason: how it was found, e.g. "model.config.text_config.hidden_size".
-        largest_parameter: elements of the largest parameter tensor.
-        parameters: elements of all parameters, shared ones counted once.
+        largest_parameter: elements of the largest parameter tensor, 0 where unknown.
+        parameters: elements of all parameters, shared ones counted once; 0 where unknown.
     """
 
     hidden_size: int | None = None
@@ -99,7 +108,11 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts of one `prepare`; None where that part does not exist in the call."""
+    """All facts of one `prepare`; None where that part does not exist in the call.
+
+    Attributes:
+        complete: false before a run, when a loop, a model or an optimizer that is absent here may still come.
+    """
 
     loop: LoopFacts = field(default_factory=LoopFacts)
     machine: MachineFacts = field(default_factory=MachineFacts)
@@ -108,3 +121,4 @@ class Facts:
     scheduler: SchedulerFacts | None = None
     split_batches: bool = False
     strategy: StrategyName = "deepspeed"
+    complete: bool = True

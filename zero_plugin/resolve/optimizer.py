@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from zero_plugin.config.overlay import same_value
+from zero_plugin.config.registry import deepspeed_schema
 from zero_plugin.config.tree import Tree
 from zero_plugin.config.validation import show
 from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS, deepspeed_default
-from zero_plugin.resolve.draft import Draft, frozen, holds_auto
+from zero_plugin.resolve.draft import Draft, agrees, frozen, holds_auto
 from zero_plugin.resolve.facts import OptimizerFacts
 
 __all__ = ["settle_optimizer"]
@@ -22,12 +22,15 @@ def settle_optimizer(draft: Draft) -> None:
     """Settle every parameter of the section; refuse what contradicts the optimizer of the loop."""
     facts = draft.facts.optimizer
     if not draft.tree.has_section("optimizer"):
-        if facts is None or not facts.placeholder:
+        if facts is None or not facts.placeholder or not draft.facts.complete:
             return
         draft.put(("optimizer", "type"), "AdamW", "DummyOptim without an optimizer section is AdamW", aloud=True)
+    if draft.is_open("optimizer", "type"):
+        _name_type(draft, facts)
     kind = draft.value("optimizer", "type")
     if kind is None:
-        draft.refuse(("optimizer", "type"), "no optimizer is named.", "Write a type, e.g. AdamW.")
+        if not draft.is_open("optimizer", "type"):
+            draft.refuse(("optimizer", "type"), "no optimizer is named.", "Write a type, e.g. AdamW.")
         return
     if facts is not None and not facts.placeholder and not _check_type(draft, kind.lower(), facts):
         return
@@ -39,33 +42,58 @@ def settle_optimizer(draft: Draft) -> None:
         _say_defaults(draft, kind.lower(), facts)
 
 
+def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:
+    """`type: auto`: the loop's optimizer, or AdamW for a placeholder."""
+    path, mode = ("optimizer", "type"), (*_PARAMS, "adam_w_mode")
+    if facts is None or (facts.placeholder and not draft.facts.complete):
+        draft.miss(
+            path, "optimizer to name", "Write a type, e.g. AdamW, or pass an optimizer or DummyOptim to prepare."
+        )
+    elif facts.placeholder:
+        draft.put(path, "AdamW", "DummyOptim without a type is AdamW", aloud=True)
+    elif (name := next((name for name in _type_names() if name.lower() == facts.name), None)) is not None:
+        draft.put(path, name, "the loop's optimizer")
+        if facts.name == "adam" and draft.is_unsettled(*mode):
+            draft.put(mode, False, "torch's Adam adds weight decay to the gradient")
+    else:
+        draft.refuse(path, f"auto, and DeepSpeed has no {facts.name}.", "Remove the section: the loop's runs as it is.")
+
+
+def _type_names() -> list[str]:
+    wanted = deepspeed_schema()["properties"]["optimizer"]["properties"]["type"]
+    return [name for branch in (wanted, *wanted.get("anyOf", ())) for name in branch.get("enum", ())]
+
+
 def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
     defaults = OPTIMIZER_DEFAULTS.get(kind, {})
     given = _arguments(kind, facts, draft.tree.section(*_PARAMS))
-    source = "DummyOptim" if facts is None or facts.placeholder else f"the loop's {facts.name}"
+    giver = "" if facts is None else facts.giver
     for name in sorted({*draft.keys(*_PARAMS), *given, *defaults}):
         path = (*_PARAMS, name)
         entry = draft.tree.get(*path)
-        if entry is not None and not holds_auto(entry.value):
-            if name in given and not same_value(entry.value, given[name]):
-                draft.refuse(
-                    path,
-                    f"{show(entry.value)} here, but {source} says {show(given[name])}.",
-                    f'Write "auto" or {show(given[name])}, or drop the argument in the code.',
-                )
+        value = None if entry is None else entry.value
+        if name in given and entry is not None and not agrees(value, given[name]):
+            draft.refuse(
+                path,
+                f"{show(value)} here, but {giver} says {show(given[name])}.",
+                f'Write "auto" or {show(given[name])}, or drop the argument in the code.',
+            )
+        elif entry is not None and not holds_auto(value):
+            continue
         elif name in given:
-            draft.put(path, _merged(entry.value if entry else None, given[name]), f"given to {source}")
-        elif name == "lr" and facts is None and entry is not None:
+            draft.put(path, given[name], f"from {giver}")
+        elif name == "lr" and (not draft.facts.complete or (facts is None and entry is not None)):
             fix = "Write a number, or pass DummyOptim(params, lr=…) or an optimizer to prepare."
-            draft.refuse(path, "auto, and no optimizer tells the learning rate.", fix)
+            draft.miss(path, "optimizer to tell the learning rate", fix)
         elif name in defaults:
-            value = _merged(entry.value if entry else None, defaults[name])
-            draft.put(path, value, "the optimizer's default in DeepSpeed; none is given", "default", aloud=name == "lr")
+            why = "the optimizer's default in DeepSpeed; none is given"
+            why = why if draft.facts.complete else "the optimizer's default in DeepSpeed, unless the script gives one"
+            draft.put(path, defaults[name], why, "default", aloud=name == "lr")
         elif (default := deepspeed_default(path, draft.value("optimizer", "type"))) is not None:
             draft.put(path, default[0], "no rule fills it", "default")
         else:
             fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
-            draft.refuse(path, f"auto, and {draft.value('optimizer', 'type')} has no known default for it.", fix)
+            draft.miss(path, f"known default of {draft.value('optimizer', 'type')} for it", fix)
 
 
 def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:
@@ -126,7 +154,7 @@ def _check_adam(draft: Draft) -> None:
             fix = "Remove torch_adam, or write true."
             draft.refuse(bias_correction, "false, but torch's Adam always corrects.", fix)
         draft.drop(bias_correction)  # true is all that torch knows; it takes no such argument
-    elif draft.value(*amsgrad) and draft.on_deepspeed:
+    elif draft.value(*amsgrad) and draft.on_deepspeed and (draft.facts.complete or draft.facts.optimizer is not None):
         fix = "Write torch_adam: true beside it, or remove it."
         draft.refuse(amsgrad, "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)
 
@@ -134,7 +162,7 @@ def _check_adam(draft: Draft) -> None:
 def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
     """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
     decay = draft.tree.get(*_PARAMS, "weight_decay")
-    if decay is not None and decay.origin.kind == "default":
+    if decay is not None and decay.origin.kind == "default" and draft.facts.complete:
         draft.say(
             "optimizer.params.weight_decay = 0: none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
         )
@@ -143,10 +171,3 @@ def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None
         mode = draft.tree.get(*_PARAMS, "adam_w_mode")
         if mode is not None and not mode.origin.typed_by_user:
             draft.say("optimizer.type Adam decouples its weight decay, as AdamW does; adam_w_mode: false gives L2.")
-
-
-def _merged(template: Any, value: Any) -> Any:
-    """`value`, but the elements that the user typed in a list such as `["auto", 0.95]` stay."""
-    if isinstance(template, tuple) and isinstance(value, list | tuple) and len(template) == len(value):
-        return tuple(v if holds_auto(t) else t for t, v in zip(template, value, strict=True))
-    return value

@@ -6,7 +6,7 @@ from typing import Literal
 
 from zero_plugin.config.tree import AUTO, Entry
 from zero_plugin.resolve.draft import Draft
-from zero_plugin.resolve.facts import MachineFacts
+from zero_plugin.resolve.facts import Facts
 
 __all__ = ["settle_precision"]
 
@@ -24,7 +24,7 @@ def settle_precision(draft: Draft) -> None:
         draft.refuse(("mixed_precision",), f"{asked.value!r} is not a precision of this package.", _LEGAL)
         return
     typed: dict[Half, Entry | None] = {half: draft.get(half, "enabled") for half in _HALVES}
-    precision, reason = _choose(asked, typed, draft.facts.machine)
+    precision, reason = _choose(asked, typed, draft.facts)
     by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind == "flag"
     for half, section in typed.items():
         if section is None:
@@ -35,14 +35,14 @@ def settle_precision(draft: Draft) -> None:
             else:
                 _refuse_contradiction(draft, half, section, asked)
     if asked is None or asked.value is AUTO:
-        draft.put_launch("mixed_precision", precision, reason)
+        draft.put_launch("mixed_precision", precision, reason, aloud=asked is not None)
     _check_device(draft, precision)
     if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):
         # Written out because DeepSpeed 0.19.3 changed it from false.
         draft.put(("bf16", "check_grad_overflow"), True, "a step with non-finite gradients is skipped", "default")
 
 
-def _choose(asked: Entry | None, typed: dict[Half, Entry | None], machine: MachineFacts) -> tuple[str, str]:
+def _choose(asked: Entry | None, typed: dict[Half, Entry | None], facts: Facts) -> tuple[str, str]:
     """The precision and why: what was asked, else the section that is on, else what the hardware has."""
     if asked is not None and asked.value is not AUTO:
         return asked.value, f"mixed_precision is {asked.value} ({asked.origin.where})"
@@ -51,12 +51,13 @@ def _choose(asked: Entry | None, typed: dict[Half, Entry | None], machine: Machi
             return half, f"{half}.enabled is true ({entry.origin.where})"
     if asked is None:
         return "no", "mixed_precision is not given"
-    ruled_out = {half for half, entry in typed.items() if entry is not None}
+    machine, ruled_out = facts.machine, {half for half, entry in typed.items() if entry is not None}
+    device = f"this {machine.accelerator}" if facts.complete else f"a {machine.accelerator} is taken to be one that"
     if machine.bf16 and "bf16" not in ruled_out:
-        return "bf16", f"mixed_precision is auto and this {machine.accelerator} computes in bf16"
+        return "bf16", f"mixed_precision is auto and {device} computes in bf16"
     if machine.fp16 and "fp16" not in ruled_out:
-        return "fp16", f"mixed_precision is auto and this {machine.accelerator} computes in fp16, not in bf16"
-    return "no", f"mixed_precision is auto and this {machine.accelerator} computes in neither bf16 nor fp16"
+        return "fp16", f"mixed_precision is auto and {device} computes in fp16, not in bf16"
+    return "no", f"mixed_precision is auto and {device} computes in neither bf16 nor fp16"
 
 
 def _refuse_contradiction(draft: Draft, half: Half, entry: Entry, asked: Entry | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from zero_plugin.config.document import Document
@@ -18,8 +17,6 @@ def find_hopeless(
 ) -> tuple[Problem, ...]:
     """Problems that resolution will have whatever the script does: a stage of `auto`, fp16 under DeepSpeed on a CPU, …
 
-    The optimizer and scheduler sections are left out: most of their open fields are filled by the script.
-
     Args:
         document: checked.
         accelerator: what the workers will run on; a GPU is taken to compute in bf16 and fp16 until a worker looks.
@@ -27,9 +24,8 @@ def find_hopeless(
         strategy: what the document asks for.
     """
     machine = MachineFacts(accelerator=accelerator, processes=processes, fp16=accelerator == "cuda")
-    training = document.deepspeed.without("optimizer").without("scheduler")
     try:
-        resolve(replace(document, deepspeed=training), Facts(machine=machine, strategy=strategy))
+        resolve(document, Facts(machine=machine, strategy=strategy, complete=False))
     except ConfigError as error:
         return error.problems
     return ()

@@ -21,7 +21,8 @@ __all__ = ["resolve"]
 def resolve(document: Document, facts: Facts) -> Resolved:
     """Fill every open field of `document` from `facts`; the document stays as it is.
 
-    What a user typed keeps its origin. Everything else carries the reason of the rule that found it.
+    What a user typed keeps its origin. Everything else carries the reason of the rule that found it. Before a run, when
+    the facts are not `complete`, the fields that it may still fill stay open, in the result's `missing`.
 
     Raises:
         ConfigError: listing every field that cannot be filled, and every value that contradicts the loop, the machine

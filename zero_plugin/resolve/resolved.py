@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zero_plugin.config.tree import AUTO, Origin, Path, Tree
+from zero_plugin.errors import Problem
 
 __all__ = ["OptimizerSection", "Resolved", "SchedulerSection"]
 
@@ -36,11 +37,14 @@ class Resolved:
             DeepSpeed's own value.
         launch: the launch keys that change training: `mixed_precision` and `scheduler_counts`.
         said_aloud: one sentence for each choice made for the user that changes training, to print once at start.
+        missing: of facts that were not complete, the fields that a run may still fill, each as the problem that it
+            would be if it did not. They hold AUTO or are absent; a run has none.
     """
 
     tree: Tree
     launch: Tree = field(default_factory=Tree)
     said_aloud: tuple[str, ...] = ()
+    missing: Mapping[Path, Problem] = field(default_factory=dict)
 
     @property
     def precision(self) -> Literal["no", "fp16", "bf16"]:

@@ -7,13 +7,14 @@ from typing import Any, Final
 
 from zero_plugin.config.overlay import same_value
 from zero_plugin.config.validation import show
-from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
-from zero_plugin.resolve.draft import Draft, frozen, holds_auto
+from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED, deepspeed_default
+from zero_plugin.resolve.draft import Draft, agrees, frozen, holds_auto
 from zero_plugin.resolve.facts import SchedulerFacts
 
 __all__ = ["settle_scheduler"]
 
 _PARAMS: Final = ("scheduler", "params")
+_PEAKS: Final = ("warmup_max_lr", "cycle_max_lr")
 # What the schedule cannot do without, and how the loop can tell it.
 _NEEDS: Final[Mapping[str, str]] = {
     "total_num_steps": "Write a number of optimizer steps, or pass DummyScheduler(optimizer, total_num_steps=…).",
@@ -27,14 +28,16 @@ _NEEDS: Final[Mapping[str, str]] = {
 def settle_scheduler(draft: Draft) -> None:
     """Settle every parameter of the section; refuse what contradicts the placeholder of the loop."""
     _settle_counting(draft)
-    facts = draft.facts.scheduler
-    if not draft.tree.has_section("scheduler"):
-        if facts is None or not facts.placeholder:
-            return
+    facts, path = draft.facts.scheduler, ("scheduler", "type")
+    described = draft.tree.has_section("scheduler")
+    if not described and (facts is None or not facts.placeholder or not draft.facts.complete):
+        return
+    if not described or draft.is_open(*path):
         _describe(draft, facts)
-    kind = draft.value("scheduler", "type")
+    kind = draft.value(*path)
     if kind is None:
-        draft.refuse(("scheduler", "type"), "no schedule is named.", "Write a type, e.g. WarmupDecayLR.")
+        if not draft.is_open(*path):
+            draft.refuse(path, "no schedule is named.", "Write a type, e.g. WarmupDecayLR.")
         return
     if facts is not None and not facts.placeholder:
         draft.refuse(
@@ -56,15 +59,20 @@ def _settle_counting(draft: Draft) -> None:
         draft.refuse(("scheduler_counts",), f"{entry.value!r} is not a way to count.", fix)
 
 
-def _describe(draft: Draft, facts: SchedulerFacts) -> None:
-    """The schedule of a DummyScheduler without a section: linear warm-up, then linear decay to 0."""
-    if facts.total_num_steps is None:
-        why = "DummyScheduler without a section and without total_num_steps: constant after a linear warm-up"
+def _describe(draft: Draft, facts: SchedulerFacts | None) -> None:
+    """The schedule of a DummyScheduler without a section or a type: linear warm-up, then linear decay to 0."""
+    if facts is None or not facts.placeholder or not draft.facts.complete:
+        fix = "Write a type, e.g. WarmupDecayLR, or pass DummyScheduler(optimizer) to prepare."
+        draft.miss(("scheduler", "type"), "DummyScheduler to describe one", fix)
+        return
+    if facts.total_num_steps is None and draft.get(*_PARAMS, "total_num_steps") is None:
+        why = "DummyScheduler without a type and without total_num_steps: constant after a linear warm-up"
         draft.put(("scheduler", "type"), "WarmupLR", why, aloud=True)
     else:
-        why = "DummyScheduler without a scheduler section: linear warm-up, then linear decay to 0"
+        why = "DummyScheduler without a type in the configuration: linear warm-up, then linear decay to 0"
         draft.put(("scheduler", "type"), "WarmupDecayLR", why, aloud=True)
-    draft.put((*_PARAMS, "warmup_type"), "linear", "the described warm-up is linear")
+    if draft.is_unsettled(*_PARAMS, "warmup_type"):
+        draft.put((*_PARAMS, "warmup_type"), "linear", "the described warm-up is linear")
 
 
 def _fill_params(draft: Draft, kind: str, facts: SchedulerFacts | None) -> None:
@@ -76,23 +84,27 @@ def _fill_params(draft: Draft, kind: str, facts: SchedulerFacts | None) -> None:
     for name in sorted({*draft.keys(*_PARAMS), *given, *known}):
         path = (*_PARAMS, name)
         entry = draft.tree.get(*path)
+        if entry is not None and name in given and not agrees(entry.value, given[name][0]):
+            value, reason = given[name]
+            fix = f'Write "auto" or {show(value)}, or drop the argument in the code.'
+            draft.refuse(path, f"{show(entry.value)} here, but the loop says {show(value)}: {reason}.", fix)
+            continue
         if entry is not None and not holds_auto(entry.value):
-            if name in given and not same_value(entry.value, given[name][0]):
-                value, reason = given[name]
-                fix = f'Write "auto" or {show(value)}, or drop the argument in the code.'
-                draft.refuse(path, f"{show(entry.value)} here, but the loop says {show(value)}: {reason}.", fix)
             continue
         filled = given.get(name)
         if filled is None and (entry is not None or described):
             filled = _filled(draft, name, facts)
         if filled is not None:
             draft.put(path, *filled)
+        elif entry is not None and name in _PEAKS and not draft.facts.complete:
+            draft.miss(path, "optimizer to tell the learning rate", _NEEDS.get(name, _NEEDS["cycle_max_lr"]))
         elif name in defaults and not (entry is not None and name in _NEEDS):
             draft.put(path, defaults[name], "the schedule's default in DeepSpeed", "default")
+        elif (default := deepspeed_default(path, kind)) is not None and name not in _NEEDS:
+            draft.put(path, default[0], "no rule fills it", "default")
         else:
-            state = "absent" if entry is None else "auto"
             fix = _NEEDS.get(name, f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
-            draft.refuse(path, f"{state}, and nothing in the loop tells it.", fix)
+            draft.miss(path, "DummyScheduler to tell it", fix)
     for name in sorted({*_given(draft, facts)} - {*given}):
         draft.say(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
     _say_defaults(draft, kind)
@@ -102,29 +114,29 @@ def _given(draft: Draft, facts: SchedulerFacts | None) -> dict[str, tuple[Any, s
     """The placeholder's arguments with reasons, its step numbers turned into optimizer steps."""
     if facts is None:
         return {}
-    given = {name: (frozen(value), "given to DummyScheduler") for name, value in facts.given.items()}
+    given = {name: (frozen(value), f"from {facts.given_by}") for name, value in facts.given.items()}
     for name, steps in (("total_num_steps", facts.total_num_steps), ("warmup_num_steps", facts.warmup_num_steps)):
         if steps is not None:
-            given[name] = _in_optimizer_steps(draft, steps)
+            given[name] = _in_optimizer_steps(draft, steps, facts.given_by)
     return given
 
 
-def _in_optimizer_steps(draft: Draft, steps: int) -> tuple[int, str]:
+def _in_optimizer_steps(draft: Draft, steps: int, given_by: str) -> tuple[int, str]:
     world = draft.facts.machine.processes
     if draft.launch.value("scheduler_counts") == "steps" or draft.facts.split_batches or world == 1:
-        return int(steps), "given to DummyScheduler"
-    return -(-int(steps) // world), f"DummyScheduler's {steps} ÷ {world} processes (scheduler_counts: processes)"
+        return int(steps), f"from {given_by}"
+    return -(-int(steps) // world), f"{given_by}'s {steps} ÷ {world} processes (scheduler_counts: processes)"
 
 
 def _filled(draft: Draft, name: str, facts: SchedulerFacts | None) -> tuple[Any, str] | None:
     """What the loop says of a parameter that is open, None where it says nothing."""
-    if name in ("warmup_max_lr", "cycle_max_lr"):
+    if name in _PEAKS:
         return _peak_lr(draft)
     if name in ("warmup_min_lr", "warmup_min_ratio"):
         return 0.0, "a warm-up starts from 0"
     if name == "warmup_type":
         return "linear", "what this package fills is linear (DeepSpeed's own default is log)"
-    if name == "warmup_num_steps" and facts is not None:
+    if name == "warmup_num_steps" and facts is not None and draft.facts.complete:
         return 0, "DummyScheduler asks for no warm-up"
     return None
 

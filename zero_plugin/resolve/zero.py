@@ -23,7 +23,7 @@ _BUCKET_CEILING: Final = 500_000_000
 _PERSISTENT_FLOOR: Final = 10_000
 _PERSISTENT_CEILING: Final = 1_000_000
 
-Rule = Callable[[Draft], tuple[Any, str]]
+Rule = Callable[[Draft], tuple[Any, str] | None]  # None: the model would tell, and a run will bring it
 
 
 def settle_zero(draft: Draft) -> None:
@@ -41,9 +41,13 @@ def settle_zero(draft: Draft) -> None:
         elif draft.value(_ZERO, offload, "device", default="none") != "none":
             _settle_offload(draft, offload)
     for key, rule in _RULES.items():
-        if draft.is_open(_ZERO, *key.split(".")):
-            value, reason = rule(draft)
-            draft.put((_ZERO, *key.split(".")), value, reason)
+        path = (_ZERO, *key.split("."))
+        if draft.is_open(*path):
+            found = rule(draft)
+            if found is None:
+                draft.miss(path, "model to tell its size", "Prepare the model.")
+            else:
+                draft.put(path, *found)
     _settle_overlap(draft)
 
 
@@ -113,63 +117,64 @@ def _settle_overlap(draft: Draft) -> None:
         draft.say(f"{_ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
 
 
-def _reduce_bucket(draft: Draft) -> tuple[int, str]:
+def _reduce_bucket(draft: Draft) -> tuple[int, str] | None:
     return _bucket(draft, 1.0, "reduce_bucket_size")
 
 
-def _prefetch_bucket(draft: Draft) -> tuple[int, str]:
+def _prefetch_bucket(draft: Draft) -> tuple[int, str] | None:
     return _bucket(draft, 0.9, "stage3_prefetch_bucket_size")
 
 
-def _bucket(draft: Draft, share: float, key: str) -> tuple[int, str]:
+def _bucket(draft: Draft, share: float, key: str) -> tuple[int, str] | None:
     """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most the whole model."""
     model = draft.facts.model
-    if model is None or not model.parameters:
-        return _default(key)
-    if model.hidden_size:
-        wanted, source = (
-            int(share * model.hidden_size**2),
-            f"{share:g} × {model.hidden_size}², {model.hidden_size_reason}",
-        )
-    else:
+    if model is not None and model.hidden_size:
+        wanted = int(share * model.hidden_size**2)
+        source = f"{share:g} × {model.hidden_size}², {model.hidden_size_reason}"
+    elif model is not None and model.largest_parameter:
         wanted, source = int(share * model.largest_parameter), f"{share:g} × the largest parameter"
+    else:
+        return _default_of_run(draft, key)
     size = min(max(wanted, _BUCKET_FLOOR), _BUCKET_CEILING)
     if size != wanted:
         source += f", kept within {_BUCKET_FLOOR:g} to {_BUCKET_CEILING:g} elements"
-    if size > model.parameters:
+    if model.parameters and size > model.parameters:
         size, source = model.parameters, "all parameters of the model"
     return size + size % 2, source  # DeepSpeed asserts that the all-gather's is even
 
 
-def _persistence_threshold(draft: Draft) -> tuple[int, str]:
+def _persistence_threshold(draft: Draft) -> tuple[int, str] | None:
     """10 × hidden elements: norms and biases stay whole (transformers' rule)."""
     model = draft.facts.model
     if model is None or not model.hidden_size:
-        return _default("stage3_param_persistence_threshold")
+        return _default_of_run(draft, "stage3_param_persistence_threshold")
     wanted = 10 * model.hidden_size
     size = min(max(wanted, _PERSISTENT_FLOOR), _PERSISTENT_CEILING)
     clamped = "" if size == wanted else f", kept within {_PERSISTENT_FLOOR} to {_PERSISTENT_CEILING}"
     return size, f"10 × {model.hidden_size}, {model.hidden_size_reason}{clamped}"
 
 
-def _sub_group_size(draft: Draft) -> tuple[int, str]:
+def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
     """A tenth of the partition where `ratio` splits the sub-groups: with one group a ratio below 1 has no effect."""
     model: ModelFacts | None = draft.facts.model
     ratio = draft.value(_ZERO, "offload_optimizer", "ratio", default=1.0)
-    if ratio == 1 or model is None or not model.parameters:
+    if ratio == 1:
         return _default("sub_group_size")
+    if model is None or not model.parameters:
+        return _default_of_run(draft, "sub_group_size")
     partition = model.parameters // draft.facts.machine.processes
-    return max(
-        1, partition // 10
-    ), f"a tenth of one process's {partition} elements, so that ratio {ratio:g} can split them"
+    why = f"a tenth of one process's {partition} elements, so that ratio {ratio:g} can split them"
+    return max(1, partition // 10), why
 
 
-def _swap_buffer(draft: Draft) -> tuple[int, str]:
+def _swap_buffer(draft: Draft) -> tuple[int, str] | None:
     """Elements of one swap buffer: the largest parameter has to fit."""
-    least = 100_000_000
     model = draft.facts.model
-    if model is None or model.largest_parameter <= least:
-        return least, "DeepSpeed's default, larger than every parameter" if model else "DeepSpeed's default"
+    if model is None or not model.largest_parameter:
+        return _default_of_run(draft, "offload_param.buffer_size")
+    least, reason = _default("offload_param.buffer_size")
+    if model.largest_parameter <= least:
+        return least, f"{reason}, larger than every parameter"
     return model.largest_parameter, "the largest parameter has to fit"
 
 
@@ -195,6 +200,11 @@ _RULES: Final[dict[str, Rule]] = {
     "offload_param.buffer_size": _swap_buffer,
     "offload_param.max_in_cpu": _kept_in_ram,
 }
+
+
+def _default_of_run(draft: Draft, key: str) -> tuple[Any, str] | None:
+    """DeepSpeed's default for a model that tells nothing; before a run nothing, since its model may."""
+    return _default(key) if draft.facts.complete else None
 
 
 def _default(key: str) -> tuple[Any, str]:
