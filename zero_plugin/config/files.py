@@ -33,7 +33,8 @@ def parse_file(path: Path, problems: list[Problem], content: bytes | None = None
     try:
         root = _parse(text, path, found)
     except ConfigError as error:
-        raise ConfigError([*found, *error.problems]) from None
+        errors = [problem for problem in found if problem.severity == "error"]
+        raise ConfigError([*errors, *error.problems]) from None
     problems += found
     if not isinstance(root.value, dict):
         kind = "a list" if isinstance(root.value, list) else "a single value"

@@ -202,7 +202,9 @@ class _Scanner:
 
     def _refuse_end(self, closing: str) -> ConfigError:
         opened = self._where(self._open[-1]).removeprefix(f"{self._name}:")
-        return self._refuse(f"the end of the file where `{closing}` must stand", f"Close the bracket of {opened}.")
+        return self._refuse(
+            f"the end of the file where `{closing}` must stand", f"Close the bracket of {opened}, or one inside it."
+        )
 
     def _refuse(self, message: str, fix: str) -> ConfigError:
         return syntax_error(self._where(self._at), message, fix)
