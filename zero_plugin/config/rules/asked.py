@@ -1,0 +1,140 @@
+"""A document as the rules ask it: values by dotted key, and findings at the place where a key is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.registry import deepspeed_schema
+from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.tree import AUTO, Entry
+from zero_plugin.config.validation import show
+from zero_plugin.errors import Problem, Severity
+
+__all__ = ["STAGE", "Asked", "is_count", "is_number"]
+
+STAGE: Final = "zero_optimization.stage"
+_FLAGS: Final = {".".join(path): name for name, path in SHORT_FIELDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a document asks for. An open field (`auto`) equals no value, so that it contradicts nothing."""
+
+    document: Document
+
+    def entry(self, key: str) -> Entry | None:
+        """The leaf of the training configuration at the dotted `key`."""
+        return self.document.deepspeed.get(*key.split("."))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The training configuration's value at the dotted `key`; AUTO for an open one."""
+        return self.document.deepspeed.value(*key.split("."), default=default)
+
+    def is_on(self, key: str) -> bool:
+        """Whether the key is there and true."""
+        return self.value(key) is True
+
+    def has(self, section: str) -> bool:
+        """Whether anything is written at or below the dotted key."""
+        return self.document.deepspeed.has_section(*section.split("."))
+
+    def says_something(self, key: str) -> bool:
+        """Whether a person wrote a value that is neither open, nor empty, nor what stands there anyway."""
+        entry = self.entry(key)
+        if entry is None or not entry.origin.typed_by_user or entry.value is AUTO:
+            return False
+        return entry.value not in (None, "", "none", (), {}) and entry.value != _default(key)
+
+    def written(self, key: str) -> str:
+        """Where a key that is there, or the first key of a section that is, is written."""
+        path = tuple(key.split("."))
+        section = self.document.sections.get(("deepspeed", *path))
+        entries = self.document.deepspeed.entries
+        return section or next(entry.origin.where for at, entry in entries.items() if at[: len(path)] == path)
+
+    # ---- what nearly every rule asks ------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage, 0 where none is written; None where it is open or no stage."""
+        stage = self.value(STAGE, default=0)
+        return stage if isinstance(stage, int) and not isinstance(stage, bool) else None
+
+    @property
+    def stage_said(self) -> str:
+        """The stage and where it is written, for a message."""
+        entry = self.entry(STAGE)
+        typed = entry is not None and entry.origin.typed_by_user
+        return f"the stage is {self.stage} " + (f"at {self.written(STAGE)}" if typed else "where none is written")
+
+    @property
+    def precision(self) -> str | None:
+        """`fp16`, `bf16` or `no` where the document settles it; None where the run still may."""
+        asked = self.document.launch.value("mixed_precision")
+        on = [kind for kind in ("fp16", "bf16") if self.is_on(f"{kind}.enabled")]
+        if on:
+            return on[0]
+        if asked in ("no", "fp16", "bf16"):
+            return str(asked)
+        off = all(self.value(f"{kind}.enabled") is False for kind in ("fp16", "bf16"))
+        return "no" if off else None
+
+    def offload(self, what: str) -> Any:
+        """Where `optimizer` or `param` is offloaded to: `none`, `cpu`, `nvme`; AUTO where that is open."""
+        return self.value(f"zero_optimization.offload_{what}.device", default="none")
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer section's type in lower case; "" where there is none."""
+        kind = self.value("optimizer.type")
+        return kind.lower() if isinstance(kind, str) else ""
+
+    # ---- findings -------------------------------------------------------------------------------------------------
+
+    def error(self, key: str, message: str, fix: str) -> Problem:
+        """What would not start, or not train as written."""
+        return self._finding(key, message, fix, "error")
+
+    def warning(self, key: str, message: str, fix: str) -> Problem:
+        """What has no effect."""
+        return self._finding(key, message, fix, "warning")
+
+    def no_effect(self, key: str, why: str, fix: str = "Delete it.") -> Problem:
+        """A warning that says why the key has no effect."""
+        return self._finding(key, f"has no effect: {why}", fix, "warning")
+
+    def note(self, key: str, message: str) -> Problem:
+        """What a person may like to know."""
+        return self._finding(key, message, "", "note")
+
+    def how_to_set(self, key: str, value: str, *causes: str) -> str:
+        """By the flag, where the value at one of the keys `causes` came from a flag; else by the key."""
+        entries = [self.entry(cause) for cause in (key, *causes)]
+        if key in _FLAGS and any(entry is not None and entry.origin.kind == "flag" for entry in entries):
+            return f"Give --{_FLAGS[key]} {value}"
+        return f"Write {key}: {value}"
+
+    def _finding(self, key: str, message: str, fix: str, severity: Severity) -> Problem:
+        value = self.value(key)
+        return Problem(self.written(key), key, message, fix, "" if value is None else show(value), severity)
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is an integer above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number; a boolean is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _default(key: str) -> Any:
+    """DeepSpeed's default of a key; a value that equals nothing where it has none."""
+    node: Mapping[str, Any] = deepspeed_schema()
+    for part in key.split("."):
+        node = node.get("properties", {}).get(part, {})
+    return node.get("default", AUTO)

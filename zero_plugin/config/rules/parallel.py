@@ -1,0 +1,124 @@
+"""Processes and how they work together: machines, devices, and the parallel dimensions beside data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zero_plugin.config.rules.asked import Asked, is_count
+from zero_plugin.config.tree import Entry
+from zero_plugin.errors import Problem
+
+__all__ = ["check_parallel"]
+
+
+def check_parallel(asked: Asked) -> Iterator[Problem]:
+    """Ranks and machines, GPUs and CPU, tensor, sequence, pipeline and expert parallelism."""
+    yield from _machines(asked)
+    yield from _devices(asked)
+    yield from _tensor_and_sequence(asked)
+    yield from _pipeline(asked)
+    yield from _experts(asked)
+
+
+def _machines(asked: Asked) -> Iterator[Problem]:
+    launch = asked.document.launch
+    machines = launch.value("num_machines", default=1)
+    rank, processes = launch.get("machine_rank"), launch.get("num_processes")
+    if is_count(machines) and rank is not None and isinstance(rank.value, int) and rank.value >= machines:
+        message = f"{rank.value}, but num_machines is {machines} and ranks count from 0"
+        yield Problem(rank.origin.where, "machine_rank", message, f"Write at most {machines - 1}.")
+    if processes is not None and is_count(machines) and is_count(processes.value) and processes.value % machines:
+        message = f"{processes.value} processes do not divide among {machines} machines"
+        yield Problem(processes.origin.where, "num_processes", message, f"Write a multiple of {machines}.")
+    if launch.value("distributed_type") == "NO":
+        yield from _alone(processes, launch.get("num_machines"))
+    inclusion, exclusion = (launch.get(f"deepspeed_{way}_filter") for way in ("inclusion", "exclusion"))
+    if inclusion is not None and exclusion is not None and inclusion.value and exclusion.value:
+        message = f"stands beside deepspeed_inclusion_filter at {inclusion.origin.where}"
+        yield Problem(exclusion.origin.where, "deepspeed_exclusion_filter", message, "Keep one of the two.")
+
+
+def _alone(processes: Entry | None, machines: Entry | None) -> Iterator[Problem]:
+    for name, entry in {"num_processes": processes, "num_machines": machines}.items():
+        if entry is None or not is_count(entry.value) or entry.value == 1:
+            continue
+        message = f"{entry.value}, but distributed_type NO is one process"
+        fix = f"Write {name}: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
+        if entry.origin.kind == "flag":
+            fix = f"Give --{name} 1, or one of --multi_gpu, --cpu and --use_deepspeed."
+        yield Problem(entry.origin.where, name, message, fix)
+
+
+def _devices(asked: Asked) -> Iterator[Problem]:
+    launch = asked.document.launch
+    kind, on_cpu, ids = (launch.get(name) for name in ("distributed_type", "use_cpu", "gpu_ids"))
+    if kind is not None and on_cpu is not None and on_cpu.value is True and kind.value == "MULTI_GPU":
+        message = f"true, but distributed_type is MULTI_GPU at {kind.origin.where}"
+        yield Problem(on_cpu.origin.where, "use_cpu", message, "Write false, or distributed_type: MULTI_CPU.")
+    asks_for_cpu = (kind is not None and kind.value == "MULTI_CPU") or (on_cpu is not None and on_cpu.value is True)
+    names = _gpu_names(ids.value) if ids is not None else []
+    if ids is not None and names and asks_for_cpu:
+        why = "has no effect: the run is on the CPU"
+        yield Problem(ids.origin.where, "gpu_ids", why, "Delete it.", ",".join(names), "warning")
+    processes = launch.get("num_processes")
+    alone = launch.value("num_machines", default=1) == 1
+    if processes is None or not is_count(processes.value) or not names or asks_for_cpu or not alone:
+        return
+    if processes.value > len(names):
+        message = f"{processes.value}, but gpu_ids names {len(names)} GPUs, and each process has one of its own"
+        yield Problem(processes.origin.where, "num_processes", message, f"Write at most {len(names)}.")
+
+
+def _gpu_names(ids: Any) -> list[str]:
+    """The GPUs that `gpu_ids` names; none for `all` and for what is no list of them."""
+    if isinstance(ids, tuple):
+        return [str(name) for name in ids]
+    if isinstance(ids, int) and not isinstance(ids, bool):
+        return [str(ids)]
+    names = ids.replace(" ", "").split(",") if isinstance(ids, str) else []
+    return names if all(name.isdigit() for name in names) else []
+
+
+def _tensor_and_sequence(asked: Asked) -> Iterator[Problem]:
+    processes = asked.document.launch.value("num_processes")
+    size, inner = asked.value("tensor_parallel.autotp_size"), asked.value("tensor_parallel.tp.tp_size")
+    if is_count(size) and is_count(inner) and inner not in (1, size):
+        message = f"{inner}, but tensor_parallel.autotp_size is {size}"
+        yield asked.error("tensor_parallel.tp.tp_size", message, "Delete it: autotp_size says it.")
+    if is_count(size) and is_count(processes) and processes % size:
+        message = f"{size} does not divide num_processes {processes}"
+        yield asked.error("tensor_parallel.autotp_size", message, "Write a divisor of it.")
+    sequence, data = asked.value("sequence_parallel_size"), asked.value("data_parallel_size")
+    if is_count(sequence) and sequence > 1 and data is None:
+        message = f"{sequence} without data_parallel_size: DeepSpeed builds its groups from both or not at all"
+        fix = f"Write data_parallel_size: num_processes / {sequence}, or delete it."
+        yield asked.error("sequence_parallel_size", message, fix)
+    if is_count(data) and sequence is None:
+        yield asked.no_effect("data_parallel_size", "DeepSpeed reads it beside sequence_parallel_size only")
+    if is_count(data) and is_count(sequence) and is_count(processes) and data * sequence != processes:
+        message = f"{data}, but sequence_parallel_size {sequence} × data_parallel_size {data} = {data * sequence}"
+        fix = f"Make the product num_processes, which is {processes}."
+        yield asked.error("data_parallel_size", message, fix)
+
+
+def _pipeline(asked: Asked) -> Iterator[Problem]:
+    stages = asked.value("pipeline.stages")
+    if is_count(stages) and stages > 1 and asked.stage in (2, 3):
+        message = f"{stages}, but ZeRO 2 and 3 do not go with pipeline parallelism, and {asked.stage_said}"
+        yield asked.error("pipeline.stages", message, "Delete the pipeline section, or write stage 0 or 1.")
+
+
+def _experts(asked: Asked) -> Iterator[Problem]:
+    if not asked.is_on("expert_parallel.enabled") or asked.stage != 3:
+        return
+    for key, harmless in (
+        ("sequence_parallel_size", 1),
+        ("zero_optimization.zero_quantized_gradients", False),
+        ("zero_optimization.zero_hpz_partition_size", 1),
+        ("expert_parallel.expert_tensor_parallel_size", 1),
+    ):
+        value = asked.value(key, default=harmless)
+        if isinstance(value, int) and value != harmless:
+            message = f"does not go with expert_parallel at ZeRO stage 3, and {asked.stage_said}"
+            yield asked.error(key, message, f"Write {str(harmless).lower()}, or stage 1 or 2.")

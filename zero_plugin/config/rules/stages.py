@@ -1,0 +1,135 @@
+"""ZeRO's keys: which stage reads which, and which exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from zero_plugin.config.rules.asked import STAGE, Asked, is_count, is_number
+from zero_plugin.errors import Problem
+
+__all__ = ["check_stages"]
+
+_ZERO: Final = "zero_optimization"
+
+# Keys that only these stages read, in DeepSpeed 0.19.8's engine; overlap_comm as this package runs it.
+_READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("contiguous_gradients", "reduce_bucket_size", "reduce_scatter"), (1, 2, 3)),
+    **dict.fromkeys(("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"), (1, 2)),
+    **dict.fromkeys(("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"), (1, 2)),
+    "overlap_comm": (2, 3),
+    **dict.fromkeys(
+        (
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_model_persistence_threshold",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_module_granularity_threshold",
+            "stage3_use_all_reduce_for_fetch_params",
+            "stage3_allgather_sequential",
+            "sub_group_size",
+            "zero_hpz_partition_size",
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_gradients",
+            "memory_efficient_linear",
+            "pipeline_loading_checkpoint",
+            "override_module_apply",
+            "log_trace_cache_warnings",
+            "enable_sanity_checks",
+            "save_muon_momentum_buffer_in_memory",
+            "leaf_module.classes",
+            "leaf_module.names",
+            "leaf_module.name_suffixes",
+        ),
+        (3,),
+    ),
+}
+_SUM: Final = "gradient_allreduce_op"
+
+
+def check_stages(asked: Asked) -> Iterator[Problem]:
+    """Keys of another stage, reduction, ZeRO++, the gradient norm."""
+    yield from _keys_of_another_stage(asked)
+    yield from _reduction(asked)
+    yield from _zero_plus_plus(asked)
+    yield from _gradient_norm(asked)
+
+
+def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
+    for name, stages in _READ_AT.items():
+        key = f"{_ZERO}.{name}"
+        if asked.stage is not None and asked.stage not in stages and asked.says_something(key):
+            known = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
+            why = f"only stage{'s' if len(stages) > 1 else ''} {known} read{'s' if len(stages) == 1 else ''} it"
+            choice = " or ".join(map(str, stages))
+            yield asked.no_effect(key, f"{why}, and {asked.stage_said}", f"Delete it, or write {STAGE}: {choice}.")
+    if asked.says_something(f"{_ZERO}.allgather_partitions"):
+        yield asked.no_effect(f"{_ZERO}.allgather_partitions", "DeepSpeed parses it and never reads it")
+
+
+def _reduction(asked: Asked) -> Iterator[Problem]:
+    prescale, factor = asked.is_on("prescale_gradients"), asked.value("gradient_predivide_factor", default=1)
+    divides = is_number(factor) and factor != 1
+    if asked.value(f"{_ZERO}.reduce_scatter", default=True) is True and asked.stage in (1, 2, 3):
+        needs = "while ZeRO reduces by reduce_scatter"
+        fix = f"Delete it, or write {_ZERO}.reduce_scatter: false."
+        if prescale:
+            yield asked.error("prescale_gradients", f"true {needs}", fix)
+        if divides:
+            yield asked.error("gradient_predivide_factor", f"{factor} {needs}", fix)
+    elif prescale and divides:
+        why = f"prescale_gradients is true at {asked.written('prescale_gradients')}"
+        yield asked.no_effect("gradient_predivide_factor", why, "Keep one of the two.")
+    if asked.value(_SUM) == "sum":
+        for holds, what in (
+            (asked.stage == 3, f"at ZeRO stage 3, and {asked.stage_said}"),
+            (asked.has(f"{_ZERO}.zenflow"), "with zenflow"),
+            (asked.is_on("compile.deepcompile"), "with compile.deepcompile"),
+        ):
+            if holds:
+                yield asked.error(_SUM, f"sum is refused {what}", "Write mean.")
+    size = asked.value(f"{_ZERO}.allgather_bucket_size")
+    if asked.stage in (1, 2) and is_count(size) and size % 2:
+        message = f"{size} is odd, which DeepSpeed refuses at stage {asked.stage}"
+        yield asked.error(f"{_ZERO}.allgather_bucket_size", message, f"Write an even number, e.g. {size + 1}.")
+
+
+def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
+    size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.document.launch.value("num_processes")
+    if is_count(size) and is_count(processes) and asked.stage == 3 and processes % size:
+        message = f"{size} does not divide num_processes {processes}"
+        fix = "Write the processes of one node, so that each node holds one copy of the weights."
+        yield asked.error(f"{_ZERO}.zero_hpz_partition_size", message, fix)
+    quantized = f"{_ZERO}.zero_quantized_gradients"
+    if asked.stage == 3 and asked.is_on(quantized) and asked.value(f"{_ZERO}.reduce_scatter") is False:
+        message = f"true needs reduce_scatter, which is false at {asked.written(f'{_ZERO}.reduce_scatter')}"
+        yield asked.error(quantized, message, "Write reduce_scatter: true, or delete one of the two.")
+    on_cpu = asked.document.launch.get("use_cpu")
+    if asked.stage == 3 and on_cpu is not None and on_cpu.value is True:
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+            if asked.is_on(f"{_ZERO}.{key}"):
+                message = f"true needs a GPU, but use_cpu is true at {on_cpu.origin.where}"
+                yield asked.error(f"{_ZERO}.{key}", message, "Delete one of the two.")
+
+
+def _gradient_norm(asked: Asked) -> Iterator[Problem]:
+    key = f"{_ZERO}.compute_grad_norm"
+    if asked.value(key) is not False:
+        return
+    clipping = asked.value("gradient_clipping")
+    accumulates_in_fp32 = asked.value("data_types.grad_accum_dtype") == "fp32"
+    for holds, against in (
+        (asked.stage in (0, 3), f"needs ZeRO stage 1 or 2, but {asked.stage_said}"),
+        (is_number(clipping) and clipping > 0, f"but gradient_clipping is {clipping}, which needs the norm"),
+        (asked.offload("optimizer") in ("cpu", "nvme"), "does not go with an offloaded optimizer"),
+        (asked.has(f"{_ZERO}.zenflow"), "does not go with zenflow"),
+        (
+            asked.stage == 1 and asked.precision == "bf16" and accumulates_in_fp32,
+            "does not go with bf16 and data_types.grad_accum_dtype: fp32 at stage 1",
+        ),
+    ):
+        if holds:
+            yield asked.error(key, f"false {against}", "Delete it.")
