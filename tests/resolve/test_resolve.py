@@ -8,6 +8,7 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
 from zero_plugin.resolve.draft import holds_auto
 from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
+from zero_plugin.resolve.listing import list_values
 from zero_plugin.resolve.resolve import resolve
 
 EVERYTHING = {
@@ -54,13 +55,14 @@ FACTS = Facts(
 def test_no_auto_is_left_and_every_value_has_an_origin(document, strategy):
     """Every open field is filled on every path, with a reason, but where `auto` is DeepSpeed's own word."""
     facts = Facts(FACTS.loop, FACTS.machine, FACTS.model, FACTS.optimizer, FACTS.scheduler, strategy=strategy)
-    result = resolve(document(EVERYTHING, {"mixed_precision": "bf16"}), facts)
+    asked = document(EVERYTHING, {"mixed_precision": "bf16"})
+    result = resolve(asked, facts)
     still_open = [path for path, entry in result.tree.entries.items() if holds_auto(entry.value)]
     assert still_open == [("data_types", "keep_in_fp32_modules")]
-    for path, value, origin in result.explain():
-        assert origin.where, path
-        assert bool(origin.reason) is not origin.typed_by_user, path
-        assert value is not AUTO
+    for row in list_values(asked, result):
+        assert bool(row.reason) is (row.kind in ("rule", "default")), row
+        assert row.where or row.reason, row
+        assert row.value is not AUTO
 
 
 def test_the_handed_over_config_is_plain_json(document):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from zero_plugin.config.assignments import read_assignments
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_keys import ignored_keys
@@ -15,7 +16,7 @@ from zero_plugin.config.location import find_config_file
 from zero_plugin.config.overlay import overlay_flags
 from zero_plugin.config.read import read_document
 from zero_plugin.config.translate import SHORT_FIELDS
-from zero_plugin.config.tree import Path
+from zero_plugin.config.tree import Entry, Origin, Path
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 
@@ -35,11 +36,12 @@ _FILE_FLAG: Final = "--deepspeed_config_file"
 _NO_KEY: Final = ("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "rdzv_endpoint")
 
 
-def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
+def document_from_flags(flags: Mapping[str, str | bool], assignments: Iterable[str] = ()) -> Document:
     """Read the file, lay the flags over it, check the whole.
 
     Args:
         flags: what was typed, by the flag's name with underscores.
+        assignments: further keys and values, as `--set` takes them.
 
     Raises:
         ConfigError: every problem of the file, of the flags, and between them.
@@ -51,10 +53,14 @@ def document_from_flags(flags: Mapping[str, str | bool]) -> Document:
     if "deepspeed_config_file" in flags:
         document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
     values, where = _values(flags)
+    assigned, assigned_where = read_assignments(assignments, "--set")
+    values, where = {**values, **assigned}, {**where, **assigned_where}
     problems = [*_program_kinds(flags), *_contradictions(flags, document)]
-    if asks_zero and ("distributed_type",) not in values and not document.launch.value("distributed_type"):
-        values["distributed_type",], where["distributed_type",] = "DEEPSPEED", f"--{asks_zero[0]}"
     document = overlay_flags(document, values, where)
+    if asks_zero and not document.launch.value("distributed_type"):
+        what = "a DeepSpeed config by itself" if asks_zero[0] == "config_file" else f"--{asks_zero[0]}"
+        asked = Entry("DEEPSPEED", Origin("rule", f"--{asks_zero[0]}", f"{what} asks for ZeRO"))
+        document = replace(document, launch=document.launch.replace({("distributed_type",): asked}))
     notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
     document = replace(document, notes=notes, problems=(*document.problems, *problems))
     check_document(document)

@@ -7,7 +7,15 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Machine", "count_cores", "count_gpus", "host_memory_bytes", "look_at_machine", "port_is_free"]
+__all__ = [
+    "Machine",
+    "count_cores",
+    "count_gpus",
+    "has_gpu_driver",
+    "host_memory_bytes",
+    "look_at_machine",
+    "port_is_free",
+]
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under WSL
 _CGROUP = Path("/sys/fs/cgroup")
@@ -31,11 +39,16 @@ def count_gpus() -> int:
 
     torch rather than nvidia-smi: a CPU build of torch, `CUDA_VISIBLE_DEVICES` and partitioned GPUs all count.
     """
-    if not any(Path(driver).exists() for driver in _GPU_DRIVERS):
+    if not has_gpu_driver():
         return 0
     import torch
 
     return int(torch.cuda.device_count())
+
+
+def has_gpu_driver() -> bool:
+    """Whether a GPU driver is loaded, which is all that can be known of GPUs without torch."""
+    return any(Path(driver).exists() for driver in _GPU_DRIVERS)
 
 
 def count_cores() -> int:

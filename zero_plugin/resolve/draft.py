@@ -30,7 +30,7 @@ class Draft:
         self.launch = document.launch
         self._document = document
         self._problems: list[Problem] = []
-        self._missing: dict[Path, Problem] = {}
+        self._missing: dict[Path, str] = {}
         self._refused: set[Path] = set()
         self._said: list[str] = []
 
@@ -75,6 +75,7 @@ class Draft:
                 self.refuse(path, f"{show(template)} has an open element that nothing fills.", fix)
                 return
             value = tuple(found if holds_auto(typed) else typed for typed, found in zip(template, value, strict=True))
+            reason += "; the other elements are typed"
         self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
         if aloud:
             self.say(f"{dotted(path)} = {_shown(value)}: {reason}")
@@ -99,7 +100,9 @@ class Draft:
 
     def refuse(self, path: Path, message: str, fix: str) -> None:
         """Note a problem that no further fact mends; `finish` raises all of them at once."""
-        self._problems.append(self._problem(path, message, fix))
+        entry = self.tree.get(*path) or self.launch.get(*path)
+        found = entry.origin.where if entry else self._section(path)
+        self._problems.append(Problem(found, dotted(path), message, fix))
         self._refused.add(path)
 
     def miss(self, path: Path, what: str, fix: str) -> None:
@@ -110,13 +113,12 @@ class Draft:
             what: what would fill it, to follow "there is no …".
             fix: what to write or pass.
         """
-        state = "auto" if self.is_open(*path) else "absent"
-        problem = self._problem(path, f"{state}, and there is no {what}.", fix)
         if self.facts.complete:
-            self._problems.append(problem)
+            state = "auto" if self.is_open(*path) else "absent"
+            self.refuse(path, f"{state}, and there is no {what}.", fix)
         else:
-            self._missing[path] = problem
-        self._refused.add(path)
+            self._missing[path] = what
+            self._refused.add(path)
 
     def still_open(self) -> list[Path]:
         """The open leaves for which no rule has found a value or a problem, there or with their section's type."""
@@ -134,11 +136,6 @@ class Draft:
         kept = {key: self.launch.entries[(key,)] for key in ("mixed_precision", "scheduler_counts")}
         launch = Tree({(key,): entry for key, entry in kept.items()})
         return Resolved(self.tree, launch, tuple(self._said), self._missing)
-
-    def _problem(self, path: Path, message: str, fix: str) -> Problem:
-        entry = self.tree.get(*path) or self.launch.get(*path)
-        found = entry.origin.where if entry else self._section(path)
-        return Problem(found, dotted(path), message, fix)
 
     def _section(self, path: Path) -> str:
         """Where the innermost written section around an absent key is."""

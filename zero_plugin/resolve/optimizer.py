@@ -87,13 +87,13 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
             draft.miss(path, "optimizer to tell the learning rate", fix)
         elif name in defaults:
             why = "the optimizer's default in DeepSpeed; none is given"
-            why = why if draft.facts.complete else "the optimizer's default in DeepSpeed, unless the script gives one"
+            why = why if draft.facts.complete else "DeepSpeed's default, unless the script gives one"
             draft.put(path, defaults[name], why, "default", aloud=name == "lr")
         elif (default := deepspeed_default(path, draft.value("optimizer", "type"))) is not None:
             draft.put(path, default[0], "no rule fills it", "default")
         else:
             fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
-            draft.miss(path, f"known default of {draft.value('optimizer', 'type')} for it", fix)
+            draft.miss(path, "argument of the optimizer for it", fix)
 
 
 def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:

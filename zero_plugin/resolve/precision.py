@@ -52,12 +52,14 @@ def _choose(asked: Entry | None, typed: dict[Half, Entry | None], facts: Facts) 
     if asked is None:
         return "no", "mixed_precision is not given"
     machine, ruled_out = facts.machine, {half for half, entry in typed.items() if entry is not None}
-    device = f"this {machine.accelerator}" if facts.complete else f"a {machine.accelerator} is taken to be one that"
+    computes = f"this {machine.accelerator} computes"
+    if not facts.complete:
+        computes = f"a {machine.accelerator} device is taken to compute"  # until a worker looks
     if machine.bf16 and "bf16" not in ruled_out:
-        return "bf16", f"mixed_precision is auto and {device} computes in bf16"
+        return "bf16", f"mixed_precision is auto and {computes} in bf16"
     if machine.fp16 and "fp16" not in ruled_out:
-        return "fp16", f"mixed_precision is auto and {device} computes in fp16, not in bf16"
-    return "no", f"mixed_precision is auto and {device} computes in neither bf16 nor fp16"
+        return "fp16", f"mixed_precision is auto and {computes} in fp16, not in bf16"
+    return "no", f"mixed_precision is auto and {computes} in neither bf16 nor fp16"
 
 
 def _refuse_contradiction(draft: Draft, half: Half, entry: Entry, asked: Entry | None) -> None:

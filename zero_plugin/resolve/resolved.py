@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from zero_plugin.config.tree import AUTO, Origin, Path, Tree
-from zero_plugin.errors import Problem
+from zero_plugin.config.tree import AUTO, Path, Tree
 
-__all__ = ["OptimizerSection", "Resolved", "SchedulerSection"]
+__all__ = ["OptimizerSection", "Resolved", "SchedulerSection", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +36,14 @@ class Resolved:
             DeepSpeed's own value.
         launch: the launch keys that change training: `mixed_precision` and `scheduler_counts`.
         said_aloud: one sentence for each choice made for the user that changes training, to print once at start.
-        missing: of facts that were not complete, the fields that a run may still fill, each as the problem that it
-            would be if it did not. They hold AUTO or are absent; a run has none.
+        missing: where the facts were not complete, the fields that a run may still fill, each with what would: they
+            hold AUTO or are absent. A run has none.
     """
 
     tree: Tree
     launch: Tree = field(default_factory=Tree)
     said_aloud: tuple[str, ...] = ()
-    missing: Mapping[Path, Problem] = field(default_factory=dict)
+    missing: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def precision(self) -> Literal["no", "fp16", "bf16"]:
@@ -96,24 +95,20 @@ class Resolved:
         It holds no `scheduler` section: this package builds and steps the schedule itself on every path, and an
         engine that found the section would step a second one.
         """
-        config: dict[str, Any] = _plain(self.tree.without("scheduler").nested())
+        config: dict[str, Any] = plain(self.tree.without("scheduler").nested())
         return config
-
-    def explain(self) -> list[tuple[Path, Any, Origin]]:
-        """Every value with its path and origin, launch keys first, for printing."""
-        leaves = [*self.launch.entries.items(), *sorted(self.tree.entries.items())]
-        return [(path, _plain(entry.value), entry.origin) for path, entry in leaves]
 
     def _params(self, section: str) -> dict[str, Any]:
         params: dict[str, Any] | None = self.tree.section(section).nested().get("params")
         return params or {}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value of a tree as JSON has it; AUTO is `"auto"`."""
     if value is AUTO:
         return "auto"
     if isinstance(value, Mapping):
-        return {key: _plain(child) for key, child in value.items()}
+        return {key: plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(child) for child in value]
+        return [plain(child) for child in value]
     return value

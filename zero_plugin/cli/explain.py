@@ -1,0 +1,220 @@
+"""`zero-plugin explain`: every value that a run would use, and where it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import typer
+
+from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.cli.table import Explained, print_difference, print_table
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
+from zero_plugin.config.tree import dotted
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.launch.flags import document_from_flags
+from zero_plugin.launch.machine import has_gpu_driver
+from zero_plugin.probe.model_folder import probe_model_folder
+from zero_plugin.resolve.facts import (
+    Facts,
+    LoopFacts,
+    MachineFacts,
+    ModelFacts,
+    OptimizerFacts,
+    SchedulerFacts,
+    StrategyName,
+)
+from zero_plugin.resolve.listing import Row, list_defaults, list_values
+from zero_plugin.resolve.resolve import resolve
+
+__all__ = ["explain", "explain_file"]
+
+# Which option brings what a run would, by the key that waits for it; any other waits for --set.
+_OPTIONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "--micro_batch"
+    ),
+    **dict.fromkeys(("optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"), "--lr"),
+    "scheduler.params.total_num_steps": "--steps",
+    "scheduler.params.warmup_num_steps": "--warmup_steps",
+    **dict.fromkeys(
+        (
+            "zero_optimization.reduce_bucket_size",
+            "zero_optimization.allgather_bucket_size",
+            "zero_optimization.stage3_prefetch_bucket_size",
+            "zero_optimization.stage3_param_persistence_threshold",
+        ),
+        "--hidden_size or --model",
+    ),
+    **dict.fromkeys(("zero_optimization.sub_group_size", "zero_optimization.offload_param.buffer_size"), "--model"),
+}
+
+
+class _Format(str, Enum):
+    table = "table"
+    json = "json"
+    deepspeed = "deepspeed"
+
+
+class _Accelerator(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+_FACTS = "What a run would tell"
+
+
+def _fact(flag: str, text: str, least: float | None = None) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel=_FACTS, min=least, show_default=False)
+
+
+@with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint")
+def explain(
+    ctx: typer.Context,
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE", help="Launch YAML or DeepSpeed JSON; default: launch's.", show_default=False),
+    ] = None,
+    diff: Annotated[
+        str | None, typer.Option("--diff", metavar="OTHER", help="Show only what OTHER resolves differently.")
+    ] = None,
+    output: Annotated[
+        _Format, typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given.")
+    ] = _Format.table,
+    everything: Annotated[bool, typer.Option("--all", help="Also DeepSpeed's defaults of keys nobody wrote.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.", show_default=False),
+    ] = None,
+    world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None,
+    accelerator: Annotated[
+        _Accelerator | None, _fact("--accelerator", "What the workers run on; default: what is here.")
+    ] = None,
+    micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None,
+    lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None,
+    weight_decay: Annotated[float | None, _fact("--weight_decay", "The optimizer's weight decay.", 0)] = None,
+    steps: Annotated[int | None, _fact("--steps", "DummyScheduler's total_num_steps.", 1)] = None,
+    warmup_steps: Annotated[int | None, _fact("--warmup_steps", "DummyScheduler's warmup_num_steps.", 0)] = None,
+    hidden_size: Annotated[int | None, _fact("--hidden_size", "The model's hidden size.", 1)] = None,
+    model: Annotated[
+        str | None, _fact("--model", "Folder of a transformers model: config.json, headers of *.safetensors.")
+    ] = None,
+    **_: Any,
+) -> None:
+    """Resolve FILE as far as it can be without a run, and print every value with where it came from.
+
+    What only a run can tell is shown as open, with the option that would stand for it here. Contradictions, and fields
+    that nothing could ever fill, are errors: exit code 2.
+    """
+    facts = Facts(
+        loop=LoopFacts(micro_batch, "--micro_batch" if micro_batch else ""),
+        machine=MachineFacts(processes=world_size or 0),
+        model=_model_facts(model, hidden_size),
+        optimizer=_optimizer_facts(lr, weight_decay),
+        scheduler=_scheduler_facts(steps, warmup_steps),
+        complete=False,
+    )
+    kind: Literal["cpu", "cuda"] | None = None if accelerator is None else accelerator.value
+    flags = typed_flags(ctx)
+    ours = explain_file(file, flags, settings or [], facts, kind, everything=everything)
+    if diff is not None:
+        print_difference(ours, explain_file(diff, flags, settings or [], facts, kind), as_json=output is _Format.json)
+    elif output is _Format.json:
+        print(json.dumps(_as_json(ours), indent=2, ensure_ascii=False))
+    elif output is _Format.deepspeed:
+        print(json.dumps(_deepspeed_config(ours), indent=2))
+    else:
+        print_table(ours, _OPTIONS)
+
+
+def explain_file(
+    file: str | None,
+    flags: Mapping[str, str | bool],
+    assignments: list[str],
+    facts: Facts,
+    accelerator: Literal["cpu", "cuda"] | None,
+    *,
+    everything: bool = False,
+) -> Explained:
+    """Resolve one file against what is known without a run.
+
+    Args:
+        file: None for what `launch` would use.
+        flags: launch flags, as `document_from_flags` takes them.
+        assignments: `key=value`, laid over all.
+        facts: of the run; processes of 0 are the document's.
+        accelerator: None for what this machine seems to have.
+        everything: also list the defaults of keys nobody wrote.
+
+    Raises:
+        ConfigError: everything that no run could mend.
+    """
+    document = document_from_flags({**flags, **({} if file is None else {"config_file": file})}, assignments)
+    settings = launch_settings(document)
+    kind = accelerator or ("cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu")
+    processes = facts.machine.processes or settings.num_processes or 1
+    strategy: StrategyName = "ddp" if processes > 1 else "single"
+    if asks_for_deepspeed(document, settings):
+        strategy = "deepspeed"
+    machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
+    facts = replace(facts, machine=machine, strategy=strategy)
+    resolved = resolve(document, facts)
+    rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
+    return Explained(document, facts, resolved, rows)
+
+
+def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | None:
+    if folder is None:
+        return None if hidden_size is None else ModelFacts(hidden_size, "--hidden_size")
+    found = probe_model_folder(folder, "--model")
+    if hidden_size is None:
+        return found
+    return ModelFacts(hidden_size, "--hidden_size", found.largest_parameter, found.parameters)
+
+
+def _optimizer_facts(lr: float | None, weight_decay: float | None) -> OptimizerFacts | None:
+    given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
+    return OptimizerFacts(given=given, placeholder=True, given_by="the command line") if given else None
+
+
+def _scheduler_facts(steps: int | None, warmup_steps: int | None) -> SchedulerFacts | None:
+    if steps is None and warmup_steps is None:
+        return None
+    return SchedulerFacts(True, steps, warmup_steps, given_by="the command line")
+
+
+def _as_json(explained: Explained) -> dict[str, Any]:
+    facts = explained.facts
+    return {
+        "files": list(explained.document.sources),
+        "strategy": facts.strategy,
+        "accelerator": facts.machine.accelerator,
+        "processes": facts.machine.processes,
+        "values": [row.as_json() for row in explained.rows],
+        "notes": [note.headline for note in explained.document.notes],
+    }
+
+
+def _deepspeed_config(explained: Explained) -> dict[str, Any]:
+    """What DeepSpeed would be given; it has no open field.
+
+    Raises:
+        ConfigError: a field is open, or the run would not go through DeepSpeed.
+    """
+    where = explained.name
+    if explained.facts.strategy != "deepspeed":
+        fix = "Add --use_deepspeed, or name a file that asks for ZeRO."
+        raise ConfigError([Problem(where, "", "asks for no DeepSpeed, so DeepSpeed would be given nothing", fix)])
+    open_rows = [row for row in explained.rows if row.kind == "open" and row.path[0] != "scheduler"]
+    if open_rows:
+        raise ConfigError([_still_open(row, where) for row in open_rows])
+    return explained.resolved.deepspeed_config()
+
+
+def _still_open(row: Row, where: str) -> Problem:
+    key = dotted(row.path)
+    option = _OPTIONS.get(key, f"--set {key}=…")
+    return Problem(row.where or where, key, f"is open: it waits for the {row.reason}", f"Give {option}.")
