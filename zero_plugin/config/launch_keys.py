@@ -40,8 +40,8 @@ REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
         "Only LOCAL_MACHINE is supported; delete the key.",
     ),
     "parallelism_config": (
-        lambda _, value: isinstance(value, int) and value > 1,
-        "Only data parallelism is supported: write 1 for every size, or delete it.",
+        lambda leaf, value: isinstance(value, int) and value > 1 and "_dp_" not in leaf,
+        "Only data parallelism is supported: write 1, or delete it.",
     ),
     "dynamo_config": (lambda leaf, value: leaf.endswith("backend") and str(value).lower() != "no", _NO_COMPILE),
     "dynamo_backend": (lambda _, value: str(value).lower() != "no", _NO_COMPILE),

@@ -30,6 +30,9 @@ _TRAINING_FILE: Final = "deepspeed_config_file"
 _DEFAULT_STAGE: Final = Entry(
     2, Origin("default", "zero_plugin", "Accelerate's stage for a launch config that asks for DeepSpeed without one")
 )
+_STAGE_OF_A_FILE: Final = Entry(
+    0, Origin("default", "DeepSpeed's default", "the configuration that the launch config names has no stage")
+)
 
 
 def read_document(path: str | os.PathLike[str], release: str | None = None, content: bytes | None = None) -> Document:
@@ -105,8 +108,9 @@ class _Reading:
         deepspeed = self._merged([self._training_layer(Tree(layer)) for layer in layers])
         launch_tree = self._launch_tree(Tree(leaves(Located(launch, root.where), self.kind)))
         asked = launch_tree.value("distributed_type") == "DEEPSPEED"
-        if asked and named is None and not deepspeed.has_section("zero_optimization", "stage"):
-            deepspeed = deepspeed.replace({("zero_optimization", "stage"): _DEFAULT_STAGE})
+        if asked and not deepspeed.has_section("zero_optimization", "stage"):
+            stage = _DEFAULT_STAGE if named is None else _STAGE_OF_A_FILE
+            deepspeed = deepspeed.replace({("zero_optimization", "stage"): stage})
 
         places = dict(sections(Located(launch, root.where)))
         for node in nodes:
