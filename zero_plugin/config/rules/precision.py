@@ -116,6 +116,9 @@ _ADAMS: Final = ("", "adam", "adamw")
 
 
 def _data_types(asked: Asked) -> Iterator[Problem]:
+    if asked.is_on("torch_autocast.enabled") and asked.is_on("zero_optimization.zero_quantized_weights"):
+        message = f"true beside torch_autocast.enabled: true at {asked.written('torch_autocast.enabled')}"
+        yield asked.error("zero_optimization.zero_quantized_weights", message, "Keep one of the two.")
     if asked.precision is None:
         return
     model = {"no": "fp32"}.get(asked.precision, asked.precision)
@@ -126,6 +129,3 @@ def _data_types(asked: Asked) -> Iterator[Problem]:
     if asked.stage == 0 and sums in ("fp32", "fp16", "bf16") and sums != model:
         message = f"{sums} with a model in {model} needs ZeRO, but {asked.stage_said}"
         yield asked.error("data_types.grad_accum_dtype", message, f"Write {model}, or choose a stage from 1 to 3.")
-    if asked.is_on("torch_autocast.enabled") and asked.is_on("zero_optimization.zero_quantized_weights"):
-        message = f"true beside torch_autocast.enabled: true at {asked.written('torch_autocast.enabled')}"
-        yield asked.error("zero_optimization.zero_quantized_weights", message, "Keep one of the two.")

@@ -22,7 +22,6 @@ _SWITCHED: Final = (
     "hybrid_engine",
     "expert_parallel",
     "autotuning",
-    "data_efficiency",
 )
 _NESTED: Final = (
     ("data_efficiency.data_sampling.enabled", "data_efficiency.enabled"),

@@ -18,9 +18,9 @@ def check_zenflow(asked: Asked) -> Iterator[Problem]:
     if not asked.has(_FLOW) or asked.entry(_FLOW) is not None:  # absent, or null or {}
         return
     if asked.stage == 0:
-        yield asked.error(_FLOW, f"zenflow needs ZeRO stage 1, 2 or 3, but {asked.stage_said}", "Choose such a stage.")
+        yield asked.error(_FLOW, f"needs ZeRO stage 1, 2 or 3, but {asked.stage_said}", "Choose such a stage.")
     if asked.offload("optimizer") in ("none", "nvme"):
-        message = f"zenflow needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
+        message = f"needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
         fix = "Write zero_optimization.offload_optimizer.device: cpu, or delete zenflow."
         yield asked.error(_FLOW, message, fix)
     overlaps = asked.value("zero_optimization.overlap_comm", default=None)

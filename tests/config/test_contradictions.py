@@ -1,0 +1,202 @@
+"""Each contradiction: the place and words of its finding, and the legal configuration next to it."""
+
+# ruff: noqa: E501 - a case is a line, so that the table can be read as one
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.config.check import check_document, find_problems
+from zero_plugin.config.read import read_document
+from zero_plugin.config.rules.asked import Asked
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.launch.flags import document_from_flags
+
+ZERO = '"zero_optimization": {'
+ZERO_0, ZERO_1, ZERO_2, ZERO_3 = (f'{ZERO}"stage": {stage}, ' for stage in range(4))
+YAML = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n"
+CPU = '"offload_optimizer": {"device": "cpu"}'
+FLOW = '"zenflow": {"topk_ratio": 0.2'
+
+# (what is wrong, how severe, the file's text, the finding's line, a piece of the text, what makes it legal in its place)
+CONTRADICTIONS = [
+    # --- precision
+    ("fp16 and bf16", "error", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "c.json:1:38: bf16.enabled: true, and fp16.enabled is true at c.json:1:11", '"bf16": {"enabled": true}', '"bf16": {"enabled": false}'),
+    ("mixed_precision against a section", "error", "mixed_precision: bf16\n"+YAML + "  fp16: {enabled: true}\n", "c.yaml:5:10: fp16.enabled: true, but mixed_precision is bf16 at c.yaml:1:1", 'fp16: {enabled: true}', 'fp16: {enabled: auto}'),
+    ("no precision against a section", "error", "mixed_precision: 'no'\n"+YAML + "  bf16: {enabled: true}\n", "c.yaml:5:10: bf16.enabled: true, but mixed_precision is no at c.yaml:1:1", "mixed_precision: 'no'", 'mixed_precision: auto'),
+    ("a loss scale without fp16", "warning", '{"bf16": {"enabled": true}, "fp16": {"loss_scale": 128}}', "c.json:1:38: fp16.loss_scale: has no effect: fp16 is off", '"loss_scale": 128', '"loss_scale": 0'),
+    ("an overflow check without bf16", "warning", '{"fp16": {"enabled": true}, "bf16": {"check_grad_overflow": false}}', "c.json:1:38: bf16.check_grad_overflow: has no effect: bf16 is off", 'false', 'true'),
+    ("dynamic scaling of a fixed scale", "warning", '{"fp16": {"enabled": true, "loss_scale": 128, "hysteresis": 4}}', "c.json:1:47: fp16.hysteresis: has no effect: fp16.loss_scale is a fixed 128 at c.json:1:28", '128', '0'),
+    ("a scale window of nothing", "error", '{"fp16": {"enabled": true, "loss_scale_window": 0}}', "c.json:1:28: fp16.loss_scale_window: 0, which DeepSpeed refuses while the loss scale is dynamic (fp16.loss_scale 0)", '0}', '500}'),
+    ("a lowest scale of nothing", "error", '{"fp16": {"enabled": true, "min_loss_scale": 0}}', "c.json:1:28: fp16.min_loss_scale: 0, which DeepSpeed refuses while the loss scale is dynamic (fp16.loss_scale 0)", '0}', '2}'),
+    ("master weights in both halves", "error", '{'+ZERO_2 + CPU+'}, "fp16": {"fp16_master_weights_and_grads": true}, "bf16": {"bf16_master_weights_and_grads": true}}', "c.json:1:135: bf16.bf16_master_weights_and_grads: true, and fp16.fp16_master_weights_and_grads is true at c.json:1:86", '"bf16_master_weights_and_grads": true', '"bf16_master_weights_and_grads": false'),
+    ("master weights of the other half", "error", '{'+ZERO_2 + CPU+'}, "bf16": {"enabled": true}, "fp16": {"fp16_master_weights_and_grads": true}}', "c.json:1:113: fp16.fp16_master_weights_and_grads: true, but fp16 is off: fp16 master weights belong to a fp16 model", '"bf16": {"enabled": true}, "fp16": {', '"fp16": {"enabled": true, '),
+    ("master weights without ZeRO", "error", '{"bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}', "c.json:1:28: bf16.bf16_master_weights_and_grads: true needs ZeRO stage 1, 2 or 3, but the stage is 0 where none is written", '{"bf16"', '{"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}, "bf16"'),
+    ("master weights without offload", "error", '{'+ZERO_2[:-2] + '}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}', "c.json:1:63: bf16.bf16_master_weights_and_grads: true needs the optimizer offloaded, for only DeepSpeed's CPU Adam steps 16-bit master weights", '"bf16_master_weights_and_grads": true', '"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true'),
+    ("master weights for another optimizer", "error", '{'+ZERO_2 + CPU+'}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}, "optimizer": {"type": "Lion"}}', "c.json:1:157: optimizer.type: \"Lion\", but bf16.bf16_master_weights_and_grads at c.json:1:103 needs DeepSpeed's CPU Adam", 'Lion', 'AdamW'),
+    ("master weights for torch's Adam", "error", '{'+ZERO_2 + CPU+'}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}, "optimizer": {"type": "Adam", "params": {"torch_adam": true}}}', "c.json:1:184: optimizer.params.torch_adam: true, but bf16.bf16_master_weights_and_grads at c.json:1:103 needs DeepSpeed's CPU Adam", '"torch_adam": true', '"torch_adam": false'),
+    ("optimizer states without master weights", "error", '{'+ZERO_2[:-2] + '}, "bf16": {"enabled": true, "bf16_optimizer_states": true}}', "c.json:1:63: bf16.bf16_optimizer_states: true, but it needs bf16.bf16_master_weights_and_grads: true", '"bf16_optimizer_states": true', '"bf16_optimizer_states": false'),
+    ("parameters of another type", "error", '{"bf16": {"enabled": true}, "data_types": {"param_dtype": "fp32"}}', "c.json:1:44: data_types.param_dtype: fp32, but the model is in bf16: precision is bf16", 'fp32', 'bf16'),
+    ("sums of another type without ZeRO", "error", '{'+ZERO_0[:-2] + '}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}', "c.json:1:79: data_types.grad_accum_dtype: fp32 with a model in bf16 needs ZeRO, but the stage is 0 at c.json:1:24", '"stage": 0', '"stage": 1'),
+    ("autocast and quantized weights", "error", '{' + ZERO_3 + '"zero_quantized_weights": true}, "torch_autocast": {"enabled": true}}', "c.json:1:36: zero_optimization.zero_quantized_weights: true beside torch_autocast.enabled: true at c.json:1:88", '"enabled": true', '"enabled": false'),
+    # --- offload
+    ("optimizer offload without ZeRO", "error", '{'+ZERO_0 + CPU+'}}', "c.json:1:58: zero_optimization.offload_optimizer.device: cpu needs ZeRO stage 1, but the stage is 0 at c.json:1:24", '"stage": 0', '"stage": 1'),
+    ("parameter offload at stage 2", "error", YAML + "  zero_stage: 2\n  offload_param_device: cpu\n", "c.yaml:5:3: zero_optimization.offload_param.device: cpu needs ZeRO stage 3, but the stage is 2 at c.yaml:4:3", 'zero_stage: 2', 'zero_stage: 3'),
+    ("NVMe at stage 2", "error", '{' + ZERO_2 + '"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}}', "c.json:1:58: zero_optimization.offload_optimizer.device: nvme needs ZeRO stage 3, but the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 3'),
+    ("NVMe without a path", "error", YAML + "  zero_stage: 3\n  offload_param_device: nvme\n", "c.yaml:5:3: zero_optimization.offload_param.device: nvme without a path", 'device: nvme', 'device: nvme\n  offload_param_nvme_path: /n'),
+    ("a path without NVMe", "warning", '{' + ZERO_3 + '"offload_param": {"device": "cpu", "nvme_path": "/n"}}}', "c.json:1:71: zero_optimization.offload_param.nvme_path: has no effect: the device is cpu at c.json:1:54", '"cpu"', '"nvme"'),
+    ("a buffer without NVMe", "warning", '{' + ZERO_3 + '"offload_param": {"device": "cpu", "buffer_size": 1000}}}', "c.json:1:71: zero_optimization.offload_param.buffer_size: has no effect: the device is cpu at c.json:1:54", '"device": "cpu"', '"device": "nvme", "nvme_path": "/n"'),
+    ("pinning of nothing", "warning", '{' + ZERO_2 + '"offload_optimizer": {"device": "none", "pin_memory": false}}}', "c.json:1:76: zero_optimization.offload_optimizer.pin_memory: has no effect: the device is none at c.json:1:58", 'none', 'cpu'),
+    ("a ratio at stage 2", "error", '{' + ZERO_2 + '"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}', "c.json:1:75: zero_optimization.offload_optimizer.ratio: 0.3 needs ZeRO stage 3, but the stage is 2 at c.json:1:24", '"ratio": 0.3', '"ratio": 1.0'),
+    ("a ratio for another optimizer", "error", '{' + ZERO_3 + '"sub_group_size": 1000, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "optimizer": {"type": "Lion"}}', "c.json:1:99: zero_optimization.offload_optimizer.ratio: 0.3, but only DeepSpeed's own Adam steps on CPU and GPU at once", 'Lion', 'Adam'),
+    ("a ratio of one sub-group", "warning", '{' + ZERO_3 + '"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}', "c.json:1:75: zero_optimization.offload_optimizer.ratio: 0.3 splits off whole sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written: a smaller share per process is one group, which goes to the CPU whole", '"offload_optimizer"', '"sub_group_size": 1000, "offload_optimizer"'),
+    ("a ratio of nothing", "warning", '{' + ZERO_3 + '"offload_optimizer": {"device": "none", "ratio": 0.3}}}', "c.json:1:76: zero_optimization.offload_optimizer.ratio: has no effect: the device is none at c.json:1:58", '"device": "none", "ratio": 0.3', '"device": "none"'),
+    ("super offload at stage 2", "error", '{' + ZERO_2 + '"offload_optimizer": {"device": "cpu", "super_offload": true}}}', "c.json:1:75: zero_optimization.offload_optimizer.super_offload: true needs ZeRO stage 3, but the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 3'),
+    ("super offload of nothing", "error", '{' + ZERO_3 + '"offload_optimizer": {"super_offload": true}}}', "c.json:1:58: zero_optimization.offload_optimizer.super_offload: true needs the optimizer offloaded to cpu, but the device is none", '"super_offload"', '"device": "cpu", "super_offload"'),
+    ("super offload on a CPU", "error", "use_cpu: true\n"+YAML + "  zero_optimization: {stage: 3, offload_optimizer: {device: cpu, super_offload: true}}\n", "c.yaml:5:66: zero_optimization.offload_optimizer.super_offload: true needs a GPU, but use_cpu is true at c.yaml:1:1", 'use_cpu: true', 'use_cpu: false'),
+    ("cores without super offload", "warning", '{' + ZERO_3 + '"offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.5}}}', "c.json:1:75: zero_optimization.offload_optimizer.cpuadam_cores_perc: has no effect: only super_offload: true reads it", '"cpuadam_cores_perc"', '"super_offload": true, "cpuadam_cores_perc"'),
+    ("aio without NVMe", "warning", '{"aio": {"queue_depth": 32}, '+ZERO_3 + CPU+'}}', "c.json:1:10: aio.queue_depth: has no effect: nothing is offloaded to nvme", '"device": "cpu"', '"device": "nvme", "nvme_path": "/n"'),
+    # --- stages
+    ("a key of stage 3 at stage 2", "warning", '{' + ZERO_2 + '"stage3_max_live_parameters": 1000}}', "c.json:1:36: zero_optimization.stage3_max_live_parameters: has no effect: only stage 3 reads it, and the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 3'),
+    ("a saved model of stage 3 at stage 2", "warning", YAML + "  zero_stage: 2\n  zero3_save_16bit_model: true\n", "c.yaml:5:3: zero_optimization.stage3_gather_16bit_weights_on_model_save: has no effect: only stage 3 reads it, and the stage is 2 at c.yaml:4:3", 'zero_stage: 2', 'zero_stage: 3'),
+    ("ZeRO++ at stage 2", "warning", '{' + ZERO_2 + '"zero_quantized_gradients": true}}', "c.json:1:36: zero_optimization.zero_quantized_gradients: has no effect: only stage 3 reads it, and the stage is 2 at c.json:1:24", 'true', 'false'),
+    ("a leaf module at stage 2", "warning", '{' + ZERO_2 + '"leaf_module": {"names": ["a"]}}}', "c.json:1:52: zero_optimization.leaf_module.names: has no effect: only stage 3 reads it, and the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 3'),
+    ("round robin at stage 3", "warning", '{' + ZERO_3 + '"round_robin_gradients": true}}', "c.json:1:36: zero_optimization.round_robin_gradients: has no effect: only stages 1 and 2 read it, and the stage is 3 at c.json:1:24", '"stage": 3', '"stage": 2'),
+    ("overlap at stage 1", "warning", '{' + ZERO_1 + '"overlap_comm": true}}', "c.json:1:36: zero_optimization.overlap_comm: has no effect: only stages 2 and 3 read it, and the stage is 1 at c.json:1:24", '"stage": 1', '"stage": 2'),
+    ("a bucket without ZeRO", "warning", '{' + ZERO + '"reduce_bucket_size": 1000}}', "c.json:1:24: zero_optimization.reduce_bucket_size: has no effect: only stages 1, 2 and 3 read it, and the stage is 0 where none is written", '"zero_optimization": {', '"zero_optimization": {"stage": 1, '),
+    ("a key that nothing reads", "warning", '{' + ZERO_2 + '"allgather_partitions": false}}', "c.json:1:36: zero_optimization.allgather_partitions: has no effect: DeepSpeed parses it and never reads it", 'false', 'true'),
+    ("prescaling at stage 2", "error", '{"prescale_gradients": true, '+ZERO_2[:-2] + "}}", "c.json:1:2: prescale_gradients: true while ZeRO reduces by reduce_scatter", '"stage": 2', '"stage": 2, "reduce_scatter": false'),
+    ("predividing at stage 3", "error", '{"gradient_predivide_factor": 2.0, '+ZERO_3[:-2] + "}}", "c.json:1:2: gradient_predivide_factor: 2.0 while ZeRO reduces by reduce_scatter", '2.0', '1.0'),
+    ("predividing and prescaling", "warning", '{"prescale_gradients": true, "gradient_predivide_factor": 2.0}', "c.json:1:30: gradient_predivide_factor: has no effect: prescale_gradients is true at c.json:1:2", '"prescale_gradients": true, ', ''),
+    ("a sum at stage 3", "error", '{"gradient_allreduce_op": "sum", '+ZERO_3[:-2] + "}}", "c.json:1:2: gradient_allreduce_op: sum is refused at ZeRO stage 3, and the stage is 3 at c.json:1:56", 'sum', 'mean'),
+    ("a sum with zenflow", "error", '{"gradient_allreduce_op": "sum", '+ZERO_2 + CPU+', '+FLOW + "}}}", "c.json:1:2: gradient_allreduce_op: sum is refused with zenflow", 'sum', 'mean'),
+    ("an odd bucket", "error", '{' + ZERO_2 + '"allgather_bucket_size": 1001}}', "c.json:1:36: zero_optimization.allgather_bucket_size: 1001 is odd, which DeepSpeed refuses at stage 2", '1001', '1002'),
+    ("nodes of another size", "error", YAML + "  zero_optimization: {stage: 3, zero_hpz_partition_size: 3}\n", "c.yaml:4:33: zero_optimization.zero_hpz_partition_size: 3 does not divide num_processes 4", 'size: 3', 'size: 2'),
+    ("quantized gradients without scattering", "error", '{' + ZERO_3 + '"zero_quantized_gradients": true, "reduce_scatter": false}}', "c.json:1:36: zero_optimization.zero_quantized_gradients: true needs reduce_scatter, which is false at c.json:1:70", ', "reduce_scatter": false', ''),
+    ("quantized weights on a CPU", "error", "use_cpu: true\n"+YAML + "  zero_optimization: {stage: 3, zero_quantized_weights: true}\n", "c.yaml:5:33: zero_optimization.zero_quantized_weights: true needs a GPU, but use_cpu is true at c.yaml:1:1", 'weights: true', 'weights: false'),
+    ("no norm at stage 3", "error", '{' + ZERO_3 + '"compute_grad_norm": false}, "gradient_clipping": 0}', "c.json:1:36: zero_optimization.compute_grad_norm: false needs ZeRO stage 1 or 2, but the stage is 3 at c.json:1:24", '"stage": 3', '"stage": 2'),
+    ("no norm to clip", "error", '{' + ZERO_2 + '"compute_grad_norm": false}, "gradient_clipping": 1.0}', "c.json:1:36: zero_optimization.compute_grad_norm: false but gradient_clipping is 1.0, which needs the norm", '1.0', '0'),
+    ("no norm with offload", "error", '{' + ZERO_2 + '"compute_grad_norm": false, ' + CPU + '}}', "c.json:1:36: zero_optimization.compute_grad_norm: false does not go with an offloaded optimizer", '"compute_grad_norm": false', '"compute_grad_norm": true'),
+    ("no norm of fp32 sums", "error", '{' + ZERO_1 + '"compute_grad_norm": false}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}', "c.json:1:36: zero_optimization.compute_grad_norm: false does not go with bf16 and data_types.grad_accum_dtype: fp32 at stage 1", '"stage": 1', '"stage": 2'),
+    # --- zenflow
+    ("zenflow without ZeRO", "error", '{'+ZERO + FLOW+'}, "offload_optimizer": {"device": "auto"}}}', "c.json:1:24: zero_optimization.zenflow: needs ZeRO stage 1, 2 or 3, but the stage is 0 where none is written", '"zero_optimization": {', '"zero_optimization": {"stage": 2, '),
+    ("zenflow without offload", "error", '{'+ZERO_2 + FLOW+'}}}', "c.json:1:36: zero_optimization.zenflow: needs the optimizer offloaded to cpu, but the device is none", '"zenflow"', '"offload_optimizer": {"device": "cpu"}, "zenflow"'),
+    ("zenflow's own offload without overlap", "error", '{'+ZERO_2 + CPU+', ' + FLOW + ', "offload": true}}}', "c.json:1:107: zero_optimization.zenflow.offload: true needs zero_optimization.overlap_comm: true", '"stage": 2', '"stage": 2, "overlap_comm": true'),
+    ("zenflow's strategy without interval", "error", '{'+ZERO_2 + CPU+', ' + FLOW + ', "select_strategy": "step"}}}', "c.json:1:107: zero_optimization.zenflow.select_strategy: step needs select_interval as a number", '"step"', '"step", "select_interval": 4'),
+    ("zenflow's interval without strategy", "error", '{'+ZERO_2 + CPU+', ' + FLOW + ', "select_interval": 4}}}', "c.json:1:107: zero_optimization.zenflow.select_interval: 4 needs select_strategy step or epoch; with auto DeepSpeed refuses a number", '4', '"auto"'),
+    ("zenflow's intervals", "error", '{'+ZERO_2 + CPU+', ' + FLOW + ', "select_strategy": "step", "select_interval": 2, "update_interval": 4}}}', "c.json:1:134: zero_optimization.zenflow.select_interval: 2 is less than update_interval 4 at c.json:1:156", '"select_interval": 2', '"select_interval": 8'),
+    # --- batch
+    ("batch arithmetic", "error", YAML + "  train_batch_size: 10\n  train_micro_batch_size_per_gpu: 3\n  gradient_accumulation_steps: 2\n", "c.yaml:4:3: train_batch_size: 10, but train_micro_batch_size_per_gpu 3 × gradient_accumulation_steps 2 × num_processes 4 = 24", '10', '24'),
+    ("batch division", "error", '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}', "c.json:1:2: train_batch_size: 10 is not a multiple of train_micro_batch_size_per_gpu 3 = 3", '10', '12'),
+    ("batch among processes", "error", YAML + "  train_batch_size: 10\n", "c.yaml:4:3: train_batch_size: 10 is not a multiple of num_processes 4 = 4", '10', '8'),
+    # --- optimizer, schedule
+    ("Lamb at stage 1", "error", '{'+ZERO_1[:-2] + '}, "optimizer": {"type": "Lamb"}}', "c.json:1:51: optimizer.type: Lamb scales each tensor's update by its norm, and ZeRO updates flat pieces of them; the stage is 1 at c.json:1:24. It would train, and differ", '"stage": 1', '"stage": 0'),
+    ("Lamb with a fixed scale", "error", '{"fp16": {"enabled": true, "loss_scale": 128}, "optimizer": {"type": "Lamb"}}', "c.json:1:28: fp16.loss_scale: 128, but DeepSpeed's Lamb needs a dynamic loss scale", '128', '0'),
+    ("Muon scattering at stage 3", "error", '{'+ZERO_3[:-2] + '}, "optimizer": {"type": "Muon"}}', "c.json:1:51: optimizer.type: Muon at ZeRO stage 3 needs zero_optimization.reduce_scatter: false, and it is true", '"stage": 3', '"stage": 3, "reduce_scatter": false'),
+    ("an untested optimizer that is not allowed", "error", '{'+ZERO_2[:-2] + '}, "zero_allow_untested_optimizer": false, "optimizer": {"type": "SGD"}}', "c.json:1:37: zero_allow_untested_optimizer: false, but DeepSpeed has not tried SGD with ZeRO and refuses it then", 'SGD', 'AdamW'),
+    ("AdamW with L2 decay", "error", '{"optimizer": {"type": "AdamW", "params": {"adam_w_mode": false}}}', "c.json:1:44: optimizer.params.adam_w_mode: false, but the type is AdamW at c.json:1:16, which decays weights as AdamW does", 'AdamW', 'Adam'),
+    ("clipping in the optimizer", "error", '{"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}', "c.json:1:44: optimizer.params.max_grad_norm: DeepSpeed refuses it here", '"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}', '"gradient_clipping": 1.0'),
+    ("warm-up beyond the total", "error", '{"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 20}}}', "c.json:1:75: scheduler.params.warmup_num_steps: 20 steps of warm-up are more than the total_num_steps of 10", '20', '10'),
+    ("a rate that the schedule sets", "warning", '{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}}}', "c.json:1:44: optimizer.params.lr: has no effect: the schedule sets the learning rate, up to warmup_max_lr 0.2 at c.json:1:102", '0.2', '0.1'),
+    # --- parallel
+    ("a rank beyond the machines", "error", "num_machines: 2\nmachine_rank: 2\nnum_processes: 4\n", "c.yaml:2:1: machine_rank: 2, but num_machines is 2 and ranks count from 0", 'rank: 2', 'rank: 1'),
+    ("uneven machines", "error", "num_machines: 2\nnum_processes: 3\n", "c.yaml:2:1: num_processes: 3 processes do not divide among 2 machines", '3', '4'),
+    ("several processes of one", "error", "distributed_type: 'NO'\nnum_processes: 2\n", "c.yaml:2:1: num_processes: 2, but distributed_type NO is one process", "'NO'", 'MULTI_CPU'),
+    ("several machines of one", "error", "distributed_type: 'NO'\nnum_machines: 2\n", "c.yaml:2:1: num_machines: 2, but distributed_type NO is one process", "'NO'", 'MULTI_CPU'),
+    ("two filters", "error", YAML + "  deepspeed_inclusion_filter: a\n  deepspeed_exclusion_filter: b\n", "c.yaml:5:3: deepspeed_exclusion_filter: stands beside deepspeed_inclusion_filter at c.yaml:4:3", '  deepspeed_exclusion_filter: b\n', ''),
+    ("GPUs on a CPU", "error", "distributed_type: MULTI_GPU\nuse_cpu: true\n", "c.yaml:2:1: use_cpu: true, but distributed_type is MULTI_GPU at c.yaml:1:1", 'true', 'false'),
+    ("GPU ids on a CPU", "warning", "use_cpu: true\ngpu_ids: 0,1\n", "c.yaml:2:1: gpu_ids: has no effect: the run is on the CPU", '0,1', 'all'),
+    ("more processes than GPUs", "error", "num_processes: 3\ngpu_ids: [0, 1]\n", "c.yaml:1:1: num_processes: 3, but gpu_ids names 2 GPUs, and each process has one of its own", '3', '2'),
+    ("tensor parallelism of two sizes", "error", '{"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}', "c.json:1:47: tensor_parallel.tp.tp_size: 4, but tensor_parallel.autotp_size is 2", '4', '2'),
+    ("tensor parallelism that does not divide", "error", YAML + "  tensor_parallel: {autotp_size: 3}\n", "c.yaml:4:21: tensor_parallel.autotp_size: 3 does not divide num_processes 4", 'size: 3', 'size: 2'),
+    ("half of a mesh", "error", '{"sequence_parallel_size": 2}', "c.json:1:2: sequence_parallel_size: 2 without data_parallel_size: DeepSpeed builds its groups from both or not at all", '"sequence_parallel_size": 2', '"sequence_parallel_size": 2, "data_parallel_size": 2'),
+    ("the other half of a mesh", "warning", '{"data_parallel_size": 2}', "c.json:1:2: data_parallel_size: has no effect: DeepSpeed reads it beside sequence_parallel_size only", '{"data', '{"sequence_parallel_size": 2, "data'),
+    ("a mesh of another size", "error", YAML + "  sequence_parallel_size: 2\n  data_parallel_size: 4\n", "c.yaml:5:3: data_parallel_size: 4, but sequence_parallel_size 2 × data_parallel_size 4 = 8", 'data_parallel_size: 4', 'data_parallel_size: 2'),
+    ("pipeline stages at stage 2", "error", '{'+ZERO_2[:-2] + '}, "pipeline": {"stages": 4}}', "c.json:1:50: pipeline.stages: 4, but ZeRO 2 and 3 do not go with pipeline parallelism, and the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 1'),
+    ("experts at stage 3", "error", '{' + ZERO_3 + '"zero_quantized_gradients": true}, "expert_parallel": {"enabled": true}}', "c.json:1:36: zero_optimization.zero_quantized_gradients: does not go with expert_parallel at ZeRO stage 3, and the stage is 3 at c.json:1:24", 'true}, "expert', 'false}, "expert'),
+    # --- sections
+    ("a monitor without its switch", "warning", '{"tensorboard": {"output_path": "runs"}}', "c.json:1:18: tensorboard.output_path: has no effect: tensorboard.enabled is not written, and is false then", '{"output', '{"enabled": true, "output'),
+    ("a profiler without its switch", "warning", '{"flops_profiler": {"profile_step": 5}}', "c.json:1:21: flops_profiler.profile_step: has no effect: flops_profiler.enabled is not written, and is false then", '{"profile', '{"enabled": false, "profile'),
+    ("a switch inside what is off", "warning", '{"data_efficiency": {"data_sampling": {"enabled": true}}}', "c.json:1:40: data_efficiency.data_sampling.enabled: has no effect: data_efficiency.enabled is not true", '{"data_sampling', '{"enabled": true, "data_sampling'),
+    ("batching without a bound", "error", '{"data_efficiency": {"enabled": true, "data_sampling": {"enabled": true, "dynamic_batching": {"enabled": true}}}}', "c.json:1:95: data_efficiency.data_sampling.dynamic_batching.enabled: true without max_tokens", '"dynamic_batching": {', '"dynamic_batching": {"max_tokens": 512, '),
+    ("a profiler that turns the clock on", "warning", '{"flops_profiler": {"enabled": true}, "wall_clock_breakdown": false}', "c.json:1:39: wall_clock_breakdown: has no effect: flops_profiler is on at c.json:1:21 and turns it on", ', "wall_clock_breakdown": false', ''),
+    ("contiguous checkpoints not partitioned", "error", '{"activation_checkpointing": {"contiguous_memory_optimization": true, "number_checkpoints": 4}}', "c.json:1:31: activation_checkpointing.contiguous_memory_optimization: true needs partition_activations: true", '"number', '"partition_activations": true, "number'),
+    ("contiguous checkpoints not counted", "error", '{"activation_checkpointing": {"contiguous_memory_optimization": true, "partition_activations": true}}', "c.json:1:31: activation_checkpointing.contiguous_memory_optimization: true needs number_checkpoints, the number of checkpointed layers", '"partition', '"number_checkpoints": 4, "partition'),
+    ("accumulation by the engine", "error", '{"managed_gradient_accumulation": true}', "c.json:1:2: managed_gradient_accumulation: true, but then DeepSpeed decides inside backward() when parameters change", 'true', 'false'),
+    ("DeepCompile", "error", '{"compile": {"deepcompile": true}}', "c.json:1:14: compile.deepcompile: true, but DeepCompile decides inside backward() when parameters change", 'true', 'false'),
+    ("an option of DeepCompile", "warning", '{"compile": {"offload_opt_states": true}}', "c.json:1:14: compile.offload_opt_states: has no effect: only compile.deepcompile: true reads it", 'true', 'false'),
+    ("a loader of DeepSpeed's", "warning", '{"dataloader_drop_last": true}', "c.json:1:2: dataloader_drop_last: has no effect: the loop's own loader says what it drops", 'true', 'false'),
+]  # fmt: skip
+
+
+def found(text: str) -> list[Problem]:
+    path = Path("c.json" if text.startswith("{") else "c.yaml")
+    path.write_text(text)
+    return [problem for problem in find_problems(read_document(path)) if problem.severity != "note"]
+
+
+@pytest.fixture(autouse=True)
+def _working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("severity", "text", "headline", "old", "new"), [c[1:] for c in CONTRADICTIONS], ids=[c[0] for c in CONTRADICTIONS]
+)
+def test_contradiction(severity: str, text: str, headline: str, old: str, new: str) -> None:
+    """It is the one finding, at its key, with a way out; the legal text next to it has none."""
+    (problem,) = found(text)
+    assert (problem.headline, problem.severity) == (headline, severity)
+    assert problem.fix.endswith(".")
+    assert text.count(old) == 1
+    assert found(text.replace(old, new)) == []
+
+
+def test_warnings_stop_no_run() -> None:
+    """A document with warnings passes; the same with an error raises the error alone."""
+    Path("c.json").write_text('{"dataloader_drop_last": true}')
+    check_document(read_document("c.json"))
+    Path("c.json").write_text('{"dataloader_drop_last": true, "managed_gradient_accumulation": true}')
+    with pytest.raises(ConfigError) as caught:
+        check_document(read_document("c.json"))
+    assert [problem.key for problem in caught.value.problems] == ["managed_gradient_accumulation"]
+
+
+def test_short_fields_against_the_named_file() -> None:
+    """A YAML field may repeat what the JSON that it names says, and not say otherwise."""
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}')
+    named = f"{YAML}  deepspeed_config_file: ds.json\n"
+    assert found(f"{named}  zero_stage: 3\n  gradient_clipping: 1\n") == []
+    (problem,) = found(f"{named}  zero_stage: 2\n")
+    assert problem.headline == "c.yaml:5:3: zero_optimization.stage: 2 here, but 3 at ds.json:1:24"
+
+
+def test_an_open_field_contradicts_nothing() -> None:
+    """With every scalar `auto`, no configuration of the table is in contradiction with itself."""
+    everything = (
+        '{"zero_optimization": {"stage": "auto", "reduce_scatter": "auto", "offload_param": {"device": "auto"},'
+        ' "offload_optimizer": {"device": "auto", "ratio": "auto"}, "stage3_max_live_parameters": 5},'
+        ' "fp16": {"enabled": "auto", "loss_scale": "auto", "hysteresis": 3}, "bf16": {"enabled": "auto"},'
+        ' "prescale_gradients": true, "gradient_allreduce_op": "sum", "train_batch_size": "auto",'
+        ' "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Lamb"}}'
+    )
+    assert found(everything) == []
+
+
+def test_every_stage_below_three_is_said_where_it_is_written() -> None:
+    """The stage's own place is in the message; a stage that nobody wrote is said to be written nowhere."""
+    Path("c.json").write_text("{" + ZERO_2[:-2] + "}}")
+    assert Asked(read_document("c.json")).stage_said == "the stage is 2 at c.json:1:24"
+    Path("c.yaml").write_text("distributed_type: DEEPSPEED\n")
+    assert Asked(read_document("c.yaml")).stage_said == "the stage is 2 where none is written"
+
+
+def test_what_flags_do_is_mended_with_flags() -> None:
+    """A contradiction that a flag makes is said at the flag, with the flag that ends it."""
+    with pytest.raises(ConfigError) as caught:
+        document_from_flags({"zero_stage": "0", "offload_optimizer_device": "cpu"})
+    (problem,) = caught.value.problems
+    assert problem.where == "--offload_optimizer_device"
+    assert problem.fix.startswith("Give --zero_stage 1")
