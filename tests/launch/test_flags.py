@@ -187,3 +187,20 @@ def test_an_empty_name_is_not_the_default_file() -> None:
     """`--config_file "$CONFIG"` with the variable unset is an error, not a launch without a config."""
     with pytest.raises(ConfigError):
         document_from_flags({"config_file": ""})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"use_deepspeed": True},
+        {"offload_optimizer_device": "cpu"},
+        {"config_file": "ddp.yaml", "use_deepspeed": True},
+    ],
+    ids=str,
+)
+def test_zero_asked_for_without_a_stage_is_stage_2(flags: dict[str, str | bool]) -> None:
+    """As in a file that asks for DeepSpeed; a JSON, which says nothing where it means stage 0, keeps that."""
+    assert document_from_flags(flags).deepspeed.value("zero_optimization", "stage") == 2
+    Path("plain.json").write_text('{"steps_per_print": 5}')
+    named = document_from_flags({"deepspeed_config_file": "plain.json"})
+    assert not named.deepspeed.has_section("zero_optimization")

@@ -23,11 +23,11 @@ from zero_plugin.config.tree import AUTO, Entry, Origin, OriginKind, Path, Tree,
 from zero_plugin.config.validation import read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["document_from_mapping", "read_document"]
+__all__ = ["DEFAULT_STAGE", "document_from_mapping", "read_document"]
 
 _TRAINING: Final = "deepspeed_config"
 _TRAINING_FILE: Final = "deepspeed_config_file"
-_DEFAULT_STAGE: Final = Entry(
+DEFAULT_STAGE: Final = Entry(
     2, Origin("default", "zero_plugin", "Accelerate's stage for a launch config that asks for DeepSpeed without one")
 )
 _STAGE_OF_A_FILE: Final = Entry(
@@ -109,7 +109,7 @@ class _Reading:
         launch_tree = self._launch_tree(Tree(leaves(Located(launch, root.where), self.kind)))
         asked = launch_tree.value("distributed_type") == "DEEPSPEED"
         if asked and not deepspeed.has_section("zero_optimization", "stage"):
-            stage = _DEFAULT_STAGE if named is None else _STAGE_OF_A_FILE
+            stage = DEFAULT_STAGE if named is None else _STAGE_OF_A_FILE
             deepspeed = deepspeed.replace({("zero_optimization", "stage"): stage})
 
         places = dict(sections(Located(launch, root.where)))

@@ -14,7 +14,7 @@ from zero_plugin.config.launch_keys import ignored_keys
 from zero_plugin.config.located import as_number
 from zero_plugin.config.location import find_config_file
 from zero_plugin.config.overlay import overlay_flags
-from zero_plugin.config.read import read_document
+from zero_plugin.config.read import DEFAULT_STAGE, read_document
 from zero_plugin.config.translate import SHORT_FIELDS
 from zero_plugin.config.tree import Entry, Origin, Path
 from zero_plugin.config.validation import show
@@ -61,6 +61,11 @@ def document_from_flags(flags: Mapping[str, str | bool], assignments: Iterable[s
         what = "a DeepSpeed config by itself" if asks_zero[0] == "config_file" else f"--{asks_zero[0]}"
         asked = Entry("DEEPSPEED", Origin("rule", f"--{asks_zero[0]}", f"{what} asks for ZeRO"))
         document = replace(document, launch=document.launch.replace({("distributed_type",): asked}))
+    reads_json = "deepspeed_config_file" in flags or "config_file" in asks_zero or len(document.sources) > 1
+    stage = ("zero_optimization", "stage")
+    asked_zero = document.launch.value("distributed_type") == "DEEPSPEED"
+    if asked_zero and not reads_json and not document.deepspeed.has_section(*stage):
+        document = replace(document, deepspeed=document.deepspeed.replace({stage: DEFAULT_STAGE}))
     notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
     document = replace(document, notes=notes, problems=(*document.problems, *problems))
     check_document(document)
