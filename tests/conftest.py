@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,12 @@ def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What runs resolve to is not kept in the user's own folder."""
+    os.environ["ZERO_PLUGIN_RUNS"] = str(tmp_path_factory.mktemp("runs"))
+
+
 @pytest.fixture(scope="session")
 def built_ops() -> None:
     """DeepSpeed's C++ ops for offload, built before a test's own time limit starts: minutes on a new machine."""
@@ -39,6 +46,27 @@ def built_ops() -> None:
         [sys.executable, "-c", _BUILD_OPS], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture
+def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a launcher (torchrun, `zero-plugin launch`) to its end; past its time it is told to stop, with its workers.
+
+    Killing it, as `subprocess.run` would, leaves the workers, which are sessions of their own.
+    """
+
+    def run(command: Sequence[str | Path], *, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, **pipes, **options) as launcher:
+            try:
+                output, errors = launcher.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                launcher.terminate()
+                output, errors = launcher.communicate(timeout=60)
+                pytest.fail(f"still running after {seconds} s:\n{output}\n{errors}")
+        return subprocess.CompletedProcess(command, launcher.returncode, output, errors)
+
+    return run
 
 
 @pytest.fixture

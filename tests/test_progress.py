@@ -2,9 +2,10 @@
 
 import io
 import re
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -104,8 +105,8 @@ distributed.destroy_process_group()
 
 @pytest.mark.processes
 @pytest.mark.timeout(60)
-def test_two_processes_report_together_and_the_first_speaks() -> None:
+def test_two_processes_report_together_and_the_first_speaks(run_launcher: Callable[..., Any]) -> None:
     """The loss is the mean over processes, only rank 0 writes, and unequal speeds do not hang."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python"]
-    done = subprocess.run([*command, sys.executable, "-c", TWO_PROCESSES], capture_output=True, text=True, timeout=50)
+    done = run_launcher([*command, sys.executable, "-c", TWO_PROCESSES], seconds=50)
     assert done.returncode == 0, done.stderr

@@ -90,19 +90,13 @@ def on_a_cpu(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def train(tmp_path: Path, environment: dict[str, str], built_ops: None) -> Callable[..., dict[str, Any]]:
+def train(
+    tmp_path: Path, environment: dict[str, str], run_launcher: Callable[..., Any], built_ops: None
+) -> Callable[..., dict[str, Any]]:
     """Run a command to its end and return what the script printed."""
 
     def train(*command: str) -> dict[str, Any]:
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**environment, "XDG_CACHE_HOME": CACHE},
-            timeout=280,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
+        done = run_launcher(command, seconds=280, cwd=tmp_path, env={**environment, "XDG_CACHE_HOME": CACHE})
         assert done.returncode == 0, done.stdout + done.stderr
         line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
         report: dict[str, Any] = json.loads(line)

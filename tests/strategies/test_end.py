@@ -16,16 +16,18 @@ JOB = Path(__file__).parent / "job.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("built_ops")]
+
+Torchrun = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def torchrun(run_launcher: Callable[..., subprocess.CompletedProcess[str]]) -> Torchrun:
     """`torchrun job.py …` with two processes, to its end."""
-    command = [*TORCHRUN, JOB, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False)
+    return lambda *arguments: run_launcher([*TORCHRUN, JOB, *arguments], seconds=100, env=ENVIRONMENT)
 
 
-def assert_clean(path: str, how: str, nvme: Path) -> None:
+def assert_clean(torchrun: Torchrun, path: str, how: str, nvme: Path) -> None:
     run = torchrun(path, how, *([nvme] if path == "nvme" else []))
     assert run.returncode == 0, run.stderr
     assert "Traceback" not in run.stderr
@@ -36,23 +38,23 @@ def assert_clean(path: str, how: str, nvme: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "how"), [("ddp", "fall"), ("ddp", "keep"), ("zero2", "fall"), ("zero2", "end"), ("nvme", "keep")]
 )
-def test_a_run_ends_with_0(path: str, how: str, tmp_path: Path) -> None:
+def test_a_run_ends_with_0(torchrun: Torchrun, path: str, how: str, tmp_path: Path) -> None:
     """With and without end_training(), whatever is still referenced: exit code 0, and no file is left on the NVMe."""
-    assert_clean(path, how, tmp_path)
+    assert_clean(torchrun, path, how, tmp_path)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("path", ["ddp", "zero2", "zero3", "nvme"])
 @pytest.mark.parametrize("how", ["end", "fall", "exit", "keep"])
-def test_runs_always_end_with_0(path: str, how: str, tmp_path: Path) -> None:
+def test_runs_always_end_with_0(torchrun: Torchrun, path: str, how: str, tmp_path: Path) -> None:
     """The same fifty times each: a gloo process that still holds its group aborts about once in three times."""
     for _ in range(50):
-        assert_clean(path, how, tmp_path)
+        assert_clean(torchrun, path, how, tmp_path)
 
 
 @pytest.mark.parametrize("path", ["ddp", "nvme"])
-def test_an_error_on_one_process_ends_both(path: str, tmp_path: Path) -> None:
+def test_an_error_on_one_process_ends_both(torchrun: Torchrun, path: str, tmp_path: Path) -> None:
     """The other process sits in a collective; the run ends within seconds, shows that error, and leaves no file."""
     started = time.monotonic()
     run = torchrun(path, "raise", *([tmp_path] if path == "nvme" else []))
