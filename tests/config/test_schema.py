@@ -1,20 +1,23 @@
-"""The shipped schema against the installed DeepSpeed, and as an editor would use it."""
+"""The shipped schema against the installed DeepSpeed and torch: an upgrade that drifts fails here, by name."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from zero_plugin.config.registry import deepspeed_schema
+from zero_plugin.config.registry import KNOWN_RELEASES, deepspeed_schema, key_schema, renamed_keys, types_of, walk_keys
 from zero_plugin.config.retired import RETIRED_KEYS
 from zero_plugin.config.translate import one_spelling
 from zero_plugin.config.tree import Origin, Tree
+from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 
 # section -> the model that DeepSpeed parses it with
 MODELS = {
@@ -38,80 +41,289 @@ MODELS = {
     "weight_quantization": "deepspeed.inference.config.WeightQuantConfig",
 }
 
-_LIST_FIELDS = """
-import importlib, json, sys
-found = {}
-for section, name in json.loads(sys.argv[1]).items():
-    module, _, cls = name.rpartition(".")
-    fields = getattr(importlib.import_module(module), cls).model_fields
-    found[section] = [field.alias or key for key, field in fields.items()]
-print("FIELDS" + json.dumps(found))
-"""
+# Where the schema says less or more than the model's annotation, since DeepSpeed says it elsewhere.
+OTHER_TYPES = {
+    "zero_optimization.stage": "an enum of the stages",
+    "zero_optimization.zenflow.select_strategy": "its validator takes auto, step and epoch",
+    "zero_optimization.zenflow.select_interval": "its validator takes auto and whole numbers",
+    "zero_optimization.zenflow.update_interval": "its validator takes auto and whole numbers",
+    "zero_optimization.legacy_stage1": "the engine refuses true",
+    "tensor_parallel.dtype": "a torch.dtype, named",
+    "tensor_parallel.tp.mpu": "an object of Python",
+    "tensor_parallel.tp.tp_group": "an object of Python",
+    "compile.passes": "its items are listed",
+}
+NARROWER = {
+    "zero_optimization.stage": "an enum of the stages",
+    "fp16.loss_scale": "its validator",
+    "fp16.loss_scale_window": "its validator",
+    "fp16.min_loss_scale": "its validator",
+}
 
-
-def section_schema(section: str) -> Mapping[str, Any]:
-    schema = deepspeed_schema()
-    for part in section.split("."):
-        schema = schema["properties"][part]
-    return schema
+# `…_DEFAULT` of a module -> the section whose keys follow, in capitals
+SECTIONS = {
+    "deepspeed.runtime.swap_tensor.constants.AIO_": "aio",
+    "deepspeed.runtime.activation_checkpointing.config.ACT_CHKPT_": "activation_checkpointing",
+    "deepspeed.profiling.constants.FLOPS_PROFILER_": "flops_profiler",
+    "deepspeed.autotuning.constants.AUTOTUNING_": "autotuning",
+    "deepspeed.autotuning.constants.MODEL_INFO_": "autotuning.model_info",
+    "deepspeed.runtime.data_pipeline.constants.DATA_EFFICIENCY_": "data_efficiency",
+    "deepspeed.runtime.data_pipeline.constants.DATA_SAMPLING_": "data_efficiency.data_sampling",
+    "deepspeed.runtime.data_pipeline.constants.CURRICULUM_LEARNING_": (
+        "data_efficiency.data_sampling.curriculum_learning"
+    ),
+    "deepspeed.runtime.data_pipeline.constants.DYNAMIC_BATCHING_": "data_efficiency.data_sampling.dynamic_batching",
+    "deepspeed.runtime.data_pipeline.constants.DATA_ROUTING_": "data_efficiency.data_routing",
+    "deepspeed.runtime.data_pipeline.constants.RANDOM_LTD_": "data_efficiency.data_routing.random_ltd",
+    "deepspeed.runtime.model_checkpointing.constants.CHECKPOINT_": "checkpoint",
+    "deepspeed.runtime.constants.TORCH_AUTOCAST_": "torch_autocast",
+    "deepspeed.runtime.constants.": "",
+}
+# constants whose key is named otherwise; None: no key of its own
+NAMED = {
+    "ACT_CHKPT_DEFAULT": None,  # all of the section
+    "RANDOM_LTD_LAYER_TOKEN_LR_ENABLED_DEFAULT": (
+        "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
+    ),
+    "CHECKPOINT_SERIALIZATION_DEFAULT": "checkpoint.checkpoint_serialization",
+    "CHECKPOINT_WRITER_DEFAULT": None,  # a section
+    "CHECKPOINT_WRITER_TYPE_DEFAULT": "checkpoint.writer.type",
+    "CHECKPOINT_IO_BUFFER_SIZE_DEFAULT": "checkpoint.writer.io_buffer_size",
+    "CHECKPOINT_IO_BUFFER_DOUBLE_DEFAULT": "checkpoint.writer.io_buffer_double",
+    "CHECKPOINT_IO_MULTIPLIER_DEFAULT": "checkpoint.writer.io_multiplier",
+    "CHECKPOINT_IO_STATISTICS_DEFAULT": "checkpoint.writer.show_statistics",
+    "CHECKPOINT_DATA_PARALLEL_DEFAULT": "checkpoint.writer.data_parallel",
+    "CHECKPOINT_WRITER_DECOUPLED_DEFAULT": "checkpoint.writer.decoupled",
+    "CHECKPOINT_TAG_VALIDATION_DEFAULT": "checkpoint.tag_validation",
+    "CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT": "checkpoint.parallel_write.pipeline_stage",
+    "LOAD_UNIVERSAL_CHECKPOINT_DEFAULT": "checkpoint.load_universal",
+    "USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT": "checkpoint.use_node_local_storage",
+    "GRAD_ACCUM_DTYPE_DEFAULT": "data_types.grad_accum_dtype",
+    "PARAM_DTYPE_DEFAULT": "data_types.param_dtype",
+    "BUFFER_DTYPE_DEFAULT": "data_types.buffer_dtype",
+    "KEEP_IN_FP32_MODULES_DEFAULT": "data_types.keep_in_fp32_modules",
+    "USE_DATA_BEFORE_EXPERT_PARALLEL_DEFAULT": "use_data_before_expert_parallelism",
+    "LEGACY_FUSION_DEFAULT": "optimizer.legacy_fusion",
+    "OPTIMIZER_TYPE_DEFAULT": None,  # no optimizer
+    "SCHEDULER_TYPE_DEFAULT": None,  # no scheduler
+}
 
 
 @pytest.fixture(scope="module")
-def installed_fields() -> dict[str, list[str]]:
-    """Field names of the installed DeepSpeed's models, from a process of its own: it prints and builds on import."""
+def installed() -> Mapping[str, Any]:
+    """What the installed DeepSpeed and torch say, from a process of its own: DeepSpeed prints and builds on import."""
+    asked = {"models": MODELS, "modules": sorted({name.rpartition(".")[0] for name in SECTIONS})}
     run = subprocess.run(
-        [sys.executable, "-c", _LIST_FIELDS, json.dumps(MODELS)],
-        env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        [sys.executable, str(Path(__file__).with_name("describe_deepspeed.py")), json.dumps(asked)],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    line = next(line for line in run.stdout.splitlines() if line.startswith("FIELDS"))
-    found: dict[str, list[str]] = json.loads(line.removeprefix("FIELDS"))
+    line = next(line for line in run.stdout.splitlines() if line.startswith("DESCRIBED"))
+    described: Mapping[str, Any] = json.loads(line.removeprefix("DESCRIBED"))
+    return described
+
+
+def section_keys(section: str) -> Mapping[str, Any]:
+    schema = key_schema(tuple(section.split(".")))
+    assert schema is not None
+    keys: Mapping[str, Any] = schema["properties"]
+    return keys
+
+
+def branches(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [branch for branch in schema.get("anyOf", [schema]) if branch != {"const": "auto"}]
+
+
+def kinds(schema: Mapping[str, Any]) -> set[Any]:
+    """The JSON types and the single values that a key may have, but for `auto`."""
+    found: set[Any] = set()
+    for branch in branches(schema):
+        if "enum" in branch:
+            found |= {("value", option) for option in branch["enum"]}
+        else:
+            found |= {branch["type"]} if isinstance(branch.get("type"), str) else set(branch.get("type", ["any"]))
     return found
 
 
+def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    words = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    return {word: branch[word] for branch in branches(schema) for word in words if word in branch}
+
+
+def same(one: Any, other: Any) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
 @pytest.mark.parametrize("section", MODELS)
-def test_sections_hold_what_the_installed_deepspeed_has(section: str, installed_fields: dict[str, list[str]]) -> None:
-    """Every field of DeepSpeed's model is in the schema, or read as one that is, or refused by name; and no other."""
-    parts = tuple(section.split("."))
-    known = set(section_schema(section)["properties"])
-    fields = set(installed_fields[section])
-    moved = {
-        key
-        for key in fields - known
-        if one_spelling(Tree.from_nested({parts[0]: {key: 1}}, lambda _: Origin("file", "x")))[1]
+def test_sections_are_those_of_the_models(section: str, installed: Mapping[str, Any]) -> None:
+    """Every field, alias, type, default, range and deprecation is the model's, and there is no other key."""
+    fields, keys = installed["models"][section], section_keys(section)
+    names = {name for field, said in fields.items() for name in (field, said["alias"]) if name}
+    retired = {path[-1] for path in RETIRED_KEYS if ".".join(path[:-1]) == section} & names
+    assert set(keys) == names - retired
+    for field, said in fields.items():
+        name = said["alias"] or field
+        if name in retired:
+            continue
+        key, full = keys[name], f"{section}.{name}"
+        if field != name:
+            assert keys[field]["x-renamed"] == name, full
+        assert bool(key.get("deprecated")) == said["deprecated"], full
+        if "x-renamed" in key and said["default"] is None:
+            continue
+        if full not in OTHER_TYPES:
+            wanted = {tuple(kind) if isinstance(kind, list) else kind for kind in said["kinds"]}
+            assert kinds(key) == wanted, full
+        if full not in NARROWER:
+            assert bounds(key) == said["bounds"], full
+        if "default" in key:
+            assert same(key["default"], said["default"]) or f"torch.{key['default']}" == said["default"], full
+        else:
+            assert "properties" in key, f"{full} has no default"
+
+
+def test_defaults_of_what_is_parsed_by_hand(installed: Mapping[str, Any]) -> None:
+    """Every default that DeepSpeed's constants name is the schema's; one without a key is a key that is missing."""
+    seen = 0
+    for constant, value in installed["constants"].items():
+        short = constant.rpartition(".")[2]
+        if short.startswith(("FP16_", "BFLOAT16_")):
+            continue  # left over from before these sections had models
+        path = NAMED.get(
+            short, next(f"{s}.{constant[len(p) : -8].lower()}" for p, s in SECTIONS.items() if constant.startswith(p))
+        )
+        if path is None:
+            continue
+        key = key_schema(tuple(path.strip(".").split(".")))
+        assert key is not None, f"{constant} has no key {path}"
+        if "properties" in key or key.get("type") == ["object", "null"]:
+            assert value is None, constant
+            continue
+        default = key["default"]
+        assert same(default, value) or str(default).upper() == value, constant
+        seen += 1
+    assert seen > 80
+
+
+def test_sections_of_other_shapes(installed: Mapping[str, Any]) -> None:
+    """Expert parallelism is the dataclass', the pipeline the parser's; what was removed is what DeepSpeed refuses."""
+    expert, pipeline = section_keys("expert_parallel"), section_keys("pipeline")
+    unset = {name for name, default in installed["expert_parallel"].items() if "object object" in str(default)}
+    assert unset == {"load_balance_coeff", "expert_w3"}
+    assert {name: key.get("default") for name, key in expert.items() if name not in unset} == {
+        name: default for name, default in installed["expert_parallel"].items() if name not in unset
     }
-    retired = {key for key in fields - known if (*parts, key) in RETIRED_KEYS}
-    assert fields - moved - retired == known
+    assert {name: key["default"] for name, key in pipeline.items() if name != "use_reentrant"} == installed["pipeline"]
+    absent, zero = deepspeed_schema()["x-absent"], key_schema(("zero_optimization",))
+    assert zero is not None
+    assert set(absent) == set(installed["removed"])
+    assert set(zero["x-absent"]) == set(installed["removed_of_zero"])
+    assert set(installed["read_by_name"]) <= set(deepspeed_schema()["properties"])
 
 
-def test_schema_is_a_schema() -> None:
-    """It is valid itself, closed at the top, and takes `auto` for every scalar as it stands in an editor."""
-    schema = deepspeed_schema()
+def parameters(section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    schema = key_schema((section,))
+    assert schema is not None
+    for branch in schema["allOf"]:
+        for name in types_of(branch):
+            yield name, branch["then"]["properties"]["params"]["properties"]
+
+
+def test_parameters_of_optimizers(installed: Mapping[str, Any]) -> None:
+    """Every type takes what its classes take, with their defaults; AdamW's weight decay is DeepSpeed's."""
+    described, kernels, by_torch = dict(parameters("optimizer")), installed["kernels"], installed["torch_optimizers"]
+    names = key_schema(("optimizer", "type"))
+    assert names is not None
+    assert set(described) == set(names["enum"])
+    assert {name.lower() for name in described} >= set(installed["optimizer_names"])
+    of_deepspeed = {
+        "Adam": ("FusedAdam", "DeepSpeedCPUAdam"),
+        "AdamW": ("FusedAdam", "DeepSpeedCPUAdam"),
+        "Lamb": ("FusedLamb",),
+        "Lion": ("FusedLion", "DeepSpeedCPULion"),
+        "Adagrad": ("DeepSpeedCPUAdagrad",),
+    }
+    own = {"torch_adam", "adam_w_mode"}  # the engine takes them out of an Adam's parameters
+    elsewhere = {"adamw_mode", "max_grad_norm"}  # said by adam_w_mode, by gradient_clipping
+    for name, keys in described.items():
+        classes = [kernels[kernel] for kernel in of_deepspeed.get(name, ())]
+        if name in by_torch and name != "Muon":
+            classes.append(by_torch[name])
+        wanted = {a: default for arguments in reversed(classes) for a, default in arguments.items()}
+        if name in ("Adam", "AdamW"):
+            wanted = {a: default for a, default in wanted.items() if a not in own | {"decoupled_weight_decay"}}
+            keys = {a: key for a, key in keys.items() if a not in own}
+        wanted = {a: default for a, default in wanted.items() if a not in elsewhere}
+        if classes:
+            assert {a: key["default"] for a, key in keys.items()} == wanted, name
+
+
+def test_parameters_of_schedules(installed: Mapping[str, Any]) -> None:
+    """Every schedule takes what its class takes, with its defaults; one without a default is needed."""
+    described = dict(parameters("scheduler"))
+    known = {**installed["torch_schedulers"], **installed["schedules"]}
+    assert set(described) >= set(installed["schedules"])
+    for name, keys in described.items():
+        assert set(keys) == set(known[name]), name
+        for argument, default in known[name].items():
+            assert keys[argument].get("default", "<required>") == default, f"{name}.{argument}"
+
+
+def test_defaults_that_are_written_out() -> None:
+    """The tables of defaults that resolution writes out say what the schema says."""
+    for section, table in (("optimizer", OPTIMIZER_DEFAULTS), ("scheduler", SCHEDULER_DEFAULTS)):
+        described = {name.lower(): keys for name, keys in parameters(section)}
+        for name, defaults in table.items():
+            for argument, default in defaults.items():
+                assert described[name.lower()][argument]["default"] == (
+                    list(default) if isinstance(default, tuple) else default
+                ), f"{name}.{argument}"
+    for name, needed in SCHEDULER_REQUIRED.items():
+        keys = dict(parameters("scheduler"))[name]
+        assert {argument for argument, key in keys.items() if "default" not in key} == needed
+
+
+def test_older_spellings_are_read() -> None:
+    """What the schema calls an older spelling is what reading moves to its present name, and to that name."""
+    for old, new in renamed_keys().items():
+        moved, notes = one_spelling(Tree.from_nested(_nested(old, 1), lambda _: Origin("file", "x")))
+        assert set(moved) == {new}, old
+        assert len(notes) == 1
+
+
+def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    return {path[0]: _nested(path[1:], value) if path[1:] else value}
+
+
+@pytest.mark.parametrize("release", [KNOWN_RELEASES[0], "0.18.4", KNOWN_RELEASES[-1]])
+def test_schema_is_a_schema(release: str) -> None:
+    """It is valid itself, its defaults are legal, and each key says what it is for."""
+    schema = deepspeed_schema(release)
     jsonschema.Draft202012Validator.check_schema(schema)
-    editor = jsonschema.Draft202012Validator(schema)
-    leaves = [(key, child) for key, child in schema["properties"].items() if "anyOf" in child]
-    assert len(leaves) > 20
-    for key, _ in leaves:
-        assert editor.is_valid({key: "auto"}), key
-    assert not editor.is_valid({"zero_optimisation": {}})
-    assert editor.is_valid({"_comment": "why", "zero_optimization": {"_comment": ["why"], "stage": "auto"}})
-    assert not editor.is_valid({"optimizer": {"type": "AdamW", "params": {"lr": 1, "betta": 1}}})
-
-
-def test_defaults_are_legal() -> None:
-    """Every default that the schema names satisfies the schema it stands in."""
     checked = 0
-    pending: list[Any] = [deepspeed_schema()]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, dict):
-            if "default" in node and ("anyOf" in node or "const" in node):
-                jsonschema.validate(node["default"], node)
-                checked += 1
-            pending += node.values()
-        elif isinstance(node, list):
-            pending += node
-    assert checked > 250
+    for path, key in walk_keys(schema):
+        if path != ("optimizer", "params") and path != ("scheduler", "params"):
+            assert key["description"].endswith("."), path
+        if "default" in key:
+            assert jsonschema.Draft202012Validator(key).is_valid(key["default"]), path
+            checked += 1
+    assert checked > 400
+
+
+def test_schema_takes_open_and_commented_fields() -> None:
+    """As it stands in an editor, it takes `auto` for every scalar and comments, and is closed at every level."""
+    schema = deepspeed_schema()
+    editor = jsonschema.Draft202012Validator(schema)
+    leaves = [key for key, child in schema["properties"].items() if "anyOf" in child]
+    assert len(leaves) > 20
+    for key in leaves:
+        assert editor.is_valid({key: "auto"}), key
+    assert editor.is_valid({"_comment": "why", "zero_optimization": {"_comment": ["why"], "stage": "auto"}})
+    assert not editor.is_valid({"zero_optimisation": {}})
+    assert not editor.is_valid({"optimizer": {"type": "AdamW", "params": {"lr": 1, "betta": 1}}})
+    sections = [(path, key) for path, key in walk_keys(schema) if "properties" in key]
+    assert len(sections) > 40
+    assert all(key["additionalProperties"] is False for path, key in sections)

@@ -11,10 +11,10 @@ from zero_plugin.config.contradictions import contradictions
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_keys import REFUSED_KEYS, REFUSED_VALUES, SAYS_NOTHING, WITHOUT_MEANING
 from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
-from zero_plugin.config.registry import deepspeed_schema
-from zero_plugin.config.retired import RETIRED_KEYS, RETIRED_OPTIMIZERS
-from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.registry import deepspeed_schema, renamed_keys
+from zero_plugin.config.retired import RETIRED_OPTIMIZERS
 from zero_plugin.config.tree import AUTO, Path, Tree, dotted
+from zero_plugin.config.unknown_keys import explain_launch_key, explain_training_key
 from zero_plugin.config.validation import (
     Violation,
     did_you_mean,
@@ -28,7 +28,6 @@ from zero_plugin.errors import ConfigError, Problem
 __all__ = ["check_document", "find_problems"]
 
 _FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
-_MANY: Final = 12  # more legal keys than this are not listed in a message
 
 
 def check_document(document: Document, release: str | None = None) -> None:
@@ -62,6 +61,7 @@ def find_problems(document: Document, release: str | None = None) -> list[Proble
         *document.notes,
         *_launch_problems(document, schema),
         *_training_problems(document, schema),
+        *_double_spellings(document),
         *contradictions(document),
     ]
     shown = dict.fromkeys(_with_value(problem, document) for problem in problems)
@@ -79,7 +79,7 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
                 _where(document, (), found.path), dotted(found.path), f"{show(found.value)} is not supported", refused
             )
         else:
-            yield _wrong_value(found, _where(document, (), found.path), found.path)
+            yield _wrong_value(found, _where(document, (), found.path))
     for path, entry in document.launch.entries.items():
         if path[0] in REFUSED_KEYS:
             has_effect, fix = REFUSED_KEYS[path[0]]
@@ -88,85 +88,47 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
     known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, "deepspeed_config"]
     for name in dict.fromkeys(path[0] for path in document.launch):
         if name not in known:
-            yield Problem(_where(document, (), (name,)), name, "unknown key", _launch_key_fix(name, known, schema))
-
-
-def _launch_key_fix(name: str, known: list[str], schema: Mapping[str, Any]) -> str:
-    if name in SHORT_FIELDS or name in schema["properties"]:
-        return f"Write it below deepspeed_config: {{{name}: …}}."
-    near = did_you_mean(name, known)
-    if near:
-        return f"Did you mean {near}?"
-    near = did_you_mean(name, [*SHORT_FIELDS, *schema["properties"]])
-    return f"Did you mean {near}, below deepspeed_config?" if near else "Delete it; a comment key starts with _."
+            yield Problem(_where(document, (), (name,)), name, "unknown key", explain_launch_key(name, known, schema))
 
 
 def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
     for found in violations(document.deepspeed, validator(schema)):
         where = _where(document, ("deepspeed",), found.path)
         if found.kind == "unknown":
-            yield _unknown_key(found, where, schema, in_yaml=bool(document.launch))
+            message, fix = explain_training_key(found, schema, in_yaml=bool(document.launch))
+            yield Problem(where, _place(found), message, fix)
         elif found.kind == "missing":
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
-            yield Problem(where, dotted(found.path), "is missing", fix)
+            yield Problem(where, _place(found), "is missing", fix)
         else:
-            yield _wrong_value(found, where, found.path)
+            yield _wrong_value(found, where)
 
 
-def _unknown_key(found: Violation, where: str, schema: Mapping[str, Any], *, in_yaml: bool) -> Problem:
-    key, known = found.path[-1], list(found.wanted.get("properties", {}))
-    if found.path in RETIRED_KEYS:
-        message, fix = RETIRED_KEYS[found.path]
-        return Problem(where, dotted(found.path), message, fix)
-    top = len(found.path) == 1
-    if top and key in SHORT_FIELDS:
-        return Problem(where, key, "a field of the launch YAML", f"Write {dotted(SHORT_FIELDS[key])} here.")
-    if top and key in LaunchSettings.model_fields:
-        return Problem(where, key, "a key of the launch YAML", "Write it at the top level of the launch YAML.")
-    near = did_you_mean(key, [*known, *(SHORT_FIELDS if top and in_yaml else ())])
-    homes = [path for path in _homes(schema, key) if path != found.path]
-    types = list(_types_with(found.path, schema))
-    if types:
-        fix = f"Delete it, or write a {found.path[0]}.type that has it: {', '.join(types)}."
-    elif near:
-        fix = f"Did you mean {near}?"
-    elif len(homes) == 1:
-        fix = f"It belongs in {dotted(homes[0][:-1]) or 'the top level'}."
-    elif known and len(known) <= _MANY:
-        fix = f"Legal here: {', '.join(known)}."
-    else:
-        fix = "Delete it; a comment key starts with _."
-    return Problem(where, dotted(found.path), "unknown key", fix)
+def _double_spellings(document: Document) -> Iterator[Problem]:
+    for old, new in renamed_keys().items():
+        if document.deepspeed.has_section(*old):  # reading has moved it to its present name where that was free
+            present = dotted(new[len(old) - 1 :])
+            fix = f"Delete it; keep {present}."
+            yield Problem(_where(document, ("deepspeed",), old), dotted(old), f"stands beside {present}", fix)
 
 
-def _types_with(path: Path, schema: Mapping[str, Any]) -> Iterator[str]:
-    """The optimizers or schedules whose parameters have the last key of `path`."""
-    if path[1:2] == ("params",):
-        for branch in schema["properties"][path[0]].get("allOf", ()):
-            if path[-1] in branch["then"]["properties"]["params"].get("properties", {}):
-                yield branch["if"]["properties"]["type"]["const"]
-
-
-def _homes(schema: Mapping[str, Any], key: str, path: Path = ()) -> Iterator[Path]:
-    """Every path at which the schema knows `key`."""
-    for name, child in schema.get("properties", {}).items():
-        if name == key:
-            yield (*path, name)
-        yield from _homes(child, key, (*path, name))
-
-
-def _wrong_value(found: Violation, where: str, path: Path) -> Problem:
-    place = "".join(f"[{step}]" for step in found.index)
-    if path == ("optimizer", "type") and str(found.value).lower() in RETIRED_OPTIMIZERS:
-        return Problem(
-            where, dotted(path), f"{show(found.value)} is not supported", RETIRED_OPTIMIZERS[str(found.value).lower()]
-        )
+def _wrong_value(found: Violation, where: str) -> Problem:
+    text = str(found.value).lower()
+    if found.path == ("optimizer", "type") and text in RETIRED_OPTIMIZERS:
+        return Problem(where, _place(found), f"{show(found.value)} is not supported", RETIRED_OPTIMIZERS[text])
     options = [o for branch in (found.wanted, *found.wanted.get("anyOf", ())) for o in branch.get("enum", ())]
     near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""
     default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") not in (None, "") else ""
     message = f"{show(found.value)} is not legal here"
     fix = f"Did you mean {near}? Write" if near else "Write"
-    return Problem(where, dotted(path) + place, message, f"{fix} {legal(found.wanted)}{default}.")
+    return Problem(where, _place(found), message, f"{fix} {legal(found.wanted)}{default}.")
+
+
+def _place(found: Violation) -> str:
+    """The key's full path, inside a list too: `layer_specs[0].patterns`."""
+    path, key = (found.path, "") if found.kind == "value" else (found.path[:-1], f".{found.path[-1]}")
+    inside = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found.index)
+    return f"{dotted(path)}{inside}{key}".lstrip(".")
 
 
 def _where(document: Document, root: Path, path: Path) -> str:

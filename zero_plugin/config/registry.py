@@ -1,14 +1,14 @@
-"""What each DeepSpeed release knows: its configuration keys, as a JSON Schema derived from the one shipped registry."""
+"""What each DeepSpeed release knows: its configuration keys as a JSON Schema, for checks, editors and explanations."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Iterator, Mapping
 from importlib import metadata, resources
 from typing import Any, Final
 
+from zero_plugin.config.derive import derive_schema, release_order
 from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING
 from zero_plugin.config.launch_settings import launch_schema
 from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS
@@ -17,11 +17,16 @@ from zero_plugin.errors import ConfigError, Problem
 
 __all__ = [
     "KNOWN_RELEASES",
+    "changed_defaults",
     "deepspeed_schema",
     "default_changes",
     "installed_release",
+    "key_schema",
     "known_release",
     "release_note",
+    "renamed_keys",
+    "types_of",
+    "walk_keys",
     "yaml_schema",
 ]
 
@@ -32,25 +37,16 @@ KNOWN_RELEASES: Final = (
     *(f"0.19.{patch}" for patch in range(9)),
 )
 
-# The shipped file is the schema of the newest release. What other releases had differently stands in it as
-#   x-added    of a key:     the release that first knew it
-#   x-before   of a key:     {release: what its schema said in every release before that one}
-#   x-removed  of a section: {key: {"in": release, "advice": …, "was": its schema}}
-# and what a derived schema has not says so there:
-#   x-absent   of a section: {key: [what became of it, what to write]}
-_Release = tuple[int, ...]
-
 
 def installed_release() -> str:
     """The known release that stands for the installed DeepSpeed: itself, else the newest one before it."""
-    installed = _numbers(_installed())
-    return next((known for known in reversed(KNOWN_RELEASES) if _numbers(known) <= installed), KNOWN_RELEASES[0])
+    return _nearest(_installed())
 
 
 def release_note() -> str:
     """What a person should know of the installed release, or "" where its keys are known."""
     installed, known = _installed(), installed_release()
-    if _numbers(installed) == _numbers(known):
+    if release_order(installed) == release_order(known):
         return ""
     return f"DeepSpeed {installed} is installed, whose keys are not known here; checked as {known}"
 
@@ -65,9 +61,8 @@ def known_release(release: str | None) -> str:
         return installed_release()
     if release in KNOWN_RELEASES:
         return release
-    near = difflib.get_close_matches(release, KNOWN_RELEASES, n=1, cutoff=0.7)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    fix = f"{hint}Known: {', '.join(KNOWN_RELEASES)}."
+    oldest, newest = KNOWN_RELEASES[0], KNOWN_RELEASES[-1]
+    fix = f"Did you mean {_nearest(release)}? Known is every release from {oldest} to {newest}."
     raise ConfigError([Problem("--deepspeed_version", "", f"{release} is no DeepSpeed release known here", fix)])
 
 
@@ -80,7 +75,7 @@ def deepspeed_schema(release: str | None = None) -> Mapping[str, Any]:
     Raises:
         ConfigError: the release is not known.
     """
-    return _derived(known_release(release))
+    return _schema_of(known_release(release))
 
 
 def yaml_schema(release: str | None = None) -> Mapping[str, Any]:
@@ -96,28 +91,88 @@ def yaml_schema(release: str | None = None) -> Mapping[str, Any]:
     launch = {name: _or_open(field) for name, field in launch_schema()["properties"].items()}
     ignored = {name: {"description": f"Has no effect here ({why})."} for name, why in WITHOUT_MEANING.items()}
     refused = {name: {"description": fix, "deprecated": True} for name, (_, fix) in REFUSED_KEYS.items()}
-    short = {name: _at(deepspeed, path) for name, path in SHORT_FIELDS.items()}
-    file = {"deepspeed_config_file": {"type": ["string", "null"], "description": "Path of a DeepSpeed JSON."}}
+    short = {name: _find(deepspeed, path, None) for name, path in SHORT_FIELDS.items()}
+    file = {"deepspeed_config_file": {"description": "Path of a DeepSpeed JSON.", "type": ["string", "null"]}}
     inside = {**deepspeed["properties"], **short, **{name: launch[name] for name in LAUNCH_FIELDS}, **file}
     closed = {"additionalProperties": False, "patternProperties": {"^_": True}}
-    training = {"type": ["object", "null"], "properties": inside, **closed}
-    training["description"] = "How DeepSpeed trains: short fields, or DeepSpeed's own keys, or the path of a JSON."
+    training = {
+        "description": "How DeepSpeed trains: short fields, or DeepSpeed's own keys, or the path of a JSON.",
+        "type": ["object", "null"],
+        "properties": inside,
+        **closed,
+    }
     return {
         "$schema": deepspeed["$schema"],
-        "title": "zero_plugin launch configuration",
+        "title": f"Launch configuration of zero_plugin, with {deepspeed['title']}",
         "type": "object",
         "properties": {**launch, **ignored, **refused, **file, "deepspeed_config": training},
         **closed,
     }
 
 
-def default_changes(path: Path) -> tuple[tuple[str, Any], ...]:
-    """The releases that gave the key at `path` another default, oldest first, each with the default before it."""
-    node: Mapping[str, Any] = _newest()
-    for part in path:
-        node = node.get("properties", {}).get(part, {})
+def key_schema(path: Path, kind: str | None = None, release: str | None = None) -> Mapping[str, Any] | None:
+    """What a release's schema says of the key at `path`, or None where it has no such key.
+
+    Args:
+        path: a key of the configuration.
+        kind: for a key below `optimizer.params` or `scheduler.params`, the section's `type` as the schema spells it.
+        release: one of `KNOWN_RELEASES`; by default what stands for the installed DeepSpeed.
+    """
+    return _find(deepspeed_schema(release), path, kind)
+
+
+def default_changes(path: Path, kind: str | None = None) -> tuple[tuple[str, Any], ...]:
+    """The releases that gave the key at `path` another default, oldest first, each with the default before it.
+
+    Args:
+        path: a key of the configuration.
+        kind: as for `key_schema`.
+    """
+    node = _find(_newest(), path, kind) or {}
     changes = [(release, older["default"]) for release, older in node.get("x-before", {}).items() if "default" in older]
-    return tuple(sorted(changes, key=lambda change: _numbers(change[0])))
+    return tuple(sorted(changes, key=lambda change: release_order(change[0])))
+
+
+@functools.cache
+def changed_defaults() -> tuple[Path, ...]:
+    """Every key, but parameters by type, whose default is not the same in all known releases."""
+    return tuple(path for path, node in walk_keys(_newest()) if default_changes(path) and "x-renamed" not in node)
+
+
+@functools.cache
+def renamed_keys() -> Mapping[Path, Path]:
+    """Each older spelling of a key that DeepSpeed or this package still takes, and the key that it stands for."""
+    spellings = {path: node["x-renamed"] for path, node in walk_keys(_newest()) if "x-renamed" in node}
+    return {path: (*path[:-1], *target.split(".")) for path, target in spellings.items()}
+
+
+def walk_keys(schema: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """Every key below `path` with its schema; parameters of all types included, keys below older spellings not."""
+    for name, child in schema.get("properties", {}).items():
+        yield (*path, name), child
+        if "x-renamed" not in child:
+            yield from walk_keys(child, (*path, name))
+    for holder in ("additionalProperties", "items"):
+        if schema.get(holder):
+            yield from walk_keys(schema[holder], path)
+    for branch in schema.get("allOf", ()):
+        yield from walk_keys(branch["then"]["properties"]["params"], (*path, "params"))
+
+
+def types_of(branch: Mapping[str, Any]) -> list[str]:
+    """The optimizer or scheduler types whose parameters an item of the section's `allOf` describes."""
+    wanted = branch["if"]["properties"]["type"]
+    return list(wanted["enum"]) if "enum" in wanted else [wanted["const"]]
+
+
+def _find(schema: Mapping[str, Any], path: Path, kind: str | None) -> Mapping[str, Any] | None:
+    sections = [schema]
+    for part in path:
+        named = [section["properties"][part] for section in sections if part in section.get("properties", {})]
+        sections = named or [s["additionalProperties"] for s in sections if s.get("additionalProperties")]
+        branches = [branch for section in sections for branch in section.get("allOf", ())]
+        sections += [branch["then"] for branch in branches if kind in types_of(branch)]
+    return sections[-1] if sections else None
 
 
 def _or_open(field: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,12 +180,6 @@ def _or_open(field: Mapping[str, Any]) -> dict[str, Any]:
     words = {key: field[key] for key in ("title", "description", "default") if key in field}
     wanted = {key: value for key, value in field.items() if key not in words}
     return {**words, "anyOf": [*wanted.get("anyOf", [wanted]), {"type": "null"}, {"const": "auto"}]}
-
-
-def _at(schema: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    for part in path:
-        schema = schema["properties"][part]
-    return schema
 
 
 @functools.cache
@@ -141,48 +190,14 @@ def _newest() -> Mapping[str, Any]:
 
 
 @functools.cache
-def _derived(release: str) -> Mapping[str, Any]:
-    return {**_as_of(_newest(), release), "title": f"DeepSpeed {release} configuration"}
+def _schema_of(release: str) -> Mapping[str, Any]:
+    return {**derive_schema(_newest(), release), "title": f"DeepSpeed {release} configuration"}
 
 
-def _as_of(node: Any, release: str) -> Any:
-    """A part of the newest schema as it was in `release`."""
-    if isinstance(node, list):
-        return [_as_of(child, release) for child in node]
-    if not isinstance(node, dict):
-        return node
-    now = _numbers(release)
-    kept = {key: child for key, child in node.items() if key not in ("x-before", "x-removed", "properties")}
-    for changed, older in sorted(
-        node.get("x-before", {}).items(), key=lambda change: _numbers(change[0]), reverse=True
-    ):
-        if now < _numbers(changed):
-            kept |= older
-    derived = {key: _as_of(child, release) for key, child in kept.items()}
-    if isinstance(node.get("properties"), dict):
-        present = dict(_present(node, now))
-        derived["properties"] = {name: _as_of(child, release) for name, child in present.items()}
-        absent = {name: why for name, why in _absent(node, release) if name not in present}
-        if absent:
-            derived["x-absent"] = absent
-    return derived
-
-
-def _present(section: Mapping[str, Any], now: _Release) -> Iterator[tuple[str, Any]]:
-    """The keys that a section has in a release, with those that were removed since."""
-    removed = {name: gone["was"] for name, gone in section.get("x-removed", {}).items() if now < _numbers(gone["in"])}
-    for name, child in {**section["properties"], **removed}.items():
-        if _numbers(child.get("x-added", "0")) <= now:
-            yield name, child
-
-
-def _absent(section: Mapping[str, Any], release: str) -> Iterator[tuple[str, list[str]]]:
-    for name, child in section["properties"].items():
-        if "x-added" in child:
-            message = f"added in DeepSpeed {child['x-added']}; this is {release}"
-            yield name, [message, f"Delete it, or install DeepSpeed {child['x-added']} or newer."]
-    for name, gone in section.get("x-removed", {}).items():
-        yield name, [gone["message"], gone["advice"]]
+def _nearest(release: str) -> str:
+    """The newest known release that is not above `release`, else the oldest."""
+    wanted = release_order(release)
+    return next((known for known in reversed(KNOWN_RELEASES) if release_order(known) <= wanted), KNOWN_RELEASES[0])
 
 
 def _installed() -> str:
@@ -190,9 +205,3 @@ def _installed() -> str:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:
         return KNOWN_RELEASES[-1]
-
-
-def _numbers(release: str) -> _Release:
-    """`0.19.8+cu130` as (0, 19, 8)."""
-    parts = release.split("+")[0].split(".")
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)

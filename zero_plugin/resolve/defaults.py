@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from zero_plugin.config.registry import deepspeed_schema
+from zero_plugin.config.registry import key_schema
 from zero_plugin.config.tree import Path
 
 __all__ = ["DEEPSPEED_AUTO", "OPTIMIZER_DEFAULTS", "SCHEDULER_DEFAULTS", "SCHEDULER_REQUIRED", "deepspeed_default"]
@@ -82,10 +82,7 @@ def deepspeed_default(path: Path, kind: str | None = None) -> tuple[Any] | None:
 
     Args:
         path: a key of the configuration.
-        kind: for a key below `optimizer.params`, the optimizer's type as its section writes it.
+        kind: for a key below `optimizer.params` or `scheduler.params`, the section's type.
     """
-    node: Any = deepspeed_schema()
-    for part in path:
-        branches = [node, *(b["then"] for b in node.get("allOf", ()) if b["if"]["properties"]["type"]["const"] == kind)]
-        node = next((b["properties"][part] for b in reversed(branches) if part in b.get("properties", {})), {})
+    node = key_schema(path, kind) or {}
     return (node["default"],) if "default" in node else None
