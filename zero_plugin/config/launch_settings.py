@@ -27,7 +27,15 @@ def _gpu_list(value: Any) -> Any:
 _ClassNames = Annotated[
     tuple[str, ...],
     BeforeValidator(_names),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string", "not": {"const": "auto"}}},
+                {"type": "null"},
+            ]
+        }
+    ),
 ]
 _GpuIds = Annotated[
     str,
