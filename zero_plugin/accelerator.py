@@ -33,6 +33,7 @@ from zero_plugin.probe.loop import probe_loop
 from zero_plugin.probe.machine import probe_machine
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.run_record import describe_run, write_record
 from zero_plugin.strategies.base import Session, shared_names
 from zero_plugin.strategies.processes import start_processes
 from zero_plugin.strategies.select import select_strategy
@@ -216,7 +217,7 @@ class Accelerator:
                 ready[id(optimizer)] = training.optimizer
         for schedule in schedules:
             training = self._training_of(schedule.optimizer)
-            ready[id(schedule)] = prepare_schedule(training, schedule, self.document)
+            ready[id(schedule)] = prepare_schedule(training, schedule, self.document, self._processes, self._say)
             self.resolved = training.resolved
         prepared = tuple(ready.get(id(o), o) for o in objects)
         return prepared if len(prepared) != 1 else prepared[0]
@@ -359,6 +360,8 @@ class Accelerator:
     def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB") -> None:
         """Write the weights as a Hugging Face-style folder of safetensors; collective, streaming.
 
+        Beside them, `resolved_config.json` says how the model was trained: every value and where it came from.
+
         Args:
             model: a prepared model.
             save_directory: made if it is missing.
@@ -371,6 +374,8 @@ class Accelerator:
                 write_model_folder(
                     tensors, save_directory, max_shard_size=max_shard_size, tied=self._shared_names(model)
                 )
+                training = next(training for training in self._trainings if training.is_of_model(model))
+                write_record(describe_run(self.document, training.resolved, training.facts), save_directory)
             except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
                 error = [caught]
         for _ in tensors:  # the other processes take part in gathering; the main one too, after an error

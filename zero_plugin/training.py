@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.optimizers import describe_optimizer
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
@@ -20,6 +22,7 @@ from zero_plugin.probe.model import probe_model
 from zero_plugin.resolve.facts import Facts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.run_record import describe_run, keep_record
 from zero_plugin.schedules import build_schedule, preview_schedule
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.processes import Processes
@@ -121,14 +124,13 @@ def start_training(
         scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedules else None,
     )
     resolved = resolve(document, facts)
+    _tell(document, facts, resolved, processes, say)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
     session = strategy.build_session(SessionRequest(model, optimizer, resolved, real), processes)
     session.follow_window(lambda: window.next_backward_ends)
     window.steps = resolved.accumulation
     window.restart()
     prepared = None if optimizer is None else PreparedOptimizer(session, window)
-    for line in resolved.said_aloud:
-        say(line)
     if prepared is not None and resolved.scheduler is not None:
         _say_learning_rate(prepared, resolved, facts.loop.batches_per_epoch, say)
         if not schedules:
@@ -139,7 +141,9 @@ def start_training(
     return Training(session, facts, resolved, parameters, optimizer, prepared)
 
 
-def prepare_schedule(training: Training, schedule: Any, document: Document) -> PreparedScheduler:
+def prepare_schedule(
+    training: Training, schedule: Any, document: Document, processes: Processes, say: Callable[[str], None]
+) -> PreparedScheduler:
     """The schedule on the training's running optimizer, a placeholder replaced by what the configuration describes."""
     optimizer = training.optimizer
     assert optimizer is not None, "a schedule is found by its optimizer"
@@ -149,9 +153,29 @@ def prepare_schedule(training: Training, schedule: Any, document: Document) -> P
     if schedule.lr_scheduler_callable is not None:
         return PreparedScheduler(schedule.lr_scheduler_callable(optimizer.optimizer), optimizer, times=1)
     if training.facts.scheduler is None or not training.facts.scheduler.placeholder:  # prepared after its model
-        training.resolved = resolve(document, replace(training.facts, scheduler=schedule.describe()))
+        told = training.resolved.said_aloud
+        training.facts = replace(training.facts, scheduler=schedule.describe())
+        training.resolved = resolve(document, training.facts)
+        _tell(document, training.facts, training.resolved, processes, say, told)
     assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
     return PreparedScheduler(build_schedule(training.resolved.scheduler, optimizer.optimizer), optimizer, times=1)
+
+
+def _tell(
+    document: Document,
+    facts: Facts,
+    resolved: Resolved,
+    processes: Processes,
+    say: Callable[[str], None],
+    told: Sequence[str] = (),
+) -> None:
+    """Say what was chosen for the user and changes training, and where the whole configuration is kept."""
+    for line in resolved.said_aloud:
+        if line not in told:
+            say(line)
+    if processes.rank == 0:
+        log_dir = launch_settings(document).log_dir
+        say(keep_record(describe_run(document, resolved, facts), log_dir, os.environ))
 
 
 def _say_learning_rate(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 from zero_plugin.config.document import Document
-from zero_plugin.config.registry import deepspeed_schema
+from zero_plugin.config.registry import deepspeed_schema, installed_release
 from zero_plugin.config.validation import legal, show, validator, violations
 from zero_plugin.resolve.batch import settle_batch, settle_clipping
 from zero_plugin.resolve.defaults import DEEPSPEED_AUTO, deepspeed_default
@@ -15,7 +18,12 @@ from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.resolve.scheduler import settle_scheduler
 from zero_plugin.resolve.zero import settle_engine, settle_zero
 
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
 __all__ = ["resolve"]
+
+_RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
 
 def resolve(document: Document, facts: Facts) -> Resolved:
@@ -42,12 +50,23 @@ def resolve(document: Document, facts: Facts) -> Resolved:
 
 
 def _settle_rest(draft: Draft) -> None:
-    """Every other open field takes DeepSpeed's default, listed as such."""
+    """Every other open field repeats a value that is settled, or takes DeepSpeed's default, listed as such."""
+    same_elsewhere = {
+        (*_RANDOM_LTD, "global_batch_size"): (draft.value("train_batch_size"), "train_batch_size"),
+        (*_RANDOM_LTD, "micro_batch_size"): (draft.value("train_micro_batch_size_per_gpu"), "the micro batch"),
+        ("data_parallel_size",): (draft.facts.machine.processes, "all processes of the run split the data"),
+        ("sequence_parallel_size",): (1, "all processes of the run split the data"),
+    }
     for path in draft.still_open():
         if path in DEEPSPEED_AUTO:
             continue
         default = deepspeed_default(path)
-        if default is None:
+        value, reason = same_elsewhere.get(path, (None, ""))
+        if value is not None:
+            draft.put(path, value, reason)
+        elif reason:
+            draft.miss(path, f"value of {reason} yet", "Write a value.")
+        elif default is None:
             draft.refuse(path, "auto, but there is no rule and no default for this key.", "Write a value.")
         else:
             draft.put(path, default[0], "no rule fills it", "default")
@@ -55,7 +74,7 @@ def _settle_rest(draft: Draft) -> None:
 
 def _check_found(draft: Draft) -> None:
     """Hold what the rules took from the loop to the same schema as what was typed."""
-    for found in violations(draft.tree, validator(deepspeed_schema())):
+    for found in violations(draft.tree, _validator(installed_release())):
         entry = draft.tree.get(*found.path)
         if entry is None or entry.origin.typed_by_user:
             continue
@@ -65,3 +84,8 @@ def _check_found(draft: Draft) -> None:
         else:
             message = f"{show(found.value)} is not legal here: {entry.origin.reason}."
             draft.refuse(found.path, message, f"Give {legal(found.wanted)}.")
+
+
+@functools.cache
+def _validator(release: str) -> Validator:
+    return validator(deepspeed_schema(release))

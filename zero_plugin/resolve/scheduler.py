@@ -14,7 +14,7 @@ from zero_plugin.resolve.facts import SchedulerFacts
 __all__ = ["settle_scheduler"]
 
 _PARAMS: Final = ("scheduler", "params")
-_PEAKS: Final = ("warmup_max_lr", "cycle_max_lr")
+_PEAKS: Final = ("warmup_max_lr", "cycle_max_lr", "max_lr")
 # What the schedule cannot do without, and how the loop can tell it.
 _NEEDS: Final[Mapping[str, str]] = {
     "total_num_steps": "Write a number of optimizer steps, or pass DummyScheduler(optimizer, total_num_steps=…).",

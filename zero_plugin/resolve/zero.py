@@ -68,7 +68,8 @@ def settle_engine(draft: Draft) -> None:
     path = ("data_types", "grad_accum_dtype")
     halved = draft.value("bf16", "bf16_master_weights_and_grads", default=False)
     if draft.is_unsettled(*path) and draft.value("bf16", "enabled") and _stage(draft) >= 1 and not halved:
-        draft.put(path, "fp32", "bf16 has 8 bits of mantissa: sums of gradients lose what is below 1/256 of them")
+        why = "bf16 has 8 bits of mantissa: sums of gradients lose what is below 1/256 of them"
+        draft.put(path, "fp32", why, aloud=True)
     elif draft.is_open(*path):
         draft.put(path, None, "gradients accumulate in the model's own type", "default")
 

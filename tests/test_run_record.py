@@ -1,0 +1,119 @@
+"""What a run resolved to stays in a file, and never fails the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.resolve.facts import Facts, MachineFacts
+from zero_plugin.resolve.resolve import resolve
+from zero_plugin.run_record import RECORD_NAME, describe_run, keep_record, write_record
+
+CONFIG = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": "auto"}
+
+
+def record(strategy: str = "deepspeed") -> dict[str, object]:
+    document = document_from_mapping(CONFIG, "Accelerator(config=…)")
+    facts = Facts(machine=MachineFacts(processes=2), strategy=strategy)  # type: ignore[arg-type]
+    return describe_run(document, resolve(document, facts), facts)
+
+
+def test_the_record_holds_every_value_its_origin_and_deepspeeds_config(tmp_path: Path) -> None:
+    """A typed value has its place, an `auto` the place where it is written and the reason, an added one a reason."""
+    file = write_record(record(), tmp_path)
+    assert file == tmp_path / RECORD_NAME
+    read = json.loads(file.read_text())
+    values = {value.pop("path"): value for value in read["values"]}
+    place = "Accelerator(config=…)"
+    assert values["zero_optimization.stage"] == {"value": 2, "kind": "code", "where": place, "reason": ""}
+    clipping = values["gradient_clipping"]
+    assert (clipping["value"], clipping["kind"], clipping["where"]) == (0.0, "rule", place)
+    assert clipping["reason"]
+    assert values["train_batch_size"]["reason"] == "4 (micro batch) × 1 (accumulation) × 2 (processes)"
+    assert values["train_batch_size"]["where"] == ""
+    assert read["deepspeed_config"]["train_batch_size"] == 8
+    assert (read["strategy"], read["accelerator"], read["processes"]) == ("deepspeed", "cpu", 2)
+    assert set(read["versions"]) == {"zero-plugin", "deepspeed", "torch"}
+
+
+def test_off_deepspeed_there_is_no_config_for_it() -> None:
+    """The path without DeepSpeed gives it nothing."""
+    assert record("ddp")["deepspeed_config"] is None
+
+
+def test_it_goes_to_the_log_folder_or_the_cache(tmp_path: Path) -> None:
+    """`log_dir` first, then the variable, then the cache; the sentence says where."""
+    logs, named, cache = (tmp_path / name for name in ("logs", "named", "cache"))
+    environment = {"ZERO_PLUGIN_RUNS": str(named), "XDG_CACHE_HOME": str(cache)}
+    for log_dir, environ, folder in (
+        (str(logs), environment, logs),
+        (None, environment, named),
+        (None, {"XDG_CACHE_HOME": str(cache)}, cache / "zero_plugin/runs"),
+    ):
+        sentence = keep_record(record(), log_dir, environ)
+        (file,) = folder.iterdir()
+        assert sentence.endswith(f": {file}")
+        assert json.loads(file.read_text())["processes"] == 2
+
+
+def test_several_models_of_one_second_have_files_of_their_own(tmp_path: Path) -> None:
+    """Nothing is overwritten, also not by this process."""
+    for _ in range(3):
+        keep_record(record(), None, {"ZERO_PLUGIN_RUNS": str(tmp_path)})
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_newest_twenty_stay_in_the_cache_and_all_in_a_log_folder(tmp_path: Path) -> None:
+    """Old records go, other files stay; what lies in the user's own folder is not ours to delete."""
+    for number in range(30):
+        (tmp_path / f"resolved-20200101-0000{number:02d}-1.json").write_text("{}")
+    (tmp_path / "other.json").write_text("{}")
+    keep_record(record(), str(tmp_path), {})
+    assert len(list(tmp_path.iterdir())) == 32
+    keep_record(record(), None, {"ZERO_PLUGIN_RUNS": str(tmp_path)})
+    left = sorted(file.name for file in tmp_path.iterdir())
+    assert len(left) == 21
+    assert left[0] == "other.json"
+    assert left[1] == "resolved-20200101-000012-1.json"
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """The run goes on, without the file."""
+    (tmp_path / "file").write_text("")
+    sentence = keep_record(record(), None, {"ZERO_PLUGIN_RUNS": str(tmp_path / "file")})
+    assert sentence.startswith(f"the resolved configuration is kept nowhere: {tmp_path / 'file'} cannot be written")
+
+
+_RUN = """
+import sys
+import torch
+from zero_plugin import Accelerator
+
+accelerator = Accelerator(cpu=True, config={"gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 3})
+net = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+accelerator.save_model(model, sys.argv[1])
+"""
+
+
+def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(tmp_path: Path) -> None:
+    """Three lines on the terminal; the file that one of them names is the one beside the weights."""
+    environment = {**os.environ, "ZERO_PLUGIN_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _RUN, str(tmp_path / "model")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "runs").iterdir()
+    said = [line for line in done.stderr.splitlines() if line.startswith("zero_plugin: ")]
+    assert said == [
+        "zero_plugin: single on 1 × cpu",
+        "zero_plugin: gradient_clipping = 0: none is asked for here (0 means none); clip_grad_norm_ in the loop clips by "
+        "itself",
+        f"zero_plugin: every value and where it came from: {kept}",
+    ]
+    assert (tmp_path / "model" / RECORD_NAME).read_text() == kept.read_text()
+    values = {value["path"]: value["value"] for value in json.loads(kept.read_text())["values"]}
+    assert (values["train_micro_batch_size_per_gpu"], values["train_batch_size"]) == (3, 3)
