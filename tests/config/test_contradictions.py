@@ -89,8 +89,8 @@ CONTRADICTIONS = [
     ("zenflow's intervals", "error", '{' + ZERO_2 + CPU + ', ' + FLOW + ', "select_strategy": "step", "select_interval": 2, "update_interval": 4}}}', "c.json:1:134: zero_optimization.zenflow.select_interval: 2 is less than update_interval 4 at c.json:1:156", '"select_interval": 2', '"select_interval": 8'),
     # --- batch
     ("batch arithmetic", "error", YAML + "  train_batch_size: 10\n  train_micro_batch_size_per_gpu: 3\n  gradient_accumulation_steps: 2\n", "c.yaml:4:3: train_batch_size: 10, but train_micro_batch_size_per_gpu 3 × gradient_accumulation_steps 2 × num_processes 4 = 24", '10', '24'),
-    ("batch division", "error", '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}', "c.json:1:2: train_batch_size: 10 is not a multiple of train_micro_batch_size_per_gpu 3 = 3", '10', '12'),
-    ("batch among processes", "error", YAML + "  train_batch_size: 10\n", "c.yaml:4:3: train_batch_size: 10 is not a multiple of num_processes 4 = 4", '10', '8'),
+    ("batch division", "error", '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}', "c.json:1:2: train_batch_size: 10 is not a multiple of train_micro_batch_size_per_gpu 3", '10', '12'),
+    ("batch among processes", "error", YAML + "  train_batch_size: 10\n", "c.yaml:4:3: train_batch_size: 10 is not a multiple of num_processes 4", '10', '8'),
     # --- optimizer, schedule
     ("Lamb at stage 1", "error", '{' + ZERO_1[:-2] + '}, "optimizer": {"type": "Lamb"}}', "c.json:1:51: optimizer.type: Lamb scales each tensor's update by its norm, and ZeRO updates flat pieces of them; the stage is 1 at c.json:1:24. It would train, and differ", '"stage": 1', '"stage": 0'),
     ("Lamb with a fixed scale", "error", '{"fp16": {"enabled": true, "loss_scale": 128}, "optimizer": {"type": "Lamb"}}', "c.json:1:28: fp16.loss_scale: 128, but DeepSpeed's Lamb needs a dynamic loss scale", '128', '0'),
@@ -191,6 +191,22 @@ def test_every_stage_below_three_is_said_where_it_is_written() -> None:
     assert Asked(read_document("c.json")).stage_said == "the stage is 2 at c.json:1:24"
     Path("c.yaml").write_text("distributed_type: DEEPSPEED\n")
     assert Asked(read_document("c.yaml")).stage_said == "the stage is 2 where none is written"
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("{" + ZERO_0 + CPU + "}}", "Write 1 at c.json:1:24, or offload to none instead."),
+        ("{" + ZERO + CPU + "}}", "Write zero_optimization.stage: 1, or offload to none instead."),
+        (f"{YAML}  offload_param_device: cpu\n", "Write zero_stage: 3, or offload to none instead."),
+        (f"{YAML}  zero_stage: 2\n  offload_param_device: cpu\n", "Write 3 at c.yaml:4:3, or offload to none instead."),
+    ],
+    ids=["written", "not written", "not written in a YAML", "written in a YAML"],
+)
+def test_the_fix_is_said_where_it_is_written(text: str, fix: str) -> None:
+    """A stage that is there is changed in its place; one that is not gets the name that it has in this kind of file."""
+    (problem,) = found(text)
+    assert problem.fix == fix
 
 
 def test_what_flags_do_is_mended_with_flags() -> None:

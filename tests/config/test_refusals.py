@@ -32,7 +32,7 @@ def test_all_faults_of_all_files_come_together(tmp_path: Path, monkeypatch: pyte
     [
         ("  zero_stage: 2\n", '{"zero_optimization": {"stage": 3}}', "c.yaml:5:3"),
         ("  gradient_clipping: 0.5\n", '{"gradient_clipping": 1.0}', "c.yaml:5:3"),
-        ("  offload_optimizer_device: none\n", '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', "c.yaml:5:3"),
+        ("  offload_optimizer_device: none\n", '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}', "c.yaml:5:3"),
         ("  zero_optimization: {stage: 1}\n", '{"zero_optimization": {"stage": 2}}', "c.yaml:5:23"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from zero_plugin.errors import Problem, Severity
 __all__ = ["STAGE", "Asked", "is_count", "is_number"]
 
 STAGE: Final = "zero_optimization.stage"
-_FLAGS: Final = {".".join(path): name for name, path in SHORT_FIELDS.items()}
+_FIELDS: Final = {".".join(path): name for name, path in SHORT_FIELDS.items()}  # short field and flag alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,18 @@ class Asked:
         return self._finding(key, message, "", "note")
 
     def how_to_set(self, key: str, value: str, *causes: str) -> str:
-        """By the flag, where the value at one of the keys `causes` came from a flag; else by the key."""
-        entries = [self.entry(cause) for cause in (key, *causes)]
-        if key in _FLAGS and any(entry is not None and entry.origin.kind == "flag" for entry in entries):
-            return f"Give --{_FLAGS[key]} {value}"
-        return f"Write {key}: {value}"
+        """What to write for `key`, where it stands or under its name in this document.
+
+        Where it, or the value at one of the keys `causes`, came from a flag: which flag to give.
+        """
+        entry = self.entry(key)
+        entries = [entry, *(self.entry(cause) for cause in causes)]
+        if key in _FIELDS and any(one is not None and one.origin.kind == "flag" for one in entries):
+            return f"Give --{_FIELDS[key]} {value}"
+        if entry is not None and entry.origin.typed_by_user:
+            return f"Write {value} at {entry.origin.where}"
+        in_launch_config = bool(len(self.document.launch)) and key in _FIELDS
+        return f"Write {_FIELDS[key] if in_launch_config else key}: {value}"
 
     def _finding(self, key: str, message: str, fix: str, severity: Severity) -> Problem:
         value = self.value(key)

@@ -25,10 +25,11 @@ def check_batch(asked: Asked) -> Iterator[Problem]:
     if not is_count(total) or not known:
         return
     product = math.prod(known.values())
-    arithmetic = " × ".join(f"{name} {n}" for name, n in known.items())
+    factors = " × ".join(f"{name} {n}" for name, n in known.items())
+    arithmetic = f"{factors} = {product}" if len(known) > 1 else factors
     if len(known) == len(parts) and total != product:
         fix = f"Write {product}, or auto, or delete it: it follows from the others."
-        yield asked.error("train_batch_size", f"{total}, but {arithmetic} = {product}", fix)
+        yield asked.error("train_batch_size", f"{total}, but {arithmetic}", fix)
     elif total % product:
         fix = f"Write a multiple of {product}, e.g. {max(1, round(total / product)) * product}."
-        yield asked.error("train_batch_size", f"{total} is not a multiple of {arithmetic} = {product}", fix)
+        yield asked.error("train_batch_size", f"{total} is not a multiple of {arithmetic}", fix)

@@ -64,8 +64,8 @@ def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
         if asked.stage is not None and asked.stage not in stages and asked.says_something(key):
             known = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
             why = f"only stage{'s' if len(stages) > 1 else ''} {known} read{'s' if len(stages) == 1 else ''} it"
-            choice = " or ".join(map(str, stages))
-            yield asked.no_effect(key, f"{why}, and {asked.stage_said}", f"Delete it, or write {STAGE}: {choice}.")
+            other = asked.how_to_set(STAGE, " or ".join(map(str, stages)), key)
+            yield asked.no_effect(key, f"{why}, and {asked.stage_said}", f"Delete it. {other} to use it.")
     if asked.says_something(f"{_ZERO}.allgather_partitions"):
         yield asked.no_effect(f"{_ZERO}.allgather_partitions", "DeepSpeed parses it and never reads it")
 
