@@ -84,6 +84,25 @@ def constants(modules: list[str]) -> dict[str, Any]:
     return found
 
 
+def words(modules: list[str]) -> list[str]:
+    """Every text that those modules name, the keys among them."""
+    return sorted({v for name in modules for v in vars(importlib.import_module(name)).values() if isinstance(v, str)})
+
+
+def muon() -> dict[str, Any]:
+    """The defaults of Muon's two halves: for matrices, and for all other parameters."""
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
+
+    halves = [{"params": [torch.nn.Parameter(torch.ones(2, 2))], "use_muon": half} for half in (True, False)]
+    own, adam = MuonWithAuxAdam(halves).param_groups
+    return {
+        "muon": {name: plain(own[name]) for name in DeepSpeedEngine._MUON_HALF_KEYS},
+        "adam": {name: plain(adam[name]) for name in DeepSpeedEngine._ADAM_HALF_KEYS},
+    }
+
+
 def signature(cls: Any) -> dict[str, Any]:
     """Of a class its arguments after the first, with their defaults."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
@@ -109,6 +128,8 @@ def main() -> None:
     described = {
         "models": models(asked["models"]),
         "constants": constants(asked["modules"]),
+        "words": words(asked["modules"]),
+        "muon": muon(),
         "expert_parallel": {f.name: plain(f.default) for f in expert},
         "pipeline": config.get_pipeline_config({}),
         "optimizer_names": config.DEEPSPEED_OPTIMIZERS,

@@ -208,6 +208,19 @@ def test_defaults_of_what_is_parsed_by_hand(installed: Mapping[str, Any]) -> Non
     assert seen > 80
 
 
+BY_HAND = {"aio", "activation_checkpointing", "flops_profiler", "autotuning", "data_efficiency", "data_types"}
+BY_HAND |= {"checkpoint", "torch_autocast"}
+LITERAL = {"root_degree", "thread_count"}  # a key that the code spells out, and one that we read
+
+
+def test_keys_of_what_is_parsed_by_hand(installed: Mapping[str, Any]) -> None:
+    """Every key at the top or in such a section is a word of DeepSpeed's constants, or read by its name."""
+    words = {*installed["words"], *installed["read_by_name"], *LITERAL}
+    paths = [path for path, _ in walk_keys(deepspeed_schema()) if path[0] in BY_HAND]
+    assert len(paths) > 100
+    assert {path[-1] for path in paths} <= words
+
+
 def test_sections_of_other_shapes(installed: Mapping[str, Any]) -> None:
     """Expert parallelism is the dataclass', the pipeline the parser's; what was removed is what DeepSpeed refuses."""
     expert, pipeline = section_keys("expert_parallel"), section_keys("pipeline")
@@ -259,6 +272,16 @@ def test_parameters_of_optimizers(installed: Mapping[str, Any]) -> None:
         wanted = {a: default for a, default in wanted.items() if a not in elsewhere}
         if classes:
             assert {a: key["default"] for a, key in keys.items()} == wanted, name
+
+
+def test_parameters_of_muon(installed: Mapping[str, Any]) -> None:
+    """Muon takes what both its halves take; where these differ there is no common default."""
+    keys, halves = dict(parameters("optimizer"))["Muon"], installed["muon"]
+    for name in halves["muon"].keys() | halves["adam"].keys():
+        defaults = {json.dumps(half[name]) for half in halves.values() if name in half}
+        assert ([json.dumps(keys[name]["default"])] if "default" in keys[name] else []) == (
+            list(defaults) if len(defaults) == 1 else []
+        ), name
 
 
 def test_parameters_of_schedules(installed: Mapping[str, Any]) -> None:
