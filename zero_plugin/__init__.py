@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_plugin.accelerator import Accelerator
     from zero_plugin.data.loader import skip_first_batches
+    from zero_plugin.launch.basic_config import write_basic_config
     from zero_plugin.placeholders import DummyOptim, DummyScheduler
     from zero_plugin.progress import Progress
     from zero_plugin.seeding import set_seed
 
 __version__ = "0.1.0"
-__all__ = ["Accelerator", "DummyOptim", "DummyScheduler", "Progress", "set_seed", "skip_first_batches"]
+__all__ = [
+    "Accelerator",
+    "DummyOptim",
+    "DummyScheduler",
+    "Progress",
+    "set_seed",
+    "skip_first_batches",
+    "write_basic_config",
+]
 
 # Names load on first use, so that `import zero_plugin` and the command line do not import torch.
 _HOME = {
@@ -23,6 +32,7 @@ _HOME = {
     "Progress": "zero_plugin.progress",
     "set_seed": "zero_plugin.seeding",
     "skip_first_batches": "zero_plugin.data.loader",
+    "write_basic_config": "zero_plugin.launch.basic_config",
 }
 
 

@@ -17,8 +17,10 @@ __all__ = ["main"]
 
 # command: (module, function, whether what follows the first argument belongs to the user's script)
 _COMMANDS = {
+    "config": ("zero_plugin.cli.config", "config", False),
     "launch": ("zero_plugin.cli.launch", "launch", True),
     "check": ("zero_plugin.cli.check", "check", False),
+    "explain": ("zero_plugin.cli.explain", "explain", False),
     "demo": ("zero_plugin.cli.demo", "demo", False),
 }
 

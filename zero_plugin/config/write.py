@@ -29,7 +29,7 @@ def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
     ZeRO that was asked for without a stage is written as stage 0, which DeepSpeed runs; left out it would be read as 2.
     """
     top = launch.nested(auto="auto")
-    below = {name: top.pop(name) for name in LAUNCH_FIELDS if name in top}
+    below: dict[str, Any] = {name: top.pop(name) for name in LAUNCH_FIELDS if name in top}
     if top.get("distributed_type") == "DEEPSPEED" and not deepspeed.has_section("zero_optimization", "stage"):
         below["zero_stage"] = 0
     for name, path in SHORT_FIELDS.items():

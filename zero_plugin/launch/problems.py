@@ -16,7 +16,7 @@ from zero_plugin.errors import Problem
 from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.spec import Program
 
-__all__ = ["find_problems", "where"]
+__all__ = ["find_problems", "obstacle", "where"]
 
 _MOST_PROCESSES: Final = 1024  # a slip of the keyboard must not exhaust the machine
 _REMOTE_LAUNCHERS: Final = ("pdsh", "openmpi", "mvapich", "mpich", "nossh", "slurm")
@@ -123,8 +123,8 @@ def _processes(settings: LaunchSettings, gpus: int) -> _Found:
 def _log_folder(settings: LaunchSettings) -> _Found:
     if settings.log_dir is None:
         return
-    if (obstacle := _obstacle(settings.log_dir)) is not None:
-        yield "log_dir", f"{obstacle} is no folder that can be written", "Name a folder that can be made or written."
+    if (blocked := obstacle(settings.log_dir)) is not None:
+        yield "log_dir", f"{blocked} is no folder that can be written", "Name a folder that can be made or written."
 
 
 def _nvme_folders(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
@@ -135,13 +135,13 @@ def _nvme_folders(document: Document, settings: LaunchSettings) -> Iterator[Prob
         entry = document.deepspeed.get(*section, "nvme_path")
         if document.deepspeed.value(*section, "device") != "nvme" or entry is None or not isinstance(entry.value, str):
             continue
-        if (obstacle := _obstacle(entry.value)) is not None:
-            message = f"{obstacle} is no folder that can be written"
+        if (blocked := obstacle(entry.value)) is not None:
+            message = f"{blocked} is no folder that can be written"
             fix = "Name a folder on a local NVMe disk that can be made or written."
             yield Problem(entry.origin.where, dotted((*section, "nvme_path")), message, fix)
 
 
-def _obstacle(folder: str) -> Path | None:
+def obstacle(folder: str | Path) -> Path | None:
     """What there is of `folder` already, if nothing can be made below that."""
     path = Path(folder)
     there = next((parent for parent in (path, *path.parents) if os.access(parent, os.F_OK)), Path())

@@ -1,0 +1,113 @@
+"""A launch config as a person keeps it: beside each key one sentence on what it does and what is legal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any, Final
+
+from zero_plugin.config.check import find_problems
+from zero_plugin.config.read import read_document
+from zero_plugin.config.tree import Path
+from zero_plugin.config.write import yaml_text
+from zero_plugin.errors import ConfigError, MachineError
+
+__all__ = ["COMMENTS", "config_text", "replace_file", "write_config"]
+
+_HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch --config_file FILE train.py\n"
+_FOLDER: Final = "folder on a local NVMe disk; not NFS, not a RAM disk"
+_DEVICES: Final = "none (the GPU), cpu or nvme (stage 3), or auto"
+_HOSTS: Final = "in DeepSpeed's notation, e.g. host-1@host-2:0,2"
+
+_LAUNCH: Final[Mapping[str, str]] = {
+    "distributed_type": "DEEPSPEED (ZeRO), MULTI_GPU or MULTI_CPU (DDP), NO (one process), TPU or XLA",
+    "mixed_precision": "no (fp32), bf16, fp16, or auto: the best of these that the device has",
+    "num_processes": "on all machines together, 1 or more; on GPUs one for each",
+    "num_machines": "1 or more",
+    "machine_rank": "this machine's number, from 0; another on each machine",
+    "main_process_ip": "address of machine 0, as the others reach it",
+    "main_process_port": "port on machine 0, up to 65535; with one machine, 0 takes a free one",
+    "rdzv_backend": "how the machines meet: static (each knows its number), c10d, etcd or etcd-v2",
+    "rdzv_conf": "torchrun's options for that: key=value,key=value",
+    "same_network": "true or false: whether all machines are in one local network; for Accelerate, it changes nothing",
+    "gpu_ids": 'all, or numbers such as "0,1" among the GPUs that the launcher sees',
+    "use_cpu": "true or false: train on the CPU, also beside GPUs",
+    "enable_cpu_affinity": "true or false: bind each process to the cores near its GPU",
+    "num_cpu_threads_per_process": "OMP_NUM_THREADS, 1 or more; without it, cores over processes",
+    "max_restarts": "how often all workers start again after a crash, 0 or more",
+    "monitor_interval": "seconds between two looks at the workers, above 0",
+    "log_dir": "folder for a log of each worker; without it, none",
+    "debug": "true or false: show the launcher's own log",
+    "main_training_function": "function that TPU and notebook launches call",
+    "scheduler_counts": "what a schedule counts: steps that are applied, or processes, Accelerate's way",
+    "compute_environment": "LOCAL_MACHINE, for Accelerate",
+}
+_TRAINING: Final[Mapping[str, str]] = {
+    "deepspeed_config_file": "a DeepSpeed JSON; a relative path starts at this file's folder",
+    "deepspeed_hostfile": "file with a line `host slots=GPUS` for each machine",
+    "deepspeed_multinode_launcher": "standard (torchrun on each), pdsh, openmpi, mvapich, mpich, nossh or slurm",
+    "deepspeed_exclusion_filter": f"hosts and slots to leave out, {_HOSTS}",
+    "deepspeed_inclusion_filter": f"hosts and slots to use, {_HOSTS}",
+    "deepspeed_moe_layer_cls_names": "classes of mixture-of-experts layers, comma-separated; not read yet",
+    "zero3_init_flag": "true or false: build models partitioned at stage 3; not read yet",
+    "zero_stage": "split over the processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too; or auto",
+    "offload_optimizer_device": f"where optimizer states live: {_DEVICES}",
+    "offload_optimizer_nvme_path": _FOLDER,
+    "offload_param_device": f"where weights live, at stage 3: {_DEVICES}",
+    "offload_param_nvme_path": _FOLDER,
+    "zero3_save_16bit_model": "true, false or auto: gather whole 16-bit weights when a model is saved at stage 3",
+    "gradient_accumulation_steps": "micro-batches per optimizer step, 1 or more; auto: what the script says, else 1",
+    "gradient_clipping": "largest gradient norm, 0 for none; auto: what the script says, else none",
+}
+COMMENTS: Final[Mapping[Path, str]] = {
+    **{(key,): comment for key, comment in _LAUNCH.items()},
+    ("deepspeed_config",): "how it trains: the fields below, and any key of a DeepSpeed JSON",
+    **{("deepspeed_config", key): comment for key, comment in _TRAINING.items()},
+}
+
+
+def config_text(values: Mapping[str, Any], file: FilePath) -> str:
+    """A launch config in Accelerate's layout as text: JSON where the file's name says so, else commented YAML."""
+    if file.suffix == ".json":
+        return json.dumps(values, indent=2) + "\n"
+    return _HEAD + yaml_text(values, COMMENTS)
+
+
+def write_config(values: Mapping[str, Any], file: FilePath) -> None:
+    """Check a launch config in Accelerate's layout and write it, whole or not at all.
+
+    Raises:
+        ConfigError: the values have problems; nothing is written.
+        MachineError: the file cannot be written.
+    """
+    text = config_text(values, file)
+    document = read_document(file, content=text.encode())
+    errors = [problem for problem in find_problems(document) if problem.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    replace_file(file, text)
+
+
+def replace_file(file: FilePath, text: str) -> None:
+    """Write a text file so that whoever reads it, also after a crash, finds the old text or the new, whole.
+
+    Raises:
+        MachineError: the file cannot be written.
+    """
+    target = FilePath(os.path.realpath(file))  # a link stays a link
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, beside)
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise MachineError(f"{file} cannot be written: {reason}. Name another with --config_file.") from None
