@@ -89,5 +89,5 @@ def settle_clipping(draft: Draft) -> None:
     """Settle `gradient_clipping`; 0 is DeepSpeed's "none", and its own default became 1.0 in 0.19.3."""
     path = ("gradient_clipping",)
     if draft.get(*path) is None:
-        why = "none is asked for here (0 means none); clip_grad_norm_ in the loop clips by itself"
+        why = "none is asked for; clip_grad_norm_ in the loop still clips"
         draft.put(path, 0.0, why, aloud=draft.is_open(*path))

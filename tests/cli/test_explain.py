@@ -1,0 +1,285 @@
+"""`zero-plugin explain`: every value and where it came from, as people and programs read it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from zero_plugin.cli.main import main
+
+ZERO3 = """\
+distributed_type: DEEPSPEED
+num_processes: 2
+mixed_precision: bf16
+deepspeed_config:
+  train_micro_batch_size_per_gpu: auto
+  optimizer: {type: AdamW, params: {lr: auto, betas: [auto, 0.95]}}
+  scheduler: {type: WarmupDecayLR, params: {total_num_steps: auto, warmup_num_steps: auto, warmup_max_lr: auto}}
+  zero_optimization:
+    stage: 3
+    reduce_bucket_size: auto
+    stage3_param_persistence_threshold: auto
+"""
+FACTS = ("--lr=1e-4", "--micro_batch=4", "--steps=1000", "--warmup_steps=100", "--hidden_size=8192")
+
+Explain = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Explain:
+    """Run the command in a folder with `zero3.yaml`; exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
+    (tmp_path / "zero3.yaml").write_text(ZERO3)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zero-plugin", "explain", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def lines(output: str) -> dict[str, list[str]]:
+    """By key, its value and origin, from the plain table."""
+    rows = [line[2:].split("  ") for line in output.splitlines() if line.startswith("  ")]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_table_of_a_file(explain: Explain) -> None:
+    """Typed values have file and line, what was `auto` its rule's reason, what was added a reason too."""
+    code, output, _ = explain("zero3.yaml", *FACTS, "--accelerator=cuda", "--zero_stage=3")
+    assert code == 0
+    assert output.startswith("zero3.yaml: DeepSpeed on 2 × cuda\n\nlaunch\n")
+    found = lines(output)
+    expected = {
+        "num_processes": ["2", "zero3.yaml:2"],
+        "mixed_precision": ["bf16", "zero3.yaml:3"],
+        "bf16.enabled": ["true", "rule: mixed_precision is bf16 (zero3.yaml:3:1)"],
+        "bf16.check_grad_overflow": [
+            "true",
+            "DeepSpeed's default: a step with non-finite gradients is skipped",
+        ],
+        "train_micro_batch_size_per_gpu": ["4", "auto: --micro_batch"],
+        "train_batch_size": ["8", "rule: 4 (micro batch) × 1 (accumulation) × 2 (processes)"],
+        "zero_optimization.stage": ["3", "--zero_stage"],
+        "zero_optimization.reduce_bucket_size": ["67108864", "auto: 1 × 8192², --hidden_size"],
+        "zero_optimization.stage3_param_persistence_threshold": ["81920", "auto: 10 × 8192, --hidden_size"],
+        "optimizer.params.lr": ["0.0001", "auto: from the command line"],
+        "optimizer.params.betas": [
+            "[0.9, 0.95]",
+            "auto: DeepSpeed's default, unless the script gives one; the other elements are typed",
+        ],
+        "scheduler.params.total_num_steps": [
+            "500",
+            "auto: the command line's 1000 ÷ 2 processes (scheduler_counts: processes)",
+        ],
+        "scheduler.params.warmup_max_lr": ["0.0001", "auto: optimizer.params.lr"],
+    }
+    assert {key: found[key] for key in expected} == expected
+    sections = [line for line in output.splitlines()[1:] if line and not line.startswith((" ", "note:"))]
+    assert sections == ["launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler", "engine"]
+    assert "open" not in output
+    places = {line.index(f"  {found[line.split()[0]][0]}  ", 30) for line in output.splitlines() if line[:2] == "  "}
+    assert len(places) == 1, "the values stand in one column"
+
+
+def test_what_a_run_would_fill_is_open(explain: Explain) -> None:
+    """Nothing is guessed that a script may still tell; the option that stands for it is named; it is no error."""
+    code, output, _ = explain("zero3.yaml")
+    assert code == 0
+    waiting = {key: origin for key, (value, origin) in lines(output).items() if value == "open"}
+    assert waiting == {
+        "train_micro_batch_size_per_gpu": "waits for the training DataLoader to tell its batch size (--micro_batch)",
+        "train_batch_size": "waits for the micro batch to multiply (--micro_batch)",
+        "zero_optimization.reduce_bucket_size": "waits for the model to tell its size (--hidden_size or --model)",
+        "zero_optimization.stage3_param_persistence_threshold": (
+            "waits for the model to tell its size (--hidden_size or --model)"
+        ),
+        "optimizer.params.lr": "waits for the optimizer to tell the learning rate (--lr)",
+        "scheduler.params.total_num_steps": "waits for DummyScheduler to tell it (--steps)",
+        "scheduler.params.warmup_num_steps": "waits for DummyScheduler to tell it (--warmup_steps)",
+        "scheduler.params.warmup_max_lr": "waits for the optimizer to tell the learning rate (--lr)",
+    }
+    assert "8 open: a run fills what waits" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["--set", "zero_optimization.stage=5"],
+            "--set zero_optimization.stage: zero_optimization.stage: 5 is not legal",
+        ),
+        (["--set", "zero_optimization.stage=auto"], "zero_optimization.stage: auto asks for the memory planner"),
+        (["--set", "zero_optimisation.stage=2"], "Did you mean zero_optimization?"),
+        (["--set", "mixed_precision=fp16", "--accelerator=cpu"], "DeepSpeed does not run fp16 on a cpu device"),
+        (["--set", "train_batch_size=7", "--micro_batch=2"], "7 is not"),
+        (["--set", "stage"], "'stage' is no key=value"),
+        (["--set", "=3"], "'=3' is no key=value"),
+        (["--set", "optimizer.params.betas=[0.9"], "--set optimizer.params.betas:1:1: not YAML"),
+        (["--lr", "-1"], "--lr"),
+        (["--world_size", "0"], "--world_size"),
+        (["--model", "nowhere"], "--model: nowhere is no folder"),
+        (["--diff", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_what_no_run_can_mend_is_an_error(explain: Explain, arguments: list[str], expected: str) -> None:
+    """Exit code 2, and the flag or place at fault."""
+    code, output, errors = explain("zero3.yaml", *arguments)
+    assert code == 2
+    assert expected in errors
+    assert output == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("zero_optimization.sub_group_size=2e8", "zero_optimization.sub_group_size", 200_000_000),
+        ("deepspeed_config.gradient_clipping=0.5", "gradient_clipping", 0.5),
+        ("gradient_accumulation_steps=4", "gradient_accumulation_steps", 4),
+        ("scheduler_counts=steps", "scheduler_counts", "steps"),
+        ("zero_optimization.prefetch_bucket_size=10", "zero_optimization.stage3_prefetch_bucket_size", 10),
+        ("optimizer.params.betas=[0.8, 0.9]", "optimizer.params.betas", [0.8, 0.9]),
+        ("aio={block_size: 5, thread_count: 2}", "aio.block_size", 5),
+        ("offload_param_device=cpu", "zero_optimization.offload_param.device", "cpu"),
+    ],
+)
+def test_set_takes_any_key_as_a_file_would(explain: Explain, text: str, key: str, value: Any) -> None:
+    """Numbers, lists and mappings as YAML has them; short fields and other spellings reach the key they stand for."""
+    code, output, errors = explain("zero3.yaml", "--format=json", "--set", text)
+    assert code == 0, errors
+    row = next(row for row in json.loads(output)["values"] if row["path"] == key)
+    assert (row["value"], row["kind"], row["where"]) == (value, "flag", f"--set {text.partition('=')[0]}")
+
+
+def test_json_tells_the_same(explain: Explain) -> None:
+    """Path, value, kind of origin, place, reason; an open field says what it waits for."""
+    explained = json.loads(explain("zero3.yaml", "--format=json", "--world_size=4")[1])
+    assert explained["files"] == ["zero3.yaml"]
+    assert (explained["strategy"], explained["processes"]) == ("deepspeed", 4)
+    rows = {row.pop("path"): row for row in explained["values"]}
+    assert rows["zero_optimization.stage"] == {"value": 3, "kind": "file", "where": "zero3.yaml:9:5", "reason": ""}
+    assert rows["optimizer.params.lr"] == {
+        "value": "auto",
+        "kind": "open",
+        "where": "zero3.yaml:6:37",
+        "reason": "optimizer to tell the learning rate",
+    }
+    assert rows["fp16.enabled"]["kind"] == "rule"
+
+
+def test_what_deepspeed_would_be_given(explain: Explain) -> None:
+    """The exact JSON once nothing is open; before, each open field with the option that fills it."""
+    code, output, _ = explain("zero3.yaml", "--format=deepspeed", *FACTS)
+    config = json.loads(output)
+    assert (code, config["train_batch_size"], config["optimizer"]["params"]["lr"]) == (0, 8, 1e-4)
+    assert "scheduler" not in config
+    code, output, errors = explain("zero3.yaml", "--format=deepspeed")
+    assert (code, output) == (2, "")
+    assert "zero3.yaml:6:37: optimizer.params.lr: is open: it waits for the optimizer" in errors
+    assert "Give --lr." in errors
+    code, _, errors = explain("zero3.yaml", "--format=deepspeed", "--set", "distributed_type=MULTI_CPU")
+    assert code == 2
+    assert "DeepSpeed would be given nothing" in errors
+
+
+def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
+    """Only what resolves differently, with both values and both origins; one that is lacking counts as its default."""
+    other = ZERO3.replace("stage: 3", "stage: 2").replace("  train_micro_batch_size_per_gpu: auto\n", "")
+    other += "    sub_group_size: 1e9\n    allgather_bucket_size: 1000\n"
+    (tmp_path / "other.yaml").write_text(other)
+    code, output, _ = explain("zero3.yaml", "--diff=other.yaml")
+    assert code == 0
+    assert output.splitlines() == [
+        "zero_optimization.stage",
+        "  zero3.yaml  3          zero3.yaml:9",
+        "  other.yaml  2          other.yaml:8",
+        "zero_optimization.overlap_comm",
+        "  zero3.yaml  true       DeepSpeed's default: DeepSpeed overlaps communication at stage 3 only",
+        "  other.yaml  false      DeepSpeed's default: DeepSpeed overlaps communication at stage 3 only",
+        "zero_optimization.allgather_bucket_size",
+        "  zero3.yaml  500000000  DeepSpeed's default: nobody wrote the key",
+        "  other.yaml  1000       other.yaml:12",
+    ]
+    differences = json.loads(explain("zero3.yaml", "--diff=other.yaml", "--format=json")[1])["differences"]
+    assert differences[0]["path"] == "zero_optimization.stage"
+    assert [row["value"] for row in differences[0]["values"]] == [3, 2]
+    assert explain("zero3.yaml", "--diff=zero3.yaml")[1] == "zero3.yaml and zero3.yaml resolve to the same values\n"
+
+
+def test_a_model_folder(explain: Explain, tmp_path: Path) -> None:
+    """The width is config.json's, the sizes are the weights'; a bucket is never larger than the model."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"text_config": {"hidden_size": 64}}')
+    save_file({"w": np.zeros((100, 64), np.float32)}, model / "model.safetensors")
+    found = lines(explain("zero3.yaml", "--model=model")[1])
+    assert found["zero_optimization.reduce_bucket_size"] == ["6400", "auto: all parameters of the model"]
+    assert found["zero_optimization.stage3_param_persistence_threshold"] == [
+        "10000",
+        "auto: 10 × 64, config.json.text_config.hidden_size, kept within 10000 to 1000000",
+    ]
+
+
+def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
+    """A DeepSpeed config by itself is ZeRO, as for `launch`; without a file there is one process and no ZeRO."""
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    code, output, _ = explain("ds.json", "--accelerator=cpu")
+    assert (code, output.splitlines()[0]) == (0, "ds.json: DeepSpeed on 1 × cpu")
+    assert lines(output)["distributed_type"] == ["DEEPSPEED", "rule: a DeepSpeed config by itself asks for ZeRO"]
+    assert explain("--accelerator=cpu")[1].startswith("no file: single on 1 × cpu\n")
+
+
+def test_all_lists_the_defaults_of_keys_that_nobody_wrote(explain: Explain) -> None:
+    """Each key once, what is written with its own origin."""
+    found = lines(explain("zero3.yaml", "--all")[1])
+    assert found["zero_optimization.sub_group_size"] == ["1000000000", "DeepSpeed's default: nobody wrote the key"]
+    assert found["zero_optimization.stage"] == ["3", "zero3.yaml:9"]
+    assert len(found) > 200
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_on_a_terminal_no_line_is_longer_than_it(explain: Explain, tmp_path: Path, columns: int) -> None:
+    """Long names and reasons are wrapped between words, the value stays whole; and torch is not loaded."""
+    (tmp_path / "long.json").write_text(
+        '{"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": "auto"}}'
+    )
+    code = "import sys; from zero_plugin.cli.main import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
+    done = subprocess.Popen([sys.executable, "-c", code, "explain", "long.json"], stdout=theirs, env=environment)
+    os.close(theirs)
+    output = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            output += chunk
+    except OSError:  # Linux: the other side is closed
+        pass
+    os.close(ours)
+    assert done.wait(timeout=60) == 0
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", output.decode()).splitlines()
+    assert printed[-1] == "False"
+    assert max(map(len, printed)) <= columns
+    assert "zero_optimization" in printed
+    assert any(line.startswith("  stage   ") and line.rstrip().endswith("long.json:1") for line in printed)
+    name = "  stage3_gather_16bit_weights_on_" if columns == 80 else "  stage3_gather_16bit_weights_on_model_save  true"
+    assert any(line.startswith(name) for line in printed)
