@@ -9,7 +9,10 @@ import pytest
 
 import zero_plugin
 
-NAMES = ["Accelerator", "DummyOptim", "DummyScheduler", "Progress", "set_seed", "skip_first_batches", "write_basic_config"]
+NAMES = [
+    *("Accelerator", "DummyOptim", "DummyScheduler", "Progress", "set_seed", "skip_first_batches"),
+    "write_basic_config",
+]
 
 ACCELERATOR = {
     *("accumulate", "backward", "clip_grad_norm_", "end_training", "gather", "gather_for_metrics", "get_state_dict"),

@@ -183,6 +183,17 @@ def test_default_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         document_from_flags({})
 
 
+def test_a_default_file_with_problems_says_why_it_was_read(folder: Path) -> None:
+    """Accelerate's default may ask for what is refused here; the user, who named no file, learns the way out, once."""
+    default = folder / "home" / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("distributed_type: FSDP\nnum_proceses: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        document_from_flags({"mixed_precision": "bf17"})
+    assert len(caught.value.problems) == 3
+    assert str(caught.value).count("zero-plugin config") == 1
+
+
 def test_an_empty_name_is_not_the_default_file() -> None:
     """`--config_file "$CONFIG"` with the variable unset is an error, not a launch without a config."""
     with pytest.raises(ConfigError):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path as FilePath
 from typing import Any, Final
 
 from zero_plugin.config.assignments import read_assignments
@@ -46,7 +47,12 @@ def document_from_flags(flags: Mapping[str, str | bool], assignments: Iterable[s
     Raises:
         ConfigError: every problem of the file, of the flags, and between them.
     """
-    document = _document_of_file(flags)
+    if "config_file" not in flags and (file := find_config_file(os.environ)) is not None:
+        try:
+            return document_from_flags({**flags, "config_file": str(file)}, assignments)
+        except ConfigError as error:
+            raise ConfigError(_with_reason(error.problems, file)) from None
+    document = read_document(str(flags["config_file"])) if "config_file" in flags else Document()
     asks_zero = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
         asks_zero.append("config_file")
@@ -72,17 +78,11 @@ def document_from_flags(flags: Mapping[str, str | bool], assignments: Iterable[s
     return document
 
 
-def _document_of_file(flags: Mapping[str, str | bool]) -> Document:
-    if "config_file" in flags:
-        return read_document(str(flags["config_file"]))
-    file = find_config_file(os.environ)
-    if file is None:
-        return Document()
-    try:
-        return read_document(file)
-    except ConfigError as error:  # nobody typed that name on this command line
-        why = "It was read because no --config_file is given; name one, or write a new one with `zero-plugin config`."
-        raise ConfigError([replace(problem, fix=f"{problem.fix} {why}") for problem in error.problems]) from None
+def _with_reason(problems: Sequence[Problem], file: FilePath) -> list[Problem]:
+    """Problems of a file that nobody typed on this command line; the first of its own says why it was read."""
+    why = "It was read because no --config_file is given; name one, or write a new one with `zero-plugin config`."
+    first = next((problem for problem in problems if problem.where.startswith(str(file))), None)
+    return [replace(problem, fix=f"{problem.fix} {why}") if problem is first else problem for problem in problems]
 
 
 def _with_training(document: Document, training: Document) -> Document:

@@ -1,0 +1,73 @@
+"""Written configs carry a sentence beside each key, and are written whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zero_plugin.config.commented import COMMENTS, config_text, replace_file, write_config
+from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
+from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS
+from zero_plugin.errors import ConfigError, MachineError
+
+
+def options(schema: dict[str, Any]) -> list[str]:
+    return [
+        str(option)
+        for branch in (schema, *schema.get("anyOf", ()))
+        for option in branch.get("enum", ["true", "false"] if branch.get("type") == "boolean" else [])
+    ]
+
+
+def test_every_key_has_a_sentence_with_every_option() -> None:
+    """All launch keys and short fields, on one line that fits; an option that is added must be added there too."""
+    below = {*LAUNCH_FIELDS, *SHORT_FIELDS, "deepspeed_config_file"}
+    top = {*LaunchSettings.model_fields, "compute_environment", "deepspeed_config"} - below
+    assert set(COMMENTS) == {(name,) for name in top} | {("deepspeed_config", name) for name in below}
+    for path, comment in COMMENTS.items():
+        assert len(comment) < 105
+        missing = [word for word in options(launch_schema()["properties"].get(path[-1], {})) if word not in comment]
+        assert missing == [], path
+
+
+def test_the_suffix_chooses_the_language() -> None:
+    """`.json` is JSON, which has no comments; anything else YAML."""
+    assert config_text({"num_processes": 2}, Path("a.json")) == '{\n  "num_processes": 2\n}\n'
+    text = config_text({"num_processes": 2}, Path("a.yaml"))
+    assert yaml.safe_load(text) == {"num_processes": 2}
+    assert text.count("#") == 2
+
+
+def test_wrong_values_are_not_written(tmp_path: Path) -> None:
+    """The check comes first."""
+    with pytest.raises(ConfigError, match="num_processes"):
+        write_config({"num_processes": 0}, tmp_path / "a.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Text that cannot be encoded breaks off in the middle: the old file stays, and no part of the new one."""
+    file = tmp_path / "a.yaml"
+    replace_file(file, "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_file(file, "x" * 100_000 + "\ud800")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
+    assert file.read_text() == "old"
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    """A default config that is kept elsewhere is rewritten there."""
+    (tmp_path / "link.yaml").symlink_to("kept.yaml")
+    replace_file(tmp_path / "link.yaml", "new")
+    assert (tmp_path / "link.yaml").is_symlink()
+    assert (tmp_path / "kept.yaml").read_text() == "new"
+
+
+def test_a_place_that_is_no_file(tmp_path: Path) -> None:
+    """The system's reason is said, and nothing is left."""
+    with pytest.raises(MachineError, match=r"cannot be written: is a directory.*--config_file"):
+        replace_file(tmp_path, "text")
+    assert list(tmp_path.parent.glob(f".{tmp_path.name}*")) == []

@@ -1,0 +1,67 @@
+"""The launch config that nobody was asked about."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zero_plugin import write_basic_config
+from zero_plugin.config.check import find_problems
+from zero_plugin.config.location import default_config_file
+from zero_plugin.config.read import read_document
+from zero_plugin.errors import ConfigError
+from zero_plugin.launch.basic_config import basic_values, best_precision
+from zero_plugin.launch.machine import Machine, look_at_machine
+
+
+def test_what_suits_a_machine() -> None:
+    """ZeRO-2 over several GPUs, otherwise one process, on the GPU if there is one; schedules count steps."""
+    assert basic_values(Machine(gpus=8, cores=64), "bf16") == {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "bf16",
+        "num_processes": 8,
+        "scheduler_counts": "steps",
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"},
+    }
+    for gpus in (0, 1):
+        assert basic_values(Machine(gpus=gpus, cores=4), "no") == {
+            "distributed_type": "NO",
+            "mixed_precision": "no",
+            "num_processes": 1,
+            "use_cpu": gpus == 0,
+            "scheduler_counts": "steps",
+        }
+
+
+def test_precision_is_of_the_gpus() -> None:
+    """Without a GPU: `no`, also where the processor has bf16, which is no faster there."""
+    assert best_precision(Machine(gpus=0, cores=4)) == "no"
+    machine = look_at_machine()
+    assert best_precision(machine) in (("bf16", "no") if machine.gpus else ("no",))
+
+
+def test_write_basic_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It returns the path; where a file is already it returns False, says so, and leaves the file."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    file = write_basic_config()
+    assert file == default_config_file(os.environ)
+    assert find_problems(read_document(file)) == []
+    assert capsys.readouterr().out == ""
+    assert write_basic_config(mixed_precision="bf16") is False
+    assert str(file) in capsys.readouterr().out
+    assert read_document(file).launch.value("mixed_precision") == "no"
+    other = write_basic_config("FP16", str(tmp_path / "deep" / "other.json"))
+    assert read_document(str(other)).launch.value("mixed_precision") == "fp16"
+
+
+def test_an_unknown_precision(tmp_path: Path) -> None:
+    """It is refused by the check, with the likely one; nothing is written."""
+    with pytest.raises(ConfigError, match=r"(?s)mixed_precision: .*bf17.*bf16"):
+        write_basic_config("bf17", tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match="fp8"):
+        write_basic_config("fp8", tmp_path / "a.yaml")
+    assert list(tmp_path.iterdir()) == []
