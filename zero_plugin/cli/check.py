@@ -56,7 +56,7 @@ def check(
     """
     known_release(deepspeed_version)
     if print_schema:
-        print(json.dumps(_schema(files or [])(deepspeed_version), indent=2))
+        print(json.dumps(_schema(files or [])(deepspeed_version), indent=1, ensure_ascii=False))
         return
     if not files:
         raise typer.BadParameter("Name a file, a folder, or - for standard input.", param_hint="FILE...")

@@ -13,8 +13,6 @@ __all__ = ["check_batch"]
 
 def check_batch(asked: Asked) -> Iterator[Problem]:
     """The product against what is written, with as many of its factors as are known."""
-    if asked.has("sequence_parallel_size") or asked.has("tensor_parallel"):
-        return  # the data-parallel size is then not the number of processes
     total = asked.value("train_batch_size")
     parts = {
         "train_micro_batch_size_per_gpu": asked.value("train_micro_batch_size_per_gpu"),

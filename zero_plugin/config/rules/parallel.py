@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from zero_plugin.config.rules.asked import Asked, is_count
 from zero_plugin.config.tree import Entry
@@ -11,13 +11,19 @@ from zero_plugin.errors import Problem
 
 __all__ = ["check_parallel"]
 
+_OTHER_DIMENSIONS: Final = (
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_size",
+    "sequence_parallel_size",
+    "pipeline.stages",
+)
+
 
 def check_parallel(asked: Asked) -> Iterator[Problem]:
-    """Ranks and machines, GPUs and CPU, tensor, sequence, pipeline and expert parallelism."""
+    """Ranks and machines, GPUs and CPU, parallelism of other kinds than data."""
     yield from _machines(asked)
     yield from _devices(asked)
-    yield from _tensor_and_sequence(asked)
-    yield from _pipeline(asked)
+    yield from _not_only_data(asked)
     yield from _experts(asked)
 
 
@@ -80,33 +86,15 @@ def _gpu_names(ids: Any) -> list[str]:
     return names if all(name.isdigit() for name in names) else []
 
 
-def _tensor_and_sequence(asked: Asked) -> Iterator[Problem]:
-    processes = asked.document.launch.value("num_processes")
-    size, inner = asked.value("tensor_parallel.autotp_size"), asked.value("tensor_parallel.tp.tp_size")
-    if is_count(size) and is_count(inner) and inner not in (1, size):
-        message = f"{inner}, but tensor_parallel.autotp_size is {size}"
-        yield asked.error("tensor_parallel.tp.tp_size", message, "Delete it: autotp_size says it.")
-    if is_count(size) and is_count(processes) and processes % size:
-        message = f"{size} does not divide num_processes {processes}"
-        yield asked.error("tensor_parallel.autotp_size", message, "Write a divisor of it.")
-    sequence, data = asked.value("sequence_parallel_size"), asked.value("data_parallel_size")
-    if is_count(sequence) and sequence > 1 and data is None:
-        message = f"{sequence} without data_parallel_size: DeepSpeed builds its groups from both or not at all"
-        fix = f"Write data_parallel_size: num_processes / {sequence}, or delete it."
-        yield asked.error("sequence_parallel_size", message, fix)
-    if is_count(data) and sequence is None:
+def _not_only_data(asked: Asked) -> Iterator[Problem]:
+    """Processes that share a sample: each would get samples of its own here, and train on something else."""
+    for key in _OTHER_DIMENSIONS:
+        size = asked.value(key)
+        if is_count(size) and size > 1:
+            fix = "Only data parallelism is supported: write 1, or delete it."
+            yield asked.error(key, f"{size} is not supported", fix)
+    if asked.says_something("data_parallel_size") and not asked.has("sequence_parallel_size"):
         yield asked.no_effect("data_parallel_size", "DeepSpeed reads it beside sequence_parallel_size only")
-    if is_count(data) and is_count(sequence) and is_count(processes) and data * sequence != processes:
-        message = f"{data}, but sequence_parallel_size {sequence} × data_parallel_size {data} = {data * sequence}"
-        fix = f"Make the product num_processes, which is {processes}."
-        yield asked.error("data_parallel_size", message, fix)
-
-
-def _pipeline(asked: Asked) -> Iterator[Problem]:
-    stages = asked.value("pipeline.stages")
-    if is_count(stages) and stages > 1 and asked.stage in (2, 3):
-        message = f"{stages}, but ZeRO 2 and 3 do not go with pipeline parallelism, and {asked.stage_said}"
-        yield asked.error("pipeline.stages", message, "Delete the pipeline section, or write stage 0 or 1.")
 
 
 def _experts(asked: Asked) -> Iterator[Problem]:

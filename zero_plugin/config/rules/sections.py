@@ -73,13 +73,17 @@ def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
     if not asked.is_on(key):
         return
     if asked.value(f"{section}.partition_activations", default=False) is False:
-        yield asked.error(key, "true needs partition_activations: true", "Write that beside it, or delete it.")
+        why = "true needs partition_activations: true, unless the script configures it"
+        yield asked.warning(key, why, "Write that beside it, or delete it.")
     if asked.value(f"{section}.number_checkpoints") is None:
-        message = "true needs number_checkpoints, the number of checkpointed layers"
-        yield asked.error(key, message, "Write that beside it, or delete it.")
+        why = "true needs number_checkpoints, the number of checkpointed layers, unless the script configures it"
+        yield asked.warning(key, why, "Write that beside it, or delete it.")
 
 
 def _engine(asked: Asked) -> Iterator[Problem]:
+    if asked.is_on("autotuning.enabled"):
+        message = "true, with which DeepSpeed's engine leaves the process after a few profiled steps"
+        yield asked.error("autotuning.enabled", message, "Delete it: only `deepspeed --autotuning` starts a search.")
     key = "managed_gradient_accumulation"
     if asked.is_on(key):
         message = "true, but then DeepSpeed decides inside backward() when parameters change"
