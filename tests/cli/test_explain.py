@@ -249,6 +249,17 @@ def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
     assert explain("--accelerator=cpu")[1].startswith("no file: single on 1 × cpu\n")
 
 
+def test_a_file_for_gpus_on_a_machine_without(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong only for the machine that was guessed says how to ask for the other."""
+    monkeypatch.setattr("zero_plugin.launch.machine._GPU_DRIVERS", ())
+    arguments = ("zero3.yaml", "--set", "mixed_precision=fp16", "--set", "zero_optimization.offload_param.device=auto")
+    code, _, errors = explain(*arguments)
+    assert code == 2
+    assert errors.count("Or give --accelerator cuda") == 1
+    code, _, errors = explain(*arguments, "--accelerator=cuda")
+    assert (code, "fp16" in errors, "memory planner" in errors) == (2, False, True)
+
+
 def test_all_lists_the_defaults_of_keys_that_nobody_wrote(explain: Explain) -> None:
     """Each key once, what is written with its own origin."""
     found = lines(explain("zero3.yaml", "--all")[1])

@@ -12,6 +12,7 @@ import typer
 
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.table import Explained, print_difference, print_table
+from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
 from zero_plugin.config.tree import dotted
 from zero_plugin.errors import ConfigError, Problem
@@ -161,9 +162,23 @@ def explain_file(
         strategy = "deepspeed"
     machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
     facts = replace(facts, machine=machine, strategy=strategy)
-    resolved = resolve(document, facts)
+    try:
+        resolved = resolve(document, facts)
+    except ConfigError as error:
+        raise error if accelerator else _with_other_machine(document, facts, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
     return Explained(document, facts, resolved, rows)
+
+
+def _with_other_machine(document: Document, facts: Facts, error: ConfigError) -> ConfigError:
+    """The error of a machine that was only guessed: what is right on a GPU, where this machine has none, says so."""
+    try:
+        resolve(document, replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True)))
+        remaining: tuple[Problem, ...] = ()
+    except ConfigError as on_gpu:
+        remaining = on_gpu.problems
+    hint = "Or give --accelerator cuda, if the workers have GPUs."
+    return ConfigError([p if p in remaining else replace(p, fix=f"{p.fix} {hint}") for p in error.problems])
 
 
 def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | None:

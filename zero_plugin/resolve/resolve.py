@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.registry import deepspeed_schema, installed_release
+from zero_plugin.config.registry import changed_defaults, deepspeed_schema, default_changes, installed_release
 from zero_plugin.config.validation import legal, show, validator, violations
 from zero_plugin.resolve.batch import settle_batch, settle_clipping
 from zero_plugin.resolve.defaults import DEEPSPEED_AUTO, deepspeed_default
@@ -45,6 +45,7 @@ def resolve(document: Document, facts: Facts) -> Resolved:
     settle_optimizer(draft)
     settle_scheduler(draft)
     _settle_rest(draft)
+    _write_changed_defaults(draft)
     _check_found(draft)
     return draft.finish()
 
@@ -70,6 +71,16 @@ def _settle_rest(draft: Draft) -> None:
             draft.refuse(path, "auto, but there is no rule and no default for this key.", "Write a value.")
         else:
             draft.put(path, default[0], "no rule fills it", "default")
+
+
+def _write_changed_defaults(draft: Draft) -> None:
+    """Write out, in sections that are in use, what DeepSpeed's releases have changed the default of."""
+    for path in changed_defaults() if draft.on_deepspeed else ():
+        section, default = path[:-1], deepspeed_default(path)
+        in_use = draft.value(*section, "enabled") or draft.value(*section, "device", default="none") != "none"
+        if in_use and path not in draft.tree and default is not None:
+            release, before = default_changes(path)[-1]
+            draft.put(path, default[0], f"DeepSpeed {release} changed its default from {show(before)}", "default")
 
 
 def _check_found(draft: Draft) -> None:
