@@ -36,8 +36,9 @@ def config(
 ) -> None:
     """Answer questions, get a launch config, with a sentence beside each key. Ctrl-C stops, and writes nothing.
 
-    The default file is $HF_HOME/zero_plugin/default_config.yaml, and `zero-plugin launch` reads it when it is given
-    none. A file that is there is replaced only after you agree.
+    The default file is $HF_HOME/zero_plugin/default_config.yaml, and
+    `zero-plugin launch` reads it when it is given none. A file that is there
+    is replaced only after you agree.
     """
     try:
         if update is None:

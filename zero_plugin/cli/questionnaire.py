@@ -153,9 +153,9 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
     if stage == 3:
         whole = prompts.confirm("Save models with whole 16-bit weights, gathered from all processes?", default=True)
         answers["zero3_save_16bit_model"] = whole
-    steps = "How many micro-batches make one optimizer step: a number, or auto for what the script says?"
+    steps = "How many micro-batches per optimizer step? (auto: as the script says)"
     answers["gradient_accumulation_steps"] = prompts.read(steps, _or_auto(_whole(1)), "auto")
-    norm = "Clip gradients at which norm: a number, 0 for never, or auto for what the script says?"
+    norm = "At which norm to clip gradients? (0: never, auto: as the script says)"
     answers["gradient_clipping"] = prompts.read(norm, _or_auto(_norm), "auto")
     return answers
 
@@ -208,7 +208,7 @@ def _ask_rare(prompts: Prompts) -> dict[str, Any]:
     folder = prompts.read("Folder for a log of each worker, or none:", _text, "none")
     if folder != "none":
         answers["log_dir"] = folder
-    threads = prompts.read("Threads of each process, or auto for cores over processes:", _or_auto(_whole(1)), "auto")
+    threads = prompts.read("Threads of each process? (auto: cores over processes)", _or_auto(_whole(1)), "auto")
     if threads != "auto":
         answers["num_cpu_threads_per_process"] = threads
     restarts = prompts.read("How often do all workers start again after a crash?", _whole(0), "0")

@@ -19,7 +19,6 @@ __all__ = ["COMMENTS", "config_text", "replace_file", "write_config"]
 
 _HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch --config_file FILE train.py\n"
 _FOLDER: Final = "folder on a local NVMe disk; not NFS, not a RAM disk"
-_DEVICES: Final = "none (the GPU), cpu or nvme (stage 3), or auto"
 _HOSTS: Final = "in DeepSpeed's notation, e.g. host-1@host-2:0,2"
 
 _LAUNCH: Final[Mapping[str, str]] = {
@@ -54,9 +53,9 @@ _TRAINING: Final[Mapping[str, str]] = {
     "deepspeed_moe_layer_cls_names": "classes of mixture-of-experts layers, comma-separated; not read yet",
     "zero3_init_flag": "true or false: build models partitioned at stage 3; not read yet",
     "zero_stage": "split over the processes: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too; or auto",
-    "offload_optimizer_device": f"where optimizer states live: {_DEVICES}",
+    "offload_optimizer_device": "where optimizer states live: none (the GPU), cpu, nvme (at stage 3), or auto",
     "offload_optimizer_nvme_path": _FOLDER,
-    "offload_param_device": f"where weights live, at stage 3: {_DEVICES}",
+    "offload_param_device": "where weights live: none (the GPU), at stage 3 also cpu or nvme, or auto",
     "offload_param_nvme_path": _FOLDER,
     "zero3_save_16bit_model": "true, false or auto: gather whole 16-bit weights when a model is saved at stage 3",
     "gradient_accumulation_steps": "micro-batches per optimizer step, 1 or more; auto: what the script says, else 1",
