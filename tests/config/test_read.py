@@ -242,3 +242,15 @@ def test_reading_and_checking_is_quick(tmp_path: Path) -> None:
         if seconds < 0.3:
             return
     pytest.fail(f"reading and checking took {seconds:.2f} s of processor time")
+
+
+def test_an_unknown_deepspeed_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an installed DeepSpeed's keys are not known, a document says as which release it was read."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"steps_per_print": 1}')
+    assert read_document(path).notes == ()
+    monkeypatch.setattr("zero_plugin.config.read.release_note", lambda: "DeepSpeed 0.99 is installed")
+    assert [(note.message, note.severity) for note in read_document(path).notes] == [
+        ("DeepSpeed 0.99 is installed", "note")
+    ]
+    assert read_document(path, "0.19.8").notes == ()

@@ -16,7 +16,7 @@ from zero_plugin.cli.folders import config_files
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.launch_settings import dropped_zero, launch_settings
 from zero_plugin.config.read import read_document
-from zero_plugin.config.registry import deepspeed_schema, known_release, release_note, yaml_schema
+from zero_plugin.config.registry import deepspeed_schema, known_release, yaml_schema
 from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["check"]
@@ -115,8 +115,6 @@ def _problems(file: str, release: str | None, content: bytes | None = None) -> I
             typed = document.launch.entries["distributed_type",]
             fix = "Write distributed_type: DEEPSPEED to train with ZeRO."
             yield Problem(typed.origin.where, "distributed_type", dropped, fix, str(typed.value), "warning")
-    if release is None and release_note():
-        yield Problem(file, "", release_note(), "Name a known release: --deepspeed_version.", severity="note")
 
 
 def _schema(words: list[str]) -> Callable[[str | None], Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING, ignore
 from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, sections
 from zero_plugin.config.overlay import same_value
-from zero_plugin.config.registry import deepspeed_schema
+from zero_plugin.config.registry import deepspeed_schema, release_note
 from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS, one_spelling, translate_short_fields
 from zero_plugin.config.tree import AUTO, Entry, Origin, OriginKind, Path, Tree, dotted
 from zero_plugin.config.validation import read_as_wanted, show, validator
@@ -56,6 +56,9 @@ def read_document(path: str | os.PathLike[str], release: str | None = None, cont
         fix = "Pass the path of a launch YAML or a DeepSpeed JSON, or a dict with either content."
         raise ConfigError([Problem("config", "", f"{show(path)} is neither a path nor a dict", fix)]) from None
     reading = _Reading("file", release)
+    if release is None and (said := release_note()):
+        fix = "Name a known release: check --deepspeed_version."
+        reading.notes.append(Problem(str(file), "", said, fix, severity="note"))
     return reading.document(reading.parse(file, content), file)
 
 
