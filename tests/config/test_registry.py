@@ -156,7 +156,7 @@ TABLE: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     ("a typo in a removed section", {"elasticity": {"min_gpu": 1}}, "0.19.7", "elasticity.min_gpu: unknown key | Did you mean min_gpus?"),
     ("a range that was wider", {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, "0.19.5", None),
     ("the same now", {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}, None, "0 is not legal here"),
-    ("a type of a later release", {"optimizer": {"type": "Muon", "params": {}}}, "0.17.5", "optimizer.type"),
+    ("a type of a later release", {"optimizer": {"type": "Muon", "params": {}}}, "0.17.5", "optimizer.type: \"Muon\" is legal in DeepSpeed 0.19.8, but not in 0.17.5"),
     ("a parameter of a later release", {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.1}}}, "0.18.2", "added in DeepSpeed 0.18.3"),
     ("a removed type", {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 9}}}, None, "OneBitAdam"),
     ("the same before", {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 9}}}, "0.19.6", None),

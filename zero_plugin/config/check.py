@@ -11,7 +11,7 @@ from zero_plugin.config.contradictions import contradictions
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_keys import REFUSED_KEYS, REFUSED_VALUES, SAYS_NOTHING, WITHOUT_MEANING
 from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
-from zero_plugin.config.registry import deepspeed_schema, renamed_keys
+from zero_plugin.config.registry import KNOWN_RELEASES, deepspeed_schema, key_schema, known_release, renamed_keys
 from zero_plugin.config.retired import RETIRED_OPTIMIZERS
 from zero_plugin.config.tree import AUTO, Path, Tree, dotted
 from zero_plugin.config.unknown_keys import explain_launch_key, explain_training_key
@@ -60,7 +60,7 @@ def find_problems(document: Document, release: str | None = None) -> list[Proble
         *document.problems,
         *document.notes,
         *_launch_problems(document, schema),
-        *_training_problems(document, schema),
+        *_training_problems(document, known_release(release)),
         *_double_spellings(document),
         *contradictions(document),
     ]
@@ -91,7 +91,8 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             yield Problem(_where(document, (), (name,)), name, "unknown key", explain_launch_key(name, known, schema))
 
 
-def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
+def _training_problems(document: Document, release: str) -> Iterator[Problem]:
+    schema = deepspeed_schema(release)
     for found in violations(document.deepspeed, validator(schema)):
         where = _where(document, ("deepspeed",), found.path)
         if found.kind == "unknown":
@@ -101,7 +102,7 @@ def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterato
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
             yield Problem(where, _place(found), "is missing", fix)
         else:
-            yield _wrong_value(found, where)
+            yield _wrong_value(found, where, release)
 
 
 def _double_spellings(document: Document) -> Iterator[Problem]:
@@ -112,11 +113,15 @@ def _double_spellings(document: Document) -> Iterator[Problem]:
             yield Problem(_where(document, ("deepspeed",), old), dotted(old), f"stands beside {present}", fix)
 
 
-def _wrong_value(found: Violation, where: str) -> Problem:
+def _wrong_value(found: Violation, where: str, release: str = KNOWN_RELEASES[-1]) -> Problem:
     text = str(found.value).lower()
     if found.path == ("optimizer", "type") and text in RETIRED_OPTIMIZERS:
         return Problem(where, _place(found), f"{show(found.value)} is not supported", RETIRED_OPTIMIZERS[text])
     options = [o for branch in (found.wanted, *found.wanted.get("anyOf", ())) for o in branch.get("enum", ())]
+    newest = key_schema(found.path, release=KNOWN_RELEASES[-1]) if release != KNOWN_RELEASES[-1] else None
+    if newest is not None and not found.index and validator(newest).is_valid(found.value):
+        message = f"{show(found.value)} is legal in DeepSpeed {KNOWN_RELEASES[-1]}, but not in {release}"
+        return Problem(where, _place(found), message, f"Write {legal(found.wanted)}.")
     near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""
     default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") not in (None, "") else ""
     message = f"{show(found.value)} is not legal here"

@@ -1,17 +1,4 @@
-"""The schema of any DeepSpeed release, derived from the newest one and the history that is written beside its keys.
-
-The shipped file is the schema of the newest release. What other releases had differently stands in it as
-
-    x-added    of a key: the release that first knew it
-    x-renamed  of a key: the key of its section that it is an older spelling of, or a key below that
-    x-before   of a key: {release: what its schema said in every release before that one}
-    x-removed  of a section: {key: {"in": release, "message": …, "advice": …, "was": its schema}}
-    x-until    of an item of a list: the release that no longer has it
-
-and a derived schema says of what it lacks
-
-    x-absent   of a section: {key: [what became of it, what to write]}
-"""
+"""The schema of any DeepSpeed release, derived from the newest one and the history written beside its keys."""
 
 from __future__ import annotations
 
@@ -20,6 +7,14 @@ from typing import Any, Final
 
 __all__ = ["derive_schema", "release_order"]
 
+# The shipped file is the schema of the newest release. What other releases had differently stands in it as
+#   x-added    of a key: the release that first knew it
+#   x-renamed  of a key: the key of its section that it is an older spelling of, or a key below that
+#   x-before   of a key: {release: what its schema said in every release before that one}
+#   x-removed  of a section: {key: {"in": release, "message": …, "advice": …, "was": its schema}}
+#   x-until    of an item of a list: the release that no longer has it
+# and a derived schema says of what it lacks
+#   x-absent   of a section: {key: [what became of it, what to write]}
 _HOLDERS: Final = ("properties", "additionalProperties", "items", "allOf", "then")  # keywords with keys' schemas below
 
 
