@@ -17,7 +17,7 @@ from zero_plugin.config.registry import KNOWN_RELEASES, deepspeed_schema, key_sc
 from zero_plugin.config.retired import RETIRED_KEYS
 from zero_plugin.config.translate import one_spelling
 from zero_plugin.config.tree import Origin, Tree
-from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
+from zero_plugin.resolve.defaults import DEEPSPEED_AUTO, OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 
 # section -> the model that DeepSpeed parses it with
 MODELS = {
@@ -304,6 +304,7 @@ def test_defaults_that_are_written_out() -> None:
                 assert described[name.lower()][argument]["default"] == (
                     list(default) if isinstance(default, tuple) else default
                 ), f"{name}.{argument}"
+    assert {path for path, key in walk_keys(deepspeed_schema()) if key.get("default") == "auto"} == DEEPSPEED_AUTO
     for name, needed in SCHEDULER_REQUIRED.items():
         keys = dict(parameters("scheduler"))[name]
         assert {argument for argument, key in keys.items() if "default" not in key} == needed

@@ -37,6 +37,8 @@ KNOWN_RELEASES: Final = (
     *(f"0.19.{patch}" for patch in range(9)),
 )
 
+_OPEN: Final = ({"type": "null"}, {"const": "auto"})  # what every launch key may be
+
 
 def installed_release() -> str:
     """The known release that stands for the installed DeepSpeed: itself, else the newest one before it."""
@@ -103,7 +105,7 @@ def yaml_schema(release: str | None = None) -> Mapping[str, Any]:
     }
     return {
         "$schema": deepspeed["$schema"],
-        "title": f"Launch configuration of zero_plugin, with {deepspeed['title']}",
+        "title": f"zero_plugin launch configuration, {deepspeed['title'].removesuffix(' configuration')}",
         "type": "object",
         "properties": {**launch, **ignored, **refused, **file, "deepspeed_config": training},
         **closed,
@@ -176,10 +178,11 @@ def _find(schema: Mapping[str, Any], path: Path, kind: str | None) -> Mapping[st
 
 
 def _or_open(field: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a launch key that may also be null or `auto`, as every launch key may."""
+    """The schema of a launch key, which may also be null or `auto`."""
     words = {key: field[key] for key in ("title", "description", "default") if key in field}
     wanted = {key: value for key, value in field.items() if key not in words}
-    return {**words, "anyOf": [*wanted.get("anyOf", [wanted]), {"type": "null"}, {"const": "auto"}]}
+    branches = wanted.get("anyOf", [wanted])
+    return {**words, "anyOf": [*branches, *(extra for extra in _OPEN if extra not in branches)]}
 
 
 @functools.cache
