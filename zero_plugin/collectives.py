@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_plugin.agreement import collective
 from zero_plugin.errors import LoopError
 from zero_plugin.nested import list_leaves, map_leaves
 
@@ -36,6 +37,7 @@ def process_index() -> int:
     return int(dist.get_rank()) if _has_group() else 0
 
 
+@collective("wait_for_everyone")
 def barrier() -> None:
     """Wait until every process has come here."""
     if num_processes() == 1:
@@ -46,6 +48,7 @@ def barrier() -> None:
         dist.barrier()
 
 
+@collective("gather")
 def gather(tree: Any) -> Any:
     """The processes' tensors one after another along the first dimension, on every process.
 
@@ -66,6 +69,7 @@ def gather(tree: Any) -> Any:
     return map_leaves(lambda _: next(gathered), tree)
 
 
+@collective("gather_object")
 def gather_object(items: list[Any]) -> list[Any]:
     """The processes' lists of picklable objects as one list, process 0's first, on every process."""
     if not isinstance(items, list):
@@ -77,6 +81,7 @@ def gather_object(items: list[Any]) -> list[Any]:
     return [item for part in lists for item in part]
 
 
+@collective("reduce")
 def reduce(tree: Any, reduction: Literal["sum", "mean"] = "mean") -> Any:
     """Elementwise sum or mean of the processes' tensors, on every process; shapes must be the same everywhere.
 
@@ -97,6 +102,7 @@ def reduce(tree: Any, reduction: Literal["sum", "mean"] = "mean") -> Any:
     return map_leaves(reduce_one, tree)
 
 
+@collective("broadcast")
 def broadcast(tree: Any, from_process: int = 0) -> Any:
     """Process `from_process`'s tensors on every process; shapes and dtypes must already be the same everywhere."""
     _tensors(tree, "broadcast")
@@ -111,6 +117,7 @@ def broadcast(tree: Any, from_process: int = 0) -> Any:
     return map_leaves(broadcast_one, tree)
 
 
+@collective("broadcast_object_list")
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of `objects`, in place, by process `from_process`'s; returns `objects`."""
     if num_processes() > 1:
@@ -118,6 +125,7 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
     return objects
 
 
+@collective("pad_across_processes")
 def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad every tensor along `dim` with `pad_index` to the largest size on any process, behind or in front.
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from zero_plugin.agreement import collective, end_watching, start_watching
 from zero_plugin.errors import LaunchError
 
 __all__ = ["Processes", "start_processes"]
@@ -35,6 +36,7 @@ class Processes:
     device: torch.device
     owns_group: bool
 
+    @collective("wait_for_everyone")
     def barrier(self) -> None:
         """Wait for every process."""
         if self.world_size > 1:
@@ -47,6 +49,7 @@ class Processes:
         gc.collect()
         if self.owns_group and dist.is_initialized():
             self.barrier()
+            end_watching()
             dist.destroy_process_group()
 
 
@@ -85,6 +88,7 @@ def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta
             # no port, so that any number of single-process runs fit on one machine.
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
+    start_watching()
     return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device, owns_group)
 
 

@@ -1,0 +1,128 @@
+"""Processes that do not make the same collective calls are told so within seconds, each with its line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "disagree.py"
+SCRIPTS = [
+    *(f"ddp:{how}" for how in ("save_alone", "gather_alone", "wait_alone", "long_calls", "short_calls")),
+    *(f"ddp:{how}" for how in ("leaves", "fails", "more_steps", "late")),
+    "zero3:state_alone",
+]
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the two processes of a script ended: exit codes, None for one that had to be killed, and their output."""
+
+    codes: list[int | None]
+    outputs: list[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All scripts run once, at the same time."""
+    folder = tmp_path_factory.mktemp("agreement")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, SCRIPT, folder, *SCRIPTS, "120"], env=environment, check=True, timeout=250)
+    return folder
+
+
+def ended(folder: Path, script: str) -> Ended:
+    """How a script ended."""
+    codes = json.loads((folder / "codes.json").read_text())
+    names = [f"{script.replace(':', '-')}-{rank}" for rank in range(2)]
+    return Ended([codes[name] for name in names], [(folder / f"{name}.log").read_text() for name in names])
+
+
+def line_of(text: str, occurrence: int = 0) -> str:
+    """`file:line` where the script says `text`."""
+    found = [number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1) if text in line]
+    return f"{SCRIPT}:{found[occurrence]}"
+
+
+@pytest.mark.parametrize(
+    ("script", "call"), [("ddp:save_alone", "save_model"), ("zero3:state_alone", "get_state_dict")]
+)
+def test_a_long_call_on_one_process_is_an_error_of_the_script(folder: Path, script: str, call: str) -> None:
+    """The classic mistake, `if accelerator.is_main_process:`: a LoopError with both places and what to write."""
+    run = ended(folder, script)
+    assert run.codes[0] == 1
+    assert "LoopError" in run.outputs[0]
+    assert f"process 0 is in {call}() ({line_of(f'accelerator.{call}(model')})" in run.outputs[0]
+    assert f"process 1 did not come: it went on, and waits for this process at {line_of('backward(')}" in run.outputs[0]
+    assert "not under `if accelerator.is_main_process:`" in run.outputs[0]
+    assert run.codes[1] != 0
+    assert run.codes[1] is not None, "the other process did not end"
+
+
+@pytest.mark.parametrize(("script", "call"), [("ddp:gather_alone", "gather"), ("ddp:wait_alone", "wait_for_everyone")])
+def test_a_short_call_on_one_process_ends_it(folder: Path, script: str, call: str) -> None:
+    """It sits in an operation that nothing interrupts: the same sentence is printed, and the exit code is 1."""
+    run = ended(folder, script)
+    assert run.codes[0] == 1
+    assert f"zero_plugin: error: process 0 is in {call}()" in run.outputs[0]
+    assert "process 1 did not come" in run.outputs[0]
+    assert run.codes[1] == 1
+
+
+def test_different_long_calls(folder: Path) -> None:
+    """`get_state_dict` here and `save_model` there: both are told, as errors of the script."""
+    run = ended(folder, "ddp:long_calls")
+    assert run.codes == [1, 1]
+    for output in run.outputs:
+        assert "LoopError" in output
+        assert "get_state_dict()" in output
+        assert "save_model()" in output
+        assert "the same calls in the same order" in output
+
+
+def test_different_short_calls(folder: Path) -> None:
+    """`gather` here and `reduce` there: whoever finds it first says both, and both end."""
+    run = ended(folder, "ddp:short_calls")
+    assert run.codes == [1, 1]
+    assert any("gather()" in output and "reduce()" in output for output in run.outputs)
+
+
+def test_a_process_that_ended(folder: Path) -> None:
+    """One that ran off its end is met at its end_training; neither waits for the time-out, and neither exits with 0."""
+    run = ended(folder, "ddp:leaves")
+    assert run.codes == [1, 1]
+    assert "process 0 is in gather()" in run.outputs[0] + run.outputs[1]
+    assert "end_training() (its end)" in run.outputs[0] + run.outputs[1]
+
+
+def test_a_process_that_failed(folder: Path) -> None:
+    """Its own error is its own; the other says that it failed, and where it was last."""
+    run = ended(folder, "ddp:fails")
+    assert run.codes == [1, 1]
+    assert "ValueError: the script's own error" in run.outputs[1]
+    assert "process 1 has failed; its last such call was gather()" in run.outputs[0]
+
+
+def test_more_steps_on_one_process(folder: Path) -> None:
+    """A loop that ends earlier on one process meets the other's backward: an error, and not an exit with 0."""
+    run = ended(folder, "ddp:more_steps")
+    assert run.codes == [1, 1]
+    assert "process 0 is in end_training() (its end), but process 1 did not come" in run.outputs[0]
+    assert "the same number of steps" in run.outputs[0]
+
+
+def test_a_late_process_is_named_and_waited_for(folder: Path) -> None:
+    """Merely late, before a long call and before a short one: a warning with its place, and all goes on."""
+    run = ended(folder, "ddp:late")
+    assert run.codes == [0, 0]
+    for call in ("get_state_dict", "gather"):
+        assert f"process 0 has waited in {call}()" in run.outputs[0]
+    assert f"process 1 is at {line_of('time.sleep(3)')}" in run.outputs[0]
+    assert "error" not in run.outputs[0]
