@@ -209,6 +209,12 @@ def test_the_fix_is_said_where_it_is_written(text: str, fix: str) -> None:
     assert problem.fix == fix
 
 
+def test_a_key_of_another_stage_says_how_to_get_there() -> None:
+    """The stages that read it, written where the stage is."""
+    (problem,) = found("{" + ZERO_1 + '"overlap_comm": true}}')
+    assert problem.fix == "Delete it, or write 2 or 3 at c.json:1:24."
+
+
 def test_what_flags_do_is_mended_with_flags() -> None:
     """A contradiction that a flag makes is said at the flag, with the flag that ends it."""
     with pytest.raises(ConfigError) as caught:

@@ -107,7 +107,8 @@ def as_github(findings: Findings) -> str:
 
 def _headline(problem: Problem) -> str:
     """Key, value where the message does not show it, and message."""
-    shown = f" = {problem.value}" if problem.value and problem.value not in problem.message else ""
+    is_shown = problem.value.strip('"') in problem.message
+    shown = "" if is_shown else f" = {problem.value}"
     return f"{problem.key}{shown}: {problem.message}" if problem.key else problem.message
 
 
