@@ -65,7 +65,8 @@ def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
             known = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
             why = f"only stage{'s' if len(stages) > 1 else ''} {known} read{'s' if len(stages) == 1 else ''} it"
             other = asked.how_to_set(STAGE, " or ".join(map(str, stages)), key)
-            yield asked.no_effect(key, f"{why}, and {asked.stage_said}", f"Delete it, or {other[0].lower()}{other[1:]}.")
+            fix = f"Delete it, or {other[0].lower()}{other[1:]}."
+            yield asked.no_effect(key, f"{why}, and {asked.stage_said}", fix)
     if asked.says_something(f"{_ZERO}.allgather_partitions"):
         yield asked.no_effect(f"{_ZERO}.allgather_partitions", "DeepSpeed parses it and never reads it")
 
