@@ -153,6 +153,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("a typo in an unread section", "c.json", '{"aio": {"queue_dept": 8}}', "1:10", "aio.queue_dept: unknown key", "Did you mean queue_depth?"),
     ("a typo in activation checkpointing", "c.json", '{"activation_checkpointing": {"partition_activation": true}}', "1:31", "activation_checkpointing.partition_activation: unknown key", "Did you mean partition_activations?"),
     ("a typo in the profiler", "c.json", '{"flops_profiler": {"enabled": true, "profile_steps": 3}}', "1:38", "flops_profiler.profile_steps: unknown key", "Did you mean profile_step?"),
+    ("params where there are none", "c.json", '{"autotuning": {"params": {"lr": 1}}}', "1:17", "autotuning.params: unknown key", "It belongs in optimizer"),
     ("a typo in a monitor", "c.json", '{"tensorboard": {"enabled": true, "output_dir": "logs"}}', "1:35", "tensorboard.output_dir: unknown key", "Legal here: enabled, output_path, job_name."),
     ("a misplaced key", "c.json", '{"offload_optimizer": {"device": "cpu"}}', "1:2", "offload_optimizer: unknown key", "It belongs in zero_optimization."),
     ("a stage at the top", "c.json", '{"stage": 2}', "1:2", "stage: unknown key", "It belongs in zero_optimization."),

@@ -78,7 +78,7 @@ def _types_with(path: Path, schema: Mapping[str, Any]) -> list[str]:
     """The optimizers or schedules whose parameters have the last key of `path`."""
     if path[1:2] != ("params",):
         return []
-    branches = schema["properties"][path[0]]["allOf"]
+    branches = schema["properties"][path[0]].get("allOf", ())
     having = [branch for branch in branches if path[-1] in branch["then"]["properties"]["params"]["properties"]]
     return [name for branch in having for name in types_of(branch)]
 
