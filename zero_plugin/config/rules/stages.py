@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from zero_plugin.config.rules.asked import STAGE, Asked, is_count, is_number
+from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 
 __all__ = ["check_stages"]
@@ -74,16 +75,18 @@ def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
 def _reduction(asked: Asked) -> Iterator[Problem]:
     prescale, factor = asked.is_on("prescale_gradients"), asked.value("gradient_predivide_factor", default=1)
     divides = is_number(factor) and factor != 1
-    if asked.value(f"{_ZERO}.reduce_scatter", default=True) is True and asked.stage in (1, 2, 3):
-        needs = "while ZeRO reduces by reduce_scatter"
-        fix = f"Delete it, or write {_ZERO}.reduce_scatter: false."
-        if prescale:
-            yield asked.error("prescale_gradients", f"true {needs}", fix)
-        if divides:
-            yield asked.error("gradient_predivide_factor", f"{factor} {needs}", fix)
-    elif prescale and divides:
+    scattered = asked.value(f"{_ZERO}.reduce_scatter", default=True) is True and asked.stage in (1, 2, 3)
+    if prescale and divides and not scattered:
         why = f"prescale_gradients is true at {asked.written('prescale_gradients')}"
         yield asked.no_effect("gradient_predivide_factor", why, "Keep one of the two.")
+    for key, holds in (("prescale_gradients", prescale), ("gradient_predivide_factor", divides)):
+        if holds and scattered:
+            needs = "while ZeRO reduces by reduce_scatter"
+            fix = f"Delete it, or write {_ZERO}.reduce_scatter: false."
+            if asked.stage == 1:  # stages 2 and 3 refuse to start
+                yield asked.no_effect(key, needs.removeprefix("while "), fix)
+            else:
+                yield asked.error(key, f"{show(asked.value(key))} {needs}", fix)
     if asked.value(_SUM) == "sum":
         for holds, what in (
             (asked.stage == 3, f"at ZeRO stage 3, and {asked.stage_said}"),
@@ -100,7 +103,7 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
 
 def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
     size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.document.launch.value("num_processes")
-    if is_count(size) and is_count(processes) and asked.stage == 3 and processes % size:
+    if is_count(size) and is_count(processes) and asked.stage == 3 and processes % min(size, processes):
         message = f"{size} does not divide num_processes {processes}"
         fix = "Write the processes of one node, so that each node holds one copy of the weights."
         yield asked.error(f"{_ZERO}.zero_hpz_partition_size", message, fix)
