@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from zero_plugin.config.document import Document
@@ -100,6 +100,7 @@ ANYTHING = some.recursive(
 )
 
 
+@settings(deadline=None)  # other work shares the machine
 @given(some.dictionaries(TEXT, ANYTHING, max_size=5))
 def test_any_value_is_read_back_by_both_yaml_versions(mapping: dict[str, Any]) -> None:
     """PyYAML reads what is written as the same keys, values and types; commented or not."""
@@ -168,6 +169,7 @@ LAUNCH = some.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(LAUNCH, DEEPSPEED)
 def test_any_document(
     tmp_path_factory: pytest.TempPathFactory, launch: dict[str, Any], deepspeed: dict[str, Any]

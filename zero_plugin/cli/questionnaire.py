@@ -148,7 +148,7 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
         place = prompts.choose(f"Where to offload {what}?", places, "none")
         answers[f"offload_{name}_device"] = place
         if place == "nvme":
-            path = prompts.read(f"Folder on the NVMe disk for {what}:", _text, path)
+            path = prompts.read(f"Folder on the NVMe disk for {what}:", _folder, path)
             answers[f"offload_{name}_nvme_path"] = path
     if stage == 3:
         whole = prompts.confirm("Save models with whole 16-bit weights, gathered from all processes?", default=True)
@@ -250,6 +250,12 @@ def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def _text(line: str) -> str:
     if not line:
         raise ValueError("Type something here.")
+    return line
+
+
+def _folder(line: str) -> str:
+    if line.lower() in ("", "none", "auto"):  # these words do not mean a folder in the file
+        raise ValueError("Type the path of a folder.")
     return line
 
 
