@@ -25,7 +25,7 @@ from zero_plugin.config.overlay import overlay_code
 from zero_plugin.config.tree import Path as KeyPath
 from zero_plugin.data.loader import ActiveLoaders, ShardedLoader
 from zero_plugin.data.metrics import gather_for_metrics
-from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.data.prepare import ShardIterable, prepare_loader
 from zero_plugin.errors import LoopError
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.prepared import PreparedOptimizer, PreparedScheduler
@@ -55,6 +55,8 @@ class Accelerator:
         cpu: compute on the CPU even where there is a GPU.
         split_batches: the loaders' batch size is that of all processes together.
         even_batches: complete the last step of an epoch with its first samples, so that every process has a full batch.
+        shard_iterable: `never` takes iterable data sets to give each process and worker its own samples; `auto` shares
+            those out that are not known to.
 
     Attributes:
         document: what was asked for, with every value's origin.
@@ -76,6 +78,7 @@ class Accelerator:
         cpu: bool | None = None,
         split_batches: bool = False,
         even_batches: bool = True,
+        shard_iterable: ShardIterable = "auto",
     ) -> None:
         arguments: dict[KeyPath, tuple[str, Any]] = {
             ("mixed_precision",): ("mixed_precision", mixed_precision),
@@ -97,6 +100,7 @@ class Accelerator:
         self.resolved: Resolved | None = None
         self.split_batches = split_batches
         self._even_batches = even_batches
+        self._shard_iterable: ShardIterable = shard_iterable
         self._loaders = ActiveLoaders()
         asked_steps = self.document.deepspeed.value("gradient_accumulation_steps")
         self._window = AccumulationWindow(
@@ -188,15 +192,18 @@ class Accelerator:
         if optimizers and not models:
             raise LoopError("prepare() got an optimizer without its model; pass both in the same call.")
 
-        ready: dict[int, Any] = {}
+        ready: dict[int, Any] = {id(loader): self.prepare_data_loader(loader) for loader in loaders}
         facts = Facts(
-            loop=probe_loop(loaders, processes=self.num_processes, split_batches=self.split_batches),
+            loop=probe_loop(
+                loaders,
+                [ready[id(loader)] for loader in loaders],
+                processes=self.num_processes,
+                split_batches=self.split_batches,
+            ),
             machine=probe_machine("cuda" if self.device.type == "cuda" else "cpu", self.num_processes),
             split_batches=self.split_batches,
             strategy=self._strategy.name,
         )
-        for loader in loaders:
-            ready[id(loader)] = self.prepare_data_loader(loader)
         if models:
             optimizer = optimizers[0] if optimizers else None
             training = start_training(
@@ -231,6 +238,7 @@ class Accelerator:
             device=self.device,
             even_batches=self._even_batches,
             split_batches=self.split_batches,
+            shard_iterable=self._shard_iterable,
             active=self._loaders,
         )
 

@@ -307,7 +307,8 @@ def test_what_is_left_out_is_told_once_by_the_main_process(caplog: pytest.LogCap
     [
         (lambda: [1, 2], "found a list"),
         (lambda: alone(DataLoader(Numbers(4))), "prepared already"),
-        (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 2, 0)), "no DistributedSampler"),
+        (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 2, 1)), "part 1 of 2"),
+        (lambda: DataLoader(Numbers(4), sampler=DistributedSampler(range(4), 3, 0)), "part 0 of 3"),
         (lambda: DataLoader(Numbers(4), in_order=False), "in_order=True"),
     ],
 )
@@ -351,10 +352,10 @@ def test_metrics_outside_a_loop_are_refused() -> None:
 
 
 def test_metrics_that_are_not_per_sample_are_refused_at_the_first_batch() -> None:
-    """A mean loss, or flattened tokens, cannot be cut to the real samples: the error says to use gather()."""
+    """Flattened tokens, say, cannot be cut to the real samples: the error says to use gather()."""
     loader = alone(DataLoader(Numbers(6), batch_size=4))
     for batch in loader:
-        for wrong in (batch.float().mean(), batch.repeat(3), [1] * 7):
+        for wrong in (batch.repeat(3), [1] * 7):
             with pytest.raises(LoopError, match=r"use gather\(\)"):
                 gather_for_metrics(wrong, loader)
         with pytest.raises(LoopError, match="found a str"):

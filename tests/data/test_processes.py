@@ -1,28 +1,29 @@
-"""Loaders and exact gathering over real process groups."""
+"""Loaders over real process groups."""
 
 from __future__ import annotations
 
 import random
 import sys
 import time
+from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from zero_plugin.collectives import barrier, gather, gather_object
-from zero_plugin.data.loader import ShardedLoader
-from zero_plugin.data.metrics import gather_for_metrics
+from zero_plugin.data.loader import ShardedLoader, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-
-
-class Stream(IterableDataset):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __iter__(self):
-        return iter(range(self.size))
+from zero_plugin.errors import LoopError
 
 
 class PythonShuffle(Sampler):
@@ -38,71 +39,9 @@ class PythonShuffle(Sampler):
         return iter(random.sample(range(self.size), self.size))
 
 
-class Buckets:
-    """A batch sampler without a batch size, whose batches vary."""
-
-    def __init__(self, size: int) -> None:
-        self.batches: list[list[int]] = []
-        taken = 0
-        while taken < size:
-            self.batches.append(list(range(taken, min(taken + 1 + taken % 4, size))))
-            taken += len(self.batches[-1])
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
 def prepared(loader: DataLoader, **options) -> ShardedLoader:
     rank, world = dist.get_rank(), dist.get_world_size()
     return prepare_loader(loader, rank=rank, world_size=world, device=torch.device("cpu"), **options)
-
-
-def collect(loader: ShardedLoader) -> list[int]:
-    """An evaluation loop, as users write it; at the last batch also with nested tensors and with objects."""
-    seen: list[int] = []
-    for batch in loader:
-        got = gather_for_metrics(batch, loader)
-        seen += got.tolist()
-        if loader.on_last_batch:
-            nested = gather_for_metrics({"cubes": [batch**3], "rows": torch.stack([batch, batch], dim=1)}, loader)
-            assert torch.equal(nested["cubes"][0], got**3)
-            assert torch.equal(nested["rows"][:, 1], got)
-            assert gather_for_metrics([f"{value}" for value in batch.tolist()], loader) == list(map(str, got.tolist()))
-    return seen
-
-
-def check_gathering_is_exact() -> None:
-    world = dist.get_world_size()
-    for samples in range(1, 41):
-        data, expected = list(range(samples)), list(range(samples))
-        for batch_size in (1, 3, 16) if samples <= 12 else (3, 16):
-            assert collect(prepared(DataLoader(data, batch_size=batch_size))) == expected
-        assert collect(prepared(DataLoader(data, batch_size=2 * world), split_batches=True)) == expected
-        assert collect(prepared(DataLoader(Stream(samples), batch_size=3))) == expected
-        assert collect(prepared(DataLoader(data, batch_sampler=Buckets(samples)))) == expected
-        uneven = collect(prepared(DataLoader(data, batch_size=3), even_batches=False))
-        assert uneven == expected[: len(uneven)]
-        assert samples - len(uneven) <= 3 * (world - 1)
-        uneven = collect(prepared(DataLoader(Stream(samples), batch_size=3), even_batches=False))
-        assert uneven == expected[: len(uneven)]
-        assert samples - len(uneven) <= 3 * (world - 1)
-    ready = [torch.arange(n) + 10 * n for n in (1, 2, 3, 4, 5, 6, 7)]
-    assert [collect_ready(prepared(DataLoader(ready, batch_size=None)))] == [torch.cat(ready).tolist()]
-
-
-def collect_ready(loader: ShardedLoader) -> list[int]:
-    return [value for batch in loader for value in gather_for_metrics(batch, loader).tolist()]
-
-
-def check_worker_processes_keep_it_exact() -> None:
-    for samples in (13, 16):
-        assert collect(prepared(DataLoader(range(samples), batch_size=2, num_workers=2))) == list(range(samples))
-        # Plain torch gives each worker the whole stream: the same is seen here, each time exactly once.
-        seen = collect(prepared(DataLoader(Stream(samples), batch_size=2, num_workers=2)))
-        assert sorted(seen) == sorted(2 * list(range(samples)))
 
 
 def check_the_order_is_process_0_s() -> None:
@@ -113,6 +52,7 @@ def check_the_order_is_process_0_s() -> None:
         DataLoader(range(samples), batch_size=1, shuffle=True),
         DataLoader(range(samples), batch_size=4, shuffle=True, generator=generator),
         DataLoader(range(samples), batch_size=4, sampler=PythonShuffle(samples)),
+        DataLoader(range(300), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True),
         DataLoader(range(samples), batch_sampler=BatchSampler(PythonShuffle(samples), 7, False)),
         DataLoader(range(samples), batch_size=4, sampler=WeightedRandomSampler([1.0] * samples, samples)),
     ]
@@ -151,18 +91,127 @@ def check_streams_of_different_length_stop_together() -> None:
     assert gather(torch.tensor(len(flags))).shape == (dist.get_world_size(),)
 
 
+class Recorded:
+    """0 … size-1; each read leaves a line in a file that all processes and workers share."""
+
+    def __init__(self, size: int, path: Path) -> None:
+        self.size, self.path = size, path
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        with self.path.open("a") as file:
+            file.write(f"{index}\n")
+        return index + 1000 * self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def reads(self) -> list[int]:
+        barrier()
+        read = sorted(map(int, self.path.read_text().split())) if self.path.exists() else []
+        barrier()
+        self.path.unlink(missing_ok=True)
+        barrier()
+        return read
+
+
+def check_each_sample_is_read_once() -> None:
+    """Also with three workers on each process, in a loop that resumes, or that is left and started again."""
+    data = Recorded(48, Path(f"{sys.argv[1]}-reads"))
+    world = dist.get_world_size()
+    for workers, persistent in ((0, False), (3, False), (3, True)):
+        data.epoch = 0
+        loader = DataLoader(
+            data, 2, num_workers=workers, persistent_workers=persistent, prefetch_factor=workers or None
+        )
+        shared = prepared(loader)
+        assert union(shared) == list(range(48))
+        assert data.reads() == list(range(48))
+        assert union(skip_first_batches(shared, 3)) == [1000 + n for n in range(6 * world, 48)], "the next epoch"
+        assert data.reads() == list(range(6 * world, 48)), "what is skipped is not read"
+        for _ in shared:
+            break
+        shared.set_epoch(7)
+        assert union(shared) == [7000 + n for n in range(48)], "workers that last are told the epoch too"
+        data.reads()
+
+
+def check_loops_inside_loops() -> None:
+    """An evaluation inside training, left early or not, disturbs neither the order nor the counts of the training."""
+    torch.manual_seed(4)
+    training = prepared(DataLoader(range(21), batch_size=2, shuffle=True))
+    evaluation = prepared(DataLoader(range(9), batch_size=2))
+    whole, flags = [], []
+    for step, batch in enumerate(training):
+        whole.append(batch.tolist()[: training.real_samples])
+        for _ in evaluation:
+            if step == 1:
+                break
+        flags.append((training.on_last_batch, training.batches_left == 0))
+        assert union(evaluation) == list(range(9))
+    assert flags == [(False, False)] * (len(flags) - 1) + [(True, True)]
+    assert sorted(n for part in gather_object(whole) for n in part) == list(range(21))
+
+
+class Endless(Sampler):
+    """A sampler without a length and without an end."""
+
+    def __iter__(self):
+        return (number % 10 for number in count())
+
+
+def check_a_sampler_without_length() -> None:
+    shared = prepared(DataLoader(range(10), batch_size=2, sampler=Endless()))
+    for step, batch in enumerate(shared):
+        assert shared.batches_left is None
+        first = 2 * (step * dist.get_world_size() + dist.get_rank())
+        assert batch.tolist() == [first % 10, (first + 1) % 10]
+        if step == 12:
+            break
+
+
+def check_a_distributed_sampler_is_left_to_it() -> None:
+    """Each process gets what its DistributedSampler draws, another order in each epoch, and its repeats are known."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sampler = DistributedSampler(range(20), world, rank, seed=3)
+    shared = prepared(DataLoader(range(20), batch_size=3, sampler=sampler))
+    epochs = []
+    for epoch in range(2):
+        expected = DistributedSampler(range(20), world, rank, seed=3)
+        expected.set_epoch(epoch)
+        batches = [batch.tolist() for batch in shared]
+        assert [n for batch in batches for n in batch] == list(expected)
+        epochs.append(batches)
+    assert epochs[0] != epochs[1]
+    assert len(shared) == len(epochs[0])
+    assert sorted(union(shared)) == list(range(20))
+    with pytest.raises(LoopError, match="part 0 of 7"):
+        prepared(DataLoader(range(20), sampler=DistributedSampler(range(20), 7, 0)))
+
+
+def check_data_cut_up_by_hand_is_refused() -> None:
+    with pytest.raises(LoopError, match="give each of them the whole one"):
+        prepared(DataLoader(range(7 + dist.get_rank()), batch_size=2))
+
+
 CHECKS = [
-    check_gathering_is_exact,
-    check_worker_processes_keep_it_exact,
     check_the_order_is_process_0_s,
     check_streams_of_different_length_stop_together,
+    check_each_sample_is_read_once,
+    check_loops_inside_loops,
+    check_a_sampler_without_length,
+    check_a_distributed_sampler_is_left_to_it,
+    check_data_cut_up_by_hand_is_refused,
 ]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 3])
 def test_loaders_over_real_processes(run_processes, world: int) -> None:
-    """1 … 40 samples, any batch size and kind of loader: each once and in order; one order; no hang."""
+    """Each sample once, in one order; loops nested, left, resumed; streams that differ end together."""
     outputs = run_processes(__file__, world)
     assert "at least" in outputs[0]
     assert "left out" not in outputs[1]

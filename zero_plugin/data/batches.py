@@ -27,7 +27,7 @@ class Share(NamedTuple):
         real: how many of them, from the front, are not repeated to make the step even.
     """
 
-    indices: list[Any]
+    indices: Any
     samples: int
     real: int
 
@@ -96,10 +96,21 @@ class BatchShard:
 
     Attributes:
         shares: the shares drawn by the newest iteration and not yet taken off by the loader, which reads ahead.
+
+    Args:
+        batch_sampler: the loader's; with one process, or where it divides the data itself, its batches are taken as
+            they come.
+        how: how they are shared.
+        report_dropped: gets the number of samples left out at an epoch's end.
+        real: for a sampler that divides the data itself, how many samples of an epoch, from the front, are not repeated
+            ones; None for all.
     """
 
-    def __init__(self, batch_sampler: Any, how: Sharing, report_dropped: Callable[[int], None]) -> None:
+    def __init__(
+        self, batch_sampler: Any, how: Sharing, report_dropped: Callable[[int], None], real: int | None = None
+    ) -> None:
         self.batch_sampler = batch_sampler
+        self._real = real
         self.shares: deque[Share] = deque()
         self._how = how
         self._report_dropped = report_dropped
@@ -107,7 +118,7 @@ class BatchShard:
 
     def skipping(self, count: int) -> BatchShard:
         """The same without the first `count` batches."""
-        later = BatchShard(self.batch_sampler, self._how, self._report_dropped)
+        later = BatchShard(self.batch_sampler, self._how, self._report_dropped, self._real)
         later._skip = self._skip + count
         return later
 
@@ -116,14 +127,26 @@ class BatchShard:
         return self._draw(self.shares)
 
     def _draw(self, shares: deque[Share]) -> Iterator[Any]:
+        how = self._how
+        for share in islice(self._shares(), self._skip, None):
+            shares.append(share)
+            yield share.indices if how.batched else share.indices[0]
+
+    def _shares(self) -> Iterator[Share]:
         how, batches = self._how, self.batch_sampler
         if how.world > 1 and not _is_sequential(batches):
             batches = _drawn_by_main(batches)
         if not how.batched:
             batches = ([item] for item in batches)
-        for share in islice(share_batches(batches, how, self._report_dropped), self._skip, None):
-            shares.append(share)
-            yield share.indices if how.batched else share.indices[0]
+        if how.world > 1:
+            yield from share_batches(batches, how, self._report_dropped)
+            return
+        before = 0
+        for batch in batches:
+            indices = batch if hasattr(batch, "__len__") else list(batch)
+            samples = len(indices)
+            yield Share(indices, samples, samples if self._real is None else min(samples, max(0, self._real - before)))
+            before += samples
 
     def __len__(self) -> int:
         how, batches = self._how, len(self.batch_sampler)

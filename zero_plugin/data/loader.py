@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 
-from zero_plugin.collectives import reduce
+from zero_plugin.collectives import broadcast
+from zero_plugin.data.agree import keep_together
 from zero_plugin.data.batches import BatchShard, Sharing
 from zero_plugin.data.device import move_batch
+from zero_plugin.data.epochs import Epochs
 from zero_plugin.data.portion import Portion
-from zero_plugin.data.stream import StreamShard
+from zero_plugin.data.stream import Division, StreamShard
 from zero_plugin.errors import LoopError
 
 __all__ = ["ActiveLoaders", "ShardedLoader", "skip_first_batches"]
+
+_SEEDS = 2**62
 
 
 class ActiveLoaders:
@@ -54,6 +58,8 @@ class ShardedLoader:
         on_last_batch: whether the current batch is the epoch's last on all processes.
         batch_samples: samples in the current batch, repeated ones included; None where nobody counts.
         real_samples: samples, from the front of the current batch, that are not repeats; None for all.
+        repeats_unseen: name of the user's sampler that shares the samples and may repeat some; None where repeats are
+            known.
     """
 
     def __init__(
@@ -64,21 +70,31 @@ class ShardedLoader:
         device: torch.device | None,
         active: ActiveLoaders,
         report_dropped: Callable[[int], None],
+        report_restart: Callable[[int], None] = lambda _: None,
+        ends_unknown: bool = False,
+        repeats_unseen: str | None = None,
     ) -> None:
         self._inner = inner  # a DataLoader whose batch sampler is a BatchShard or whose data set is a StreamShard
         self._how = how
         self._device = device
         self._active = active
         self._report_dropped = report_dropped
+        self._report_restart = report_restart
         self._skip = 0
         self._stream: StreamShard | None = inner.dataset if isinstance(inner.dataset, StreamShard) else None
+        self._ends_unknown = ends_unknown and how.world > 1  # the processes have to agree on the last step
+        self._batches: int | None = None  # of the running epoch
         self.dataset: Any = inner.dataset if self._stream is None else self._stream.dataset
+        outer = None if self._stream is not None else self._shard().batch_sampler
+        self._epochs = Epochs([self.dataset, outer, getattr(outer, "sampler", None)])
+        self._workers_epoch: int | None = None  # what lasting workers' copies of the data set were told
         self.batch_size = how.batch_size if how.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
         self.position = -1
         self.on_last_batch = False
         self.batch_samples: int | None = None
         self.real_samples: int | None = None
+        self.repeats_unseen = repeats_unseen
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -96,13 +112,15 @@ class ShardedLoader:
 
     @property
     def batches_left(self) -> int | None:
-        """Batches to come in this epoch after the current one; None for a stream that has not come to its last one.
+        """Batches to come in this epoch after the current one; None where that is not known before the last one.
 
         A stream's own `__len__` is not relied on: worker processes and filters make it wrong.
         """
         if self.on_last_batch:
             return 0
-        return None if self._stream is not None else len(self) - self.position - 1
+        if self.position < 0:
+            return self._count_batches()
+        return None if self._batches is None else max(1, self._batches - self.position - 1)
 
     def skipping(self, count: int) -> ShardedLoader:
         """What `skip_first_batches` returns."""
@@ -111,31 +129,65 @@ class ShardedLoader:
         if self._stream is None:
             later._inner = copy.copy(self._inner)
             key = "sampler" if self._inner.batch_sampler is None else "batch_sampler"
-            later._inner.__dict__[key] = self._shard().skipping(count)
+            later._inner.__dict__.update({key: self._shard().skipping(count), "_iterator": None})
         return later
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's data set, batch sampler and sampler the epoch, each where it wants to know."""
-        outer = None if self._stream is not None else self._shard().batch_sampler
-        parts: list[Any] = [self.dataset, outer, getattr(outer, "sampler", None)]
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        """Tell the user's data set, batch sampler and sampler the epoch that begins next, each where it wants to know.
+
+        A loop that never calls it gets the next epoch at each start.
+        """
+        self._epochs.choose(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        portions = self._portions()
-        self.position, self.on_last_batch = -1, False
+        self._begin_epoch()
+        portions, device = self._portions(), self._device
+        if self._ends_unknown:
+            portions = self._keep_together(portions)
+        self.position, self.on_last_batch, self._batches = -1, False, self._count_batches()
         self._active.enter(self)
         try:
-            coming = self._next_for_all(portions)
+            coming = next(portions, None)
             while coming is not None:
-                current, coming = coming, self._next_for_all(portions)
+                batch, self.batch_samples, self.real_samples, _ = coming
+                coming = next(portions, None)
                 self.position += 1
                 self.on_last_batch = coming is None
-                self.batch_samples, self.real_samples = current.samples, current.real
-                yield current.batch if self._device is None else move_batch(current.batch, self._device)
+                yield batch if device is None else move_batch(batch, device)
         finally:
             self._active.leave(self)
+
+    def _begin_epoch(self) -> None:
+        self._epochs.begin()
+        told = self._epochs.told(self.dataset)
+        if self._stream is not None:
+            seed = torch.initial_seed() % _SEEDS
+            if self._how.world > 1 and self._stream.division is not Division.BY_ITSELF:
+                seed = int(broadcast(torch.tensor(seed)))
+            self._stream.begin_epoch(seed + self._epochs.current, told)
+        elif told != self._workers_epoch and self._inner.__dict__.get("_iterator") is not None:
+            self._inner.__dict__["_iterator"] = None  # lasting workers have copies of the data set: start new ones
+        self._workers_epoch = told
+
+    def _count_batches(self) -> int | None:
+        if self._stream is not None:
+            return None
+        try:
+            return len(self)
+        except TypeError:  # a sampler without a length
+            return None
+
+    def _keep_together(self, portions: Iterator[Portion]) -> Iterator[Portion]:
+        again = None
+        if self._stream is not None and self._stream.division is not Division.BY_SKIPPING:
+            again = self._portions if self._how.even and not self._how.drop_last else None
+        return keep_together(
+            portions,
+            self._how.world,
+            restart=again,
+            report_dropped=self._report_dropped,
+            report_restart=self._report_restart,
+        )
 
     def _shard(self) -> BatchShard:
         shard = self._inner.sampler if self._inner.batch_sampler is None else self._inner.batch_sampler
@@ -149,29 +201,14 @@ class ShardedLoader:
                 if position >= self._skip:
                     yield portion
             return
-        shard = self._shard()
-        shares = shard.shares
+        shares, batched = self._shard().shares, self._how.batched
+        counted = self._inner.in_order  # else nobody knows which share came first
         for batch in iterator:
-            share = shares.popleft()
-            if self._how.batched:
-                yield Portion(batch, share.samples, share.real)
+            _, samples, real = shares.popleft()
+            if batched:
+                yield Portion(batch, samples if counted else None, real if counted else None)
             else:
-                yield Portion(batch, None, None if share.real else 0)
-
-    def _next_for_all(self, portions: Iterator[Portion]) -> Portion | None:
-        """The next portion, or None on every process if some process has none."""
-        portion = next(portions, None)
-        if self._stream is None or self._how.world == 1:  # index lists are the same on all processes: no need to ask
-            return portion
-        samples = 0 if portion is None else portion.samples or 1
-        having, samples = reduce(
-            torch.tensor([portion is not None, samples], device=self._device).long(), "sum"
-        ).tolist()
-        if having == self._how.world:
-            return portion
-        if samples:
-            self._report_dropped(samples)
-        return None
+                yield Portion(batch, None, 0 if real == 0 else None)
 
 
 def skip_first_batches(loader: ShardedLoader, count: int) -> ShardedLoader:

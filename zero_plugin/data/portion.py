@@ -13,9 +13,11 @@ class Portion(NamedTuple):
     Attributes:
         batch: what the loader's collate function made.
         samples: samples in it, repeated ones included; None where the data set makes the batches and nobody counts.
-        real: samples, from the front, that are not repeated ones; None for all of an uncounted batch.
+        real: how many of them, from the front, are not repeated ones; None for all.
+        fingerprint: of the beginning of the stream that it comes from; None where streams need not agree.
     """
 
     batch: Any
     samples: int | None
     real: int | None
+    fingerprint: int | None = None

@@ -1,55 +1,137 @@
-"""Share the samples of an iterable data set among the processes by skipping the others' samples."""
+"""Share the samples of an iterable data set among the processes and their workers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterDataPipe, get_worker_info
+from torch.utils.data.graph_settings import apply_sharding
 
 from zero_plugin.data.batches import Sharing
+from zero_plugin.data.draws import SameDraws
 from zero_plugin.data.portion import Portion
+from zero_plugin.data.worker import watch_worker
+from zero_plugin.nested import list_leaves
 
-__all__ = ["CountingCollate", "StreamShard"]
+__all__ = ["CountingCollate", "Division", "StreamShard"]
+
+_FINGERPRINTED_BYTES = 4096  # of each leaf
+
+
+class Division(Enum):
+    """Who divides a stream among the processes."""
+
+    BY_SKIPPING = "each process reads all of it and keeps its part"
+    BY_SHARD_METHOD = "the data set, asked for its shard"
+    BY_ITSELF = "the data set, from rank and worker"
+
+
+class Drawn(NamedTuple):
+    """A sample of a stream, whether it is real, and the fingerprint of the stream's beginning."""
+
+    sample: Any
+    real: bool
+    fingerprint: int | None
 
 
 class StreamShard:
-    """An iterable data set's samples for one process, each with whether it is real.
+    """An iterable data set's samples for one process and worker.
 
-    Of every world × batch_size samples of the stream, process r takes the r-th batch_size. The end of the stream is
-    completed from its beginning (`even`), left out (`drop_last`), or dealt out as far as it goes. A loader's worker has
-    a copy of the data set, as in plain torch: what a worker reads is shared like a stream of its own.
+    By skipping, of every world × batch_size samples of the stream, a step, process r takes the r-th batch_size; its
+    worker w reads the steps w, w + workers, …, which is the order in which a DataLoader asks them, so that it gives
+    what one process without workers would. If the data set asks torch which worker it is in, it divides itself among
+    them, and each worker's stream is shared out as one of its own. The end of a stream is completed from its beginning
+    (`even`), left out (`drop_last`), or dealt out as far as it goes.
+
+    Copies that are skipped through must be the same: they draw the same random numbers while they are read.
 
     Attributes:
         dataset: the user's data set.
+        division: who divides it among the processes.
+        is_divided: whether the worker's `worker_init_fn` took the data set to divide it among the workers.
     """
 
-    def __init__(self, dataset: Iterable[Any], how: Sharing) -> None:
+    def __init__(self, dataset: Any, how: Sharing, division: Division, *, lasting_workers: bool = False) -> None:
         self.dataset = dataset
+        self.division = division
+        self.is_divided = False
         self._how = how
+        self._clock = torch.tensor([0, -1])  # the epoch's seed, and the epoch that the data set is told
+        if lasting_workers:  # they see no other change in the main process
+            self._clock.share_memory_()  # type: ignore[no-untyped-call]
 
-    def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        how = self._how
+    def begin_epoch(self, seed: int, epoch: int | None) -> None:
+        """Set what the coming iteration draws from, and the epoch that the data set is told; None for nothing."""
+        self._clock[0], self._clock[1] = seed, -1 if epoch is None else epoch
+
+    def __iter__(self) -> Iterator[Drawn]:
+        how, (rank, world) = self._how, self._place()
+        info = get_worker_info()
+        workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        dataset = self._dataset_now(workers, worker)
+        if self.division is Division.BY_ITSELF or self.is_divided:
+            workers, worker = 1, 0
+        if world == workers == 1 and not how.even:
+            for sample in dataset:
+                yield Drawn(sample, True, None)
+            return
         assert how.batch_size is not None
-        size = how.world * how.batch_size
-        own = slice(how.rank * how.batch_size, (how.rank + 1) * how.batch_size)
-        stream = ((sample, True) for sample in self.dataset)
-        first: list[tuple[Any, bool]] = []
-        while step := list(islice(stream, size)):
-            first = first or [(sample, False) for sample, _ in step]
+        size = world * how.batch_size
+        same: AbstractContextManager[None] = nullcontext()
+        if world * workers > 1 or isinstance(dataset, IterDataPipe):
+            same = SameDraws(int(self._clock[0]))
+        with same, watch_worker("id", "num_workers", "seed") as watch:
+            samples = iter(dataset)
+            step = list(islice(samples, size))
+        if watch.asked:
+            workers, worker = 1, 0
+        fingerprint = _fingerprint(step) if world > 1 and step else None
+        first = [Drawn(sample, False, fingerprint) for sample in step]
+        turn = 0
+        while step and not (len(step) < size and how.drop_last):
+            if turn == worker:
+                drawn = [Drawn(sample, True, fingerprint) for sample in step]
+                if how.even:
+                    drawn += islice(cycle(first), size - len(step))
+                yield from drawn[rank * how.batch_size : (rank + 1) * how.batch_size]
             if len(step) < size:
-                if how.drop_last:
-                    return
-                if how.even and how.world > 1:
-                    step += islice(cycle(first), size - len(step))
-            yield from step[own]
+                return
+            turn = (turn + 1) % workers
+            with same:
+                step = list(islice(samples, size))
 
     def count_batches(self) -> int:
         """Steps in an epoch, where the data set knows its length; TypeError where it does not."""
-        how = self._how
+        how, (_, world) = self._how, self._place()
         assert how.batch_size is not None
-        full, tail = divmod(len(self.dataset), how.world * how.batch_size)  # type: ignore[arg-type]  # TypeError is meant
-        needed = 1 if how.even else (how.world - 1) * how.batch_size + 1  # below it, some process has nothing
+        samples = len(self._dataset_now(1, 0))
+        full, tail = divmod(samples, world * how.batch_size)
+        needed = 1 if how.even else (world - 1) * how.batch_size + 1  # below it, some process has nothing
         return full + (tail >= needed and not how.drop_last)
+
+    def _place(self) -> tuple[int, int]:
+        """This process's place among those that skip each other's samples."""
+        return (self._how.rank, self._how.world) if self.division is Division.BY_SKIPPING else (0, 1)
+
+    def _dataset_now(self, workers: int, worker: int) -> Any:
+        """The data set to read from now on, told the epoch."""
+        how, epoch = self._how, int(self._clock[1])
+        dataset = self.dataset
+        if self.division is Division.BY_SHARD_METHOD and how.world > 1:
+            epoch = epoch if epoch >= 0 else getattr(dataset, "epoch", epoch)
+            dataset = dataset.shard(num_shards=how.world, index=how.rank)
+        elif self.division is Division.BY_ITSELF and isinstance(dataset, IterDataPipe):
+            apply_sharding(dataset, workers * how.world, worker * how.world + how.rank)
+        if isinstance(epoch, int) and epoch >= 0 and hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        return dataset
 
 
 class CountingCollate:
@@ -62,9 +144,23 @@ class CountingCollate:
         self._collate = collate
         self._batched = batched  # False: each sample of the stream is a batch by itself
 
-    def __call__(self, flagged: Any) -> Portion:
-        """Collate pairs of a sample and whether it is real; one pair where the loader does not batch."""
+    def __call__(self, drawn: Any) -> Portion:
+        """Collate what was drawn; one sample where the loader does not batch."""
         if not self._batched:
-            sample, real = flagged
-            return Portion(self._collate(sample), None, None if real else 0)
-        return Portion(self._collate([sample for sample, _ in flagged]), len(flagged), sum(real for _, real in flagged))
+            return Portion(self._collate(drawn.sample), None, None if drawn.real else 0, drawn.fingerprint)
+        real = sum(one.real for one in drawn)
+        return Portion(self._collate([one.sample for one in drawn]), len(drawn), real, drawn[0].fingerprint)
+
+
+def _fingerprint(samples: list[Any]) -> int:
+    """Of tensors, numbers and text; other objects may print their address."""
+    checksum = len(samples)
+    for leaf in list_leaves(samples):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            start = leaf.detach().flatten()[: _FINGERPRINTED_BYTES // leaf.element_size()]
+            checksum = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+        elif hasattr(leaf, "tobytes"):  # NumPy's arrays and numbers
+            checksum = zlib.crc32(leaf.tobytes()[:_FINGERPRINTED_BYTES], checksum)
+        elif isinstance(leaf, str | bytes | int | float | bool):
+            checksum = zlib.crc32(repr(leaf).encode()[:_FINGERPRINTED_BYTES], checksum)
+    return checksum

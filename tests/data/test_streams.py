@@ -1,0 +1,337 @@
+"""Iterable data sets over processes and workers: each sample once, whoever divides them."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from zero_plugin.collectives import barrier, gather_object, num_processes, process_index
+from zero_plugin.data.draws import SameDraws
+from zero_plugin.data.loader import ShardedLoader, skip_first_batches
+from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.errors import LoopError
+
+WORKERS = 3
+
+
+class Lines(IterableDataset):
+    """The numbers in a file, one per line; knows nothing of processes and workers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self):
+        with self.path.open() as lines:
+            yield from map(int, lines)
+
+
+class Shuffled(Lines):
+    """The same in an order drawn anew at each iteration, from a generator that nobody seeds for it."""
+
+    def __init__(self, path: Path, shuffle) -> None:
+        super().__init__(path)
+        self.shuffle = shuffle
+
+    def __iter__(self):
+        numbers = list(super().__iter__())
+        self.shuffle(numbers)
+        yield from numbers
+
+
+class DividedAmongWorkers(Lines):
+    """Shared among the workers as in the first example of torch's documentation."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        every, start = (1, 0) if info is None else (info.num_workers, info.id)
+        yield from list(super().__iter__())[start::every]
+
+
+class Range(IterableDataset):
+    """Shared among the workers from outside, as in the second example of torch's documentation."""
+
+    def __init__(self, end: int) -> None:
+        self.start, self.end = 0, end
+
+    def __iter__(self):
+        return iter(range(self.start, self.end))
+
+
+def divide_range(worker: int) -> None:
+    info = get_worker_info()
+    each = -(-info.dataset.end // info.num_workers)
+    info.dataset.start, info.dataset.end = worker * each, min(info.dataset.end, (worker + 1) * each)
+
+
+class DividedAmongAll(Lines):
+    """Shared among processes and workers by itself."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        yield from list(super().__iter__())[process_index() * workers + worker :: num_processes() * workers]
+
+
+class Files(IterableDataset):
+    """Several files; gives a shard of them when asked, with the epoch's number in front of each sample."""
+
+    def __init__(self, paths: list[Path], epoch: int = 0) -> None:
+        self.paths, self.epoch = paths, epoch
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.paths)
+
+    def shard(self, num_shards: int, index: int) -> Files:
+        return Files(self.paths[index::num_shards], self.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        for path in self.paths:
+            yield from (self.epoch * 1000 + int(line) for line in path.read_text().split())
+
+
+class Forever(IterableDataset):
+    def __iter__(self):
+        return count()
+
+
+class Draws(IterableDataset):
+    """What a collate function draws in each worker is asked for here."""
+
+    def __iter__(self):
+        return iter(range(WORKERS * 2 * num_processes()))
+
+
+def draw(_: object) -> torch.Tensor:
+    return torch.tensor([torch.rand(()), random.random(), np.random.random()], dtype=torch.float64)
+
+
+def shuffle_with_numpy(numbers: list[int]) -> None:
+    np.random.shuffle(numbers)
+
+
+def shuffle_with_torch(numbers: list[int]) -> None:
+    numbers[:] = [numbers[i] for i in torch.randperm(len(numbers)).tolist()]
+
+
+def prepared(loader: DataLoader, **options) -> ShardedLoader:
+    return prepare_loader(loader, rank=process_index(), world_size=num_processes(), device=None, **options)
+
+
+def union(loader: ShardedLoader, *, limit: int | None = None) -> list[int]:
+    """What the processes see together in an epoch, step by step in the order of ranks, repeats left out."""
+    parts = []
+    for batch in loader:
+        parts.append(batch.tolist()[: loader.real_samples])
+        if len(parts) == limit:
+            break
+    return [value for step in zip(*gather_object([parts]), strict=True) for part in step for value in part]
+
+
+def check_a_file_is_read_once(folder: Path) -> None:
+    path, numbers = write_numbers(folder / "lines", 50)
+    for persistent, split in ((False, False), (True, True)):
+        loader = DataLoader(
+            Lines(path),
+            batch_size=4 * (num_processes() if split else 1),
+            num_workers=WORKERS,
+            persistent_workers=persistent,
+        )
+        shared = prepared(loader, split_batches=split)
+        assert union(shared) == numbers, "the order of one process, and nothing twice"
+        assert union(shared) == numbers
+        assert union(skip_first_batches(shared, 2)) == numbers[8 * num_processes() :], "read past with workers"
+
+
+def check_who_divides_among_workers_is_left_to_it(folder: Path) -> None:
+    path, numbers = write_numbers(folder / "lines", 50)
+    assert sorted(union(prepared(DataLoader(DividedAmongWorkers(path), batch_size=4, num_workers=WORKERS)))) == numbers
+    by_start = DataLoader(Range(50), batch_size=4, num_workers=WORKERS, worker_init_fn=divide_range)
+    assert sorted(union(prepared(by_start))) == numbers
+    pipe = IterableWrapper(range(50)).shuffle().sharding_filter()
+    for workers in (0, 2):
+        assert sorted(union(prepared(DataLoader(pipe, batch_size=4, num_workers=workers)))) == numbers
+
+
+def check_who_divides_among_all_is_left_to_it(folder: Path) -> None:
+    path, numbers = write_numbers(folder / "lines", 50)
+    for workers in (0, WORKERS):
+        loader = DataLoader(DividedAmongAll(path), batch_size=4, num_workers=workers)
+        assert sorted(union(prepared(loader, shard_iterable="never"))) == numbers
+        if num_processes() > 1:
+            with pytest.raises(LoopError, match="shard_iterable='never'"):
+                list(prepared(loader))
+
+
+def check_a_shard_is_asked_for(folder: Path) -> None:
+    """Files of 5, 10, 15, 20 lines: the process with fewer goes on with repeats; epochs reach lasting workers."""
+    paths, numbers = [], []
+    for files in range(4):
+        path, found = write_numbers(folder / f"part{files}", 5 * (files + 1), start=len(numbers))
+        paths.append(path)
+        numbers += found
+    for workers in (0, 2):
+        loader = DataLoader(Files(paths), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+        shared = prepared(loader)
+        assert sorted(union(shared)) == numbers
+        assert sorted(union(shared)) == [1000 + number for number in numbers], "the next epoch, by itself"
+        shared.set_epoch(5)
+        assert sorted(union(shared)) == [5000 + number for number in numbers]
+        loader.dataset.set_epoch(7)
+        assert sorted(union(shared)) == [7000 + number for number in numbers], "told by the user himself"
+        stopped = union(prepared(loader, even_batches=False))
+        assert len(stopped) <= len(numbers)
+        assert len(set(stopped)) == len(stopped)
+    three = prepared(DataLoader(Files(paths[:3]), batch_size=4))  # cannot be dealt out evenly: skipped through
+    assert sorted(number % 1000 for number in union(three)) == numbers[:30]
+
+
+def check_a_shuffled_stream_loses_nothing(folder: Path) -> None:
+    path, numbers = write_numbers(folder / "lines", 50)
+    for workers, persistent, shuffle in (
+        (0, False, random.shuffle),
+        (2, False, shuffle_with_numpy),
+        (2, True, shuffle_with_torch),
+    ):
+        for generator in (random.seed, np.random.seed, torch.manual_seed):
+            generator(process_index() + 1)  # as after set_seed(…, device_specific=True)
+        loader = DataLoader(
+            Shuffled(path, shuffle), batch_size=4, num_workers=workers, persistent_workers=persistent, collate_fn=tear
+        )
+        shared = prepared(loader)
+        epochs = [union(shared) for _ in "abc"]
+        if num_processes() * max(1, workers) > 1:
+            assert [sorted(epoch) for epoch in epochs] == [numbers] * 3, (workers, persistent)
+            assert len(set(map(tuple, epochs))) == 3, "another order in each epoch"
+            shared.set_epoch(1)
+            assert union(shared) == epochs[1], "an epoch can be had again"
+
+
+def tear(numbers: list[int]) -> torch.Tensor:
+    """Draws as a masking collate function does, which must not change the order."""
+    draw(None)
+    return torch.tensor(numbers)
+
+
+def check_workers_draw_differently(folder: Path) -> None:
+    torch.manual_seed(3)
+    for dataset in (Draws(), range(WORKERS * 2 * num_processes())):
+        plain = [batch.tolist() for batch in DataLoader(dataset, batch_size=1, num_workers=WORKERS, collate_fn=draw)]
+        torch.manual_seed(3)
+        loader = DataLoader(dataset, batch_size=1, num_workers=WORKERS, collate_fn=draw)
+        drawn = [batch.tolist() for batch in prepared(loader, shard_iterable="auto")]
+        everywhere = [row for part in gather_object([drawn]) for row in part]
+        for generator in zip(*everywhere, strict=True):
+            assert len(set(generator)) == len(everywhere) == 6 * num_processes(), "no two alike"
+        if process_index() == 0:
+            assert drawn[:WORKERS] == plain[:WORKERS], "process 0's are plain torch's"
+        torch.manual_seed(3)
+
+
+def check_an_endless_stream(folder: Path) -> None:
+    for workers in (0, 2):
+        loader = prepared(DataLoader(Forever(), batch_size=2, num_workers=workers))
+        for _ in range(2):
+            assert union(loader, limit=5) == list(range(10 * num_processes()))
+
+
+def write_numbers(path: Path, size: int, start: int = 0) -> tuple[Path, list[int]]:
+    numbers = list(range(start, start + size))
+    if process_index() == 0:
+        path.write_text("\n".join(map(str, numbers)))
+    if num_processes() > 1:
+        barrier()
+    return path, numbers
+
+
+CHECKS = [
+    check_a_file_is_read_once,
+    check_who_divides_among_workers_is_left_to_it,
+    check_who_divides_among_all_is_left_to_it,
+    check_a_shard_is_asked_for,
+    check_a_shuffled_stream_loses_nothing,
+    check_workers_draw_differently,
+    check_an_endless_stream,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_stream_on_one_process(check, tmp_path: Path) -> None:
+    """Workers alone have to share a stream out, too."""
+    check(tmp_path)
+
+
+@pytest.mark.processes
+def test_a_stream_on_two_processes(run_processes, tmp_path: Path) -> None:
+    """2 processes × 3 workers: each sample once, in every way of dividing them."""
+    run_processes(__file__, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("module", "attributes", "told"),
+    [("webdataset.compat", {}, False), ("datasets", {"_distributed": (0, 2)}, False), ("mine", {}, True)],
+)
+def test_who_is_known_to_divide_is_not_skipped_through(
+    module: str, attributes: dict, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library that reads rank and worker itself is taken at its word; anyone else's is told how to say so."""
+    stream = type("Source", (Range,), {"__module__": module, **attributes})(8)
+    with caplog.at_level(logging.WARNING):
+        loader = prepare_loader(DataLoader(stream, batch_size=4), rank=1, world_size=2, device=None)
+    own = [portion.batch.tolist() for portion in loader._portions()]
+    assert own == ([[4, 5, 6, 7]] if told else [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert caplog.records == []
+    prepare_loader(DataLoader(stream, batch_size=4), rank=0, world_size=2, device=None)
+    assert ["shard_iterable='never'" in record.message for record in caplog.records] == [True] * told
+
+
+def test_same_draws_disturb_nobody() -> None:
+    """Inside, the numbers depend on the seed alone; outside, they are as if nothing had been drawn."""
+    everyone = (random.random, np.random.random, lambda: torch.rand(()).item())
+
+    def run(inside) -> tuple[list[float], list[float]]:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        within, outside = [], []
+        for _ in range(3):
+            outside += [draw_one() for draw_one in everyone]
+            with inside:
+                within += [draw_one() for draw_one in everyone]
+        return within, outside
+
+    random.seed(9)
+    first, around = run(SameDraws(5))
+    second, _ = run(SameDraws(5))
+    other, _ = run(SameDraws(6))
+    assert first == second != other
+    assert len(set(first)) == 9
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert around == [draw_one() for _ in range(3) for draw_one in everyone]
+
+
+if __name__ == "__main__":
+    store, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for check in CHECKS:
+        start = time.monotonic()
+        check(folder)
+        print(f"{check.__name__}: {time.monotonic() - start:.1f} s")
+    barrier()
+    dist.destroy_process_group()
