@@ -173,7 +173,7 @@ TABLE: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     ("a key one level too low", {"fp16": {"enabled": True, "gradient_clipping": 1.0}}, None, "It belongs in the top level."),
     ("a parameter beside params", {"optimizer": {"type": "AdamW", "lr": 1e-3}}, None, "It belongs in optimizer.params."),
     ("a parameter at the top", {"warmup_num_steps": 3}, None, "It belongs in scheduler.params."),
-    ("a parameter of other types", {"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, None, "write a optimizer.type that has it"),
+    ("a parameter of other types", {"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, None, "write another optimizer.type, that has it"),
     ("two spellings", {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, None, "bfloat16: stands beside bf16"),
     ("a comment", {"_why": 1, "zero_optimization": {"stage": 1, "_why": {"deep": 1}}}, None, None),
     ("a section that is no section", {"zero_optimisation": {"stage": 3}}, None, "Did you mean zero_optimization?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -122,6 +123,8 @@ def _wrong_value(found: Violation, where: str, release: str = KNOWN_RELEASES[-1]
     if newest is not None and not found.index and validator(newest).is_valid(found.value):
         message = f"{show(found.value)} is legal in DeepSpeed {KNOWN_RELEASES[-1]}, but not in {release}"
         return Problem(where, _place(found), message, f"Write {legal(found.wanted)}.")
+    if example := _as_section(found):
+        return Problem(where, _place(found), f"{show(found.value)} is not legal here", f"Write {example}.")
     near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""
     default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") not in (None, "") else ""
     message = f"{show(found.value)} is not legal here"
@@ -129,9 +132,18 @@ def _wrong_value(found: Violation, where: str, release: str = KNOWN_RELEASES[-1]
     return Problem(where, _place(found), message, f"{fix} {legal(found.wanted)}{default}.")
 
 
+def _as_section(found: Violation) -> str:
+    """The section that a single value stands for, as `"fp16": {"enabled": true}`; "" where it fits no key."""
+    for name in ("enabled", "device", "type", "stage"):
+        wanted = found.wanted.get("properties", {}).get(name)
+        if wanted is not None and not isinstance(found.value, dict | list) and validator(wanted).is_valid(found.value):
+            return json.dumps({found.path[-1]: {name: found.value}})[1:-1]
+    return ""
+
+
 def _place(found: Violation) -> str:
     """The key's full path, inside a list too: `layer_specs[0].patterns`."""
-    path, key = (found.path, "") if found.kind == "value" else (found.path[:-1], f".{found.path[-1]}")
+    path, key = (found.path, "") if found.kind == "value" else (found.path[:-1], f".{dotted(found.path[-1:])}")
     inside = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found.index)
     return f"{dotted(path)}{inside}{key}".lstrip(".")
 

@@ -62,6 +62,9 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
         for device in ("NPU", "XPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
     },
     ("mixed_precision", "fp8"): "Write bf16: DeepSpeed ZeRO has no fp8.",
+    ("mixed_precision", "bfloat16"): "Write bf16.",
+    **{("mixed_precision", half): "Write fp16." for half in ("float16", "half")},
+    **{("mixed_precision", full): "Write no." for full in ("fp32", "float32")},
 }
 
 

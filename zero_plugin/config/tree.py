@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -10,6 +12,7 @@ from typing import Any, Final, Literal
 __all__ = ["AUTO", "Auto", "Entry", "Origin", "OriginKind", "Path", "Tree", "dotted", "freeze"]
 
 Path = tuple[str, ...]
+_SHOWS: Final = re.compile(r"[\w.*/$-]+", re.ASCII)
 OriginKind = Literal["file", "flag", "code", "rule", "default"]
 
 
@@ -66,8 +69,8 @@ class Entry:
 
 
 def dotted(path: Path) -> str:
-    """`("zero_optimization", "stage")` as `zero_optimization.stage`."""
-    return ".".join(path)
+    """`("zero_optimization", "stage")` as `zero_optimization.stage`; a key that would not show as it is, in quotes."""
+    return ".".join(part if _SHOWS.fullmatch(part) else json.dumps(part) for part in path)
 
 
 @dataclass(frozen=True, slots=True)

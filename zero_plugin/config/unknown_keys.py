@@ -8,7 +8,7 @@ from typing import Any, Final
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.registry import types_of, walk_keys
 from zero_plugin.config.retired import RETIRED_KEYS
-from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS
 from zero_plugin.config.tree import Path, dotted
 from zero_plugin.config.validation import Violation, did_you_mean
 
@@ -16,6 +16,7 @@ __all__ = ["explain_launch_key", "explain_training_key"]
 
 _MANY: Final = 12  # more legal keys than this are not listed in a message
 _FEW: Final = 3  # a key that is at home in more sections than this says too little of where it belongs
+_FIELDS_OF_YAML: Final = (*SHORT_FIELDS, *LAUNCH_FIELDS, "deepspeed_config_file")
 _DELETE: Final = "Delete it; a comment key starts with _."
 
 
@@ -61,11 +62,13 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     if is_top and key in LaunchSettings.model_fields:
         return "a key of the launch YAML", "Write it at the top level of the launch YAML."
     known = list(found.wanted.get("properties", {}))
+    if path[0] == "bf16" and key in schema["properties"]["fp16"]["properties"]:
+        return "only fp16 has it: bf16 needs no scaling of the loss", "Delete it."
     if types := _types_with(path, schema):
-        fix = f"Delete it, or write a {path[0]}.type that has it: {', '.join(types)}."
+        fix = f"Delete it, or write another {path[0]}.type, that has it: {', '.join(types)}."
     elif homes := _homes(key, path[:-1], schema):
         fix = f"It belongs in {_either([dotted(home) or 'the top level' for home in homes])}."
-    elif near := did_you_mean(key, [*known, *(SHORT_FIELDS if is_top and in_yaml else ())]):
+    elif near := did_you_mean(key, [*known, *(_FIELDS_OF_YAML if is_top and in_yaml else ())]):
         fix = f"Did you mean {near}?"
     elif known and len(known) <= _MANY:
         fix = f"Legal here: {', '.join(known)}."

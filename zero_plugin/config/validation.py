@@ -160,7 +160,8 @@ def _options(schema: Mapping[str, Any]) -> list[str]:
     if "enum" in schema:
         return [str(option) for option in schema["enum"]]
     kinds = schema.get("type", "object")
-    return [_legal_type(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+    words = [_legal_type(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "boolean"]
+    return ["true", "false", *words] if "boolean" in kinds else words
 
 
 def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
@@ -179,7 +180,7 @@ def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
         return f"a list of {count} (each {legal(items)})" if items else "a list"
     if kind == "string" and "examples" in schema:
         return f"text such as {schema['examples'][0]}"
-    return {"boolean": "true or false", "string": "text", "null": "null", "object": "a mapping of keys"}[kind]
+    return {"string": "text", "null": "null", "object": "a mapping of keys"}[kind]
 
 
 def _with_auto_as_text(node: Any) -> Any:
