@@ -46,6 +46,11 @@ LONG = settings(SHORT, max_examples=10_000, derandomize=False)
 STRAY = st.sampled_from(
     [None, True, False, -1, 0, 1, 0.5, 1e30, 10**40, "", "2e8", "true", "none", "x", [], [1], ["auto"], {}, {"a": 1}]
 )
+ODD: Values = st.recursive(
+    STRAY | st.integers() | st.floats(allow_nan=False) | st.text() | st.just(AUTO),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
 CORE = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "train_batch_size", "gradient_clipping")
 
 
@@ -88,7 +93,7 @@ def sections(draw: st.DrawFn, schema: Schema, first: tuple[str, ...] = (), *, sl
     found: dict[str, Any] = {}
     if "allOf" in schema:  # a type that decides which parameters there are
         branch = draw(st.sampled_from(schema["allOf"]))
-        found["type"] = draw(legal_values(branch["if"]["properties"]["type"]))
+        found["type"] = draw(legal_values(branch["if"]["properties"]["type"]) | st.just("auto"))
         properties["params"] = branch["then"]["properties"]["params"]
     keys = st.sampled_from(sorted(properties))
     likely = st.sampled_from([key for key in first if key in properties] or sorted(properties))
@@ -100,6 +105,8 @@ def sections(draw: st.DrawFn, schema: Schema, first: tuple[str, ...] = (), *, sl
         value = legal_values(properties[key], slips=slips)
         if slips and chance == 1:
             value = STRAY
+        elif slips and chance == 2:
+            value = ODD
         elif chance < 6 and {"const": "auto"} in properties[key].get("anyOf", ()):
             value = st.just("auto")
         found[name] = draw(value)
