@@ -34,7 +34,7 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
     """
     where = f"{processes.world_size} × {processes.device.type}"
     if asks_for_deepspeed(document, settings):
-        return Selection(_deepspeed(processes), f"DeepSpeed on {where}")
+        return Selection(_deepspeed(document, settings, processes), f"DeepSpeed on {where}")
     dropped = dropped_zero(document, settings)
     said = f"; {dropped}" if dropped else ""
     if settings.distributed_type == "MULTI_GPU" and processes.device.type == "cpu":
@@ -48,7 +48,7 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
     raise StrategyError("No strategy can run here:\n" + "\n".join(refusals))
 
 
-def _deepspeed(processes: Processes) -> Strategy:
+def _deepspeed(document: Document, settings: LaunchSettings, processes: Processes) -> Strategy:
     try:
         importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
@@ -58,7 +58,7 @@ def _deepspeed(processes: Processes) -> Strategy:
         ) from None
     from zero_plugin.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-    strategy = DeepSpeedStrategy(processes)
+    strategy = DeepSpeedStrategy(document, settings, processes)
     if (refusal := strategy.refuse()) is not None:
         raise StrategyError(f"The configuration asks for DeepSpeed, but {refusal}.")
     return strategy

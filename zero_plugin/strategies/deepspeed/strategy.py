@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.errors import MachineError
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
@@ -23,11 +30,19 @@ _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DeepSpeedStrategy(Strategy):
-    """ZeRO 0-3 on GPUs over NCCL, and on CPUs over gloo."""
+    """ZeRO 0-3 on GPUs over NCCL, and on CPUs over gloo.
+
+    Args:
+        document: what was asked for.
+        settings: its launch part.
+        processes: this process and its peers.
+    """
 
     name = "deepspeed"
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, document: Document, settings: LaunchSettings, processes: Processes) -> None:
+        self._document = document
+        self._settings = settings
         self._processes = processes
 
     def refuse(self) -> str | None:
@@ -46,7 +61,7 @@ class DeepSpeedStrategy(Strategy):
         resolved = request.resolved
         if request.optimizer is None and resolved.zero_stage < 3:
             # Nothing to shard without an optimizer below stage 3; DeepSpeed refuses such an engine.
-            module = request.model.to(processes.device, _DTYPES[resolved.precision])
+            module = _cast_parameters(request.model, resolved.precision).to(processes.device)
             return TorchSession(module, module, None, precision="no", clipping=None)
         deepspeed = _import_deepspeed(processes)
         refuse_stale_build_locks()
@@ -56,10 +71,9 @@ class DeepSpeedStrategy(Strategy):
 
         config = resolved.deepspeed_config()
         swap_folders = give_own_swap_folders(config, processes)
-        if resolved.zero_stage == 3 and not any(hasattr(p, "ds_id") for p in request.model.parameters()):
-            # Converted here, with the type read off the config: `initialize` passes a type along, which zero.Init
-            # ignores where the device has no fp16, so that fp32 weights are swapped to NVMe in bf16.
-            deepspeed.zero.Init(module=request.model.to(_DTYPES[resolved.precision]), config_dict_or_path=config)
+        _cast_parameters(request.model, resolved.precision)
+        if resolved.zero_stage == 3:
+            self._partition(request, config)
         optimizer = None
         parameters: Any = None
         if request.optimizer is not None:
@@ -78,11 +92,74 @@ class DeepSpeedStrategy(Strategy):
                 config=config,
                 dist_init_required=False,
             )
-        # torch renames collectives that DeepSpeed 0.19 calls by their old names at every step.
-        warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
         if resolved.zero_stage == 0 and resolved.precision != "no":
             _undo_first_step(engine)
         return EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders)
+
+    @contextmanager
+    def init_model(self) -> Iterator[None]:
+        """See `Strategy.init_model`."""
+        if not self._asks_for_partitions:
+            yield
+            return
+        _import_deepspeed(self._processes)
+
+        from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_at_birth
+
+        with partition_at_birth(BuildConfig(self._document, self._processes)):
+            yield
+
+    def load_pretrained(self) -> AbstractContextManager[None]:
+        """See `Strategy.load_pretrained`; where transformers is imported by now, and `zero3_init_flag` is not false."""
+        wanted = self._asks_for_partitions and self._settings.zero3_init_flag is not False
+        if not wanted or "transformers" not in sys.modules:
+            return nullcontext()
+        _import_deepspeed(self._processes)
+
+        from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_pretrained
+
+        return partition_pretrained(BuildConfig(self._document, self._processes))
+
+    @property
+    def _asks_for_partitions(self) -> bool:
+        stage = self._document.deepspeed.value("zero_optimization", "stage")
+        return isinstance(stage, int) and stage == 3
+
+    def _partition(self, request: SessionRequest, config: dict[str, Any]) -> None:
+        """Partition what is still whole, and make known which layers are to be gathered whole."""
+        from deepspeed import zero
+        from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+        from zero_plugin.strategies.deepspeed.experts import find_expert_layers
+        from zero_plugin.strategies.deepspeed.pretrained_methods import adapt_pretrained_methods, is_pretrained
+
+        model = request.model
+        if not any(hasattr(p, "ds_id") for p in model.parameters()):
+            if is_pretrained(model) and self._settings.zero3_init_flag is not False:
+                request.say(
+                    f"the {type(model).__name__} was built whole in every process, then partitioned; import "
+                    "transformers before Accelerator(), and build the model after it with from_pretrained() or inside "
+                    "`with accelerator.init_model():`, and no process ever holds all of it"
+                )
+            # Converted here, with the type read off the config: `initialize` passes a type along, which zero.Init
+            # ignores where the device has no fp16, so that fp32 weights are swapped to NVMe in bf16. Where a part is
+            # partitioned already, `initialize` goes on with the rest as that part was begun.
+            zero.Init(module=model, config_dict_or_path=config)
+        names = self._settings.deepspeed_moe_layer_cls_names or ()
+        layers = list(find_expert_layers(model, names))
+        for layer in layers:
+            set_z3_leaf_module(layer, True)
+        for kind, count in Counter(type(layer).__name__ for layer in layers).items():
+            request.say(f"{count} × {kind}: each is gathered whole, since processes may choose different experts in it")
+        adapt_pretrained_methods(model, self._processes)
+
+
+def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
+    """Give the floating parameters the type of training; buffers keep theirs, as DeepSpeed's own cast leaves them."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(_DTYPES[precision])
+    return model
 
 
 def _import_deepspeed(processes: Processes) -> Any:
@@ -102,6 +179,8 @@ def _import_deepspeed(processes: Processes) -> Any:
     if "ZERO_PLUGIN_DEBUG" not in os.environ:
         deepspeed.utils.logger.setLevel(logging.WARNING)
         deepspeed.utils.logger.addFilter(_is_not_of_untested)
+    # torch renames collectives that DeepSpeed 0.19 calls by their old names at every step.
+    warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
     # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
