@@ -5,19 +5,23 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zero_plugin import collectives
-from zero_plugin.accumulation import AccumulationWindow
-from zero_plugin.checkpoint.save_model import write_model_folder
+from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
+from zero_plugin.agreement import collective
+from zero_plugin.backward import run_backward
+from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_pretrained
 from zero_plugin.config.check import check_document
 from zero_plugin.config.find import find_document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
@@ -27,11 +31,13 @@ from zero_plugin.data.loader import ActiveLoaders, ShardedLoader
 from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import ShardIterable, prepare_loader
 from zero_plugin.errors import LoopError
+from zero_plugin.first_steps import FirstSteps
+from zero_plugin.pairing import pair_models
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.prepared import PreparedOptimizer, PreparedScheduler
 from zero_plugin.probe.loop import probe_loop
 from zero_plugin.probe.machine import probe_machine
-from zero_plugin.resolve.facts import Facts
+from zero_plugin.resolve.facts import Facts, LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.run_record import describe_run, write_record
 from zero_plugin.strategies.base import Session, shared_names
@@ -102,14 +108,17 @@ class Accelerator:
         self._even_batches = even_batches
         self._shard_iterable: ShardIterable = shard_iterable
         self._loaders = ActiveLoaders()
-        asked_steps = self.document.deepspeed.value("gradient_accumulation_steps")
-        self._window = AccumulationWindow(
-            asked_steps if isinstance(asked_steps, int) else 1, lambda: self._loaders.current
-        )
+        self._loop = LoopFacts()  # of the loaders prepared last
         self._trainings: list[Training] = []
+        self._trained: list[Training] = []  # those with an optimizer
+        self._untrained: list[Training] = []
+        self._window: AccumulationWindow | None = None  # of the model whose micro-batch runs, or ran last
+        self._first_steps = FirstSteps(self._trainings, lambda: self._loaders.current, self._say)
         self._ended = False
         for line in (selection.reason, *(note.headline for note in self.document.notes)):
             self._say(line)
+        self._loading = ExitStack()
+        self._loading.enter_context(self._strategy.load_pretrained())
         atexit.register(self._end_at_exit)
 
     # ---- processes -------------------------------------------------------------------------------------------------
@@ -173,55 +182,54 @@ class Accelerator:
 
     # ---- preparing -------------------------------------------------------------------------------------------------
 
+    def init_model(self) -> AbstractContextManager[None]:
+        """A model made inside is never whole in any process, where the strategy partitions parameters (ZeRO stage 3).
+
+        Its values are those that it would have outside. transformers' `from_pretrained` and `from_config` need no such
+        context after `Accelerator()`, unless the configuration says `zero3_init_flag: false`.
+        """
+        return self._strategy.init_model()
+
+    @collective("prepare", meets=True)
     def prepare(self, *objects: Any) -> Any:
         """Models, optimizers, loaders and schedules, ready for the loop, in the order given.
 
-        A model and its optimizer (or `DummyOptim`) come in one call. Anything else passes unchanged.
+        A model and its optimizer (or `DummyOptim`) come in one call; several models may come in one call or in several.
+        A model without an optimizer is not trained. Anything else passes unchanged.
 
         Raises:
             ConfigError: open fields that cannot be filled, and contradictions between the configuration and the loop.
-            LoopError: an optimizer without its model, a second model in one call, or an object prepared twice.
+            LoopError: an object prepared twice, a model loaded with `device_map`, models that share parameters, an
+                optimizer without its model, of another model or of several.
         """
         loaders = [o for o in objects if isinstance(o, DataLoader)]
         models = [o for o in objects if isinstance(o, nn.Module)]
         optimizers = [o for o in objects if isinstance(o, Optimizer | DummyOptim)]
         schedules = [o for o in objects if isinstance(o, LRScheduler | DummyScheduler)]
         self._refuse_prepared(objects)
-        if len(models) > 1 or len(optimizers) > 1:
-            raise LoopError("prepare() takes one model and its optimizer per call; call it once for each model.")
-        if optimizers and not models:
-            raise LoopError("prepare() got an optimizer without its model; pass both in the same call.")
-
+        pairs = pair_models(models, optimizers, schedules, [training.session.module for training in self._trainings])
         ready: dict[int, Any] = {id(loader): self.prepare_data_loader(loader) for loader in loaders}
-        facts = Facts(
-            loop=probe_loop(
+        if loaders:
+            self._loop = probe_loop(
                 loaders,
                 [ready[id(loader)] for loader in loaders],
                 processes=self.num_processes,
                 split_batches=self.split_batches,
-            ),
+            )
+        facts = Facts(
+            loop=self._loop,
             machine=probe_machine("cuda" if self.device.type == "cuda" else "cpu", self.num_processes),
             split_batches=self.split_batches,
             strategy=self._strategy.name,
         )
-        if models:
-            optimizer = optimizers[0] if optimizers else None
+        for pair in pairs:
             training = start_training(
-                self.document,
-                facts,
-                self._strategy,
-                self._processes,
-                self._window,
-                models[0],
-                optimizer,
-                schedules,
-                self._say,
+                self.document, facts, self._strategy, self._processes, lambda: self._loaders.current, pair, self._say
             )
-            self._trainings.append(training)
-            self.resolved = training.resolved
-            ready[id(models[0])] = training.session.model
-            if optimizer is not None:
-                ready[id(optimizer)] = training.optimizer
+            ready[id(pair.model)] = training.session.model
+            if pair.optimizer is not None:
+                ready[id(pair.optimizer)] = training.optimizer
+            self._add(training)
         for schedule in schedules:
             training = self._training_of(schedule.optimizer)
             ready[id(schedule)] = prepare_schedule(training, schedule, self.document, self._processes, self._say)
@@ -242,6 +250,24 @@ class Accelerator:
             active=self._loaders,
         )
 
+    def _add(self, training: Training) -> None:
+        self._trainings.append(training)
+        self.resolved = training.resolved
+        if training.optimizer is None:
+            self._untrained.append(training)
+            return
+        self._trained.append(training)
+        self._window = training.window
+        self._first_steps.pending = True
+        if len({trained.window.steps for trained in self._trained}) > 1:
+            raise LoopError(
+                "the trained models came out with different gradient_accumulation_steps; prepare the training loader "
+                "with the first of them, or write the number into the configuration."
+            )
+        if len(self._trained) > 1:
+            for trained in self._trained:
+                trained.watch_gradients()
+
     def _training_of(self, optimizer: Any) -> Training:
         for training in self._trainings:
             if training.is_of_optimizer(optimizer):
@@ -251,9 +277,11 @@ class Accelerator:
         )
 
     def _refuse_prepared(self, objects: tuple[Any, ...]) -> None:
-        for o in objects:
-            if isinstance(o, ShardedLoader | PreparedOptimizer | PreparedScheduler) or any(
-                training.is_of_model(o) for training in self._trainings
+        for position, o in enumerate(objects):
+            if (
+                isinstance(o, ShardedLoader | PreparedOptimizer | PreparedScheduler)
+                or any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self._trainings)
+                or (isinstance(o, nn.Module | Optimizer | DummyOptim) and any(o is p for p in objects[:position]))
             ):
                 raise LoopError(f"prepare() got a {type(o).__name__} that is prepared already; prepare each once.")
 
@@ -262,12 +290,19 @@ class Accelerator:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self._window.steps
+        if self._window is not None:
+            return self._window.steps
+        asked = self.document.deepspeed.value("gradient_accumulation_steps")
+        return asked if isinstance(asked, int) else 1
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its window, so that `optimizer.step()` acts."""
-        return self._window.ends_here
+        """Whether the current micro-batch ends its window, so that `optimizer.step()` acts.
+
+        Of several models, it is said of the one whose micro-batch this is: named in `accumulate`, or reached by the
+        last `backward`.
+        """
+        return self._window is not None and self._window.ends_here
 
     @property
     def mixed_precision(self) -> str:
@@ -281,26 +316,37 @@ class Accelerator:
         """Whether the last step of any prepared optimizer was skipped."""
         return any(t.optimizer is not None and t.optimizer.step_was_skipped for t in self._trainings)
 
-    def backward(self, loss: Tensor, *, model: nn.Module | None = None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the size of the accumulation window. It never steps.
+
+        Every prepared model whose trained parameters the loss depends on gets its gradients, and keeps them until its
+        optimizer's `step` or `zero_grad`, as in plain torch.
 
         Args:
             loss: scalar.
-            model: whose session runs it; needed only where several trained models are prepared.
             **kwargs: for `Tensor.backward`, e.g. `retain_graph`.
-        """
-        session = self._trained(model).session
-        window = self._window
-        window.count_backward()
-        session.backward(loss if window.divisor == 1 else loss / window.divisor, **kwargs)
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002 - Accelerate's signature
+        Raises:
+            LoopError: gradients came from elsewhere; the loss reaches a module that was not prepared, or no prepared
+                one; with accumulation and without `accumulate`, it reaches several models.
+        """
+        if self._first_steps.pending:
+            self._first_steps.look_at(loss)
+        self._window = run_backward(self._trained, self._untrained, loss, **kwargs)[0].window
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch: gradients add up, and `step()` acts in the window's last one only.
 
         Args:
-            *models: accepted as Accelerate's; all prepared models accumulate together.
+            *models: whose micro-batch it is; all that are trained where none is named. Models that are not trained may
+                be named too.
+
+        Raises:
+            LoopError: of several trained models, one is named that is not prepared.
         """
-        return self._window
+        trained = self._named(models)
+        self._window = trained[0].window
+        return trained[0].window if len(trained) == 1 else TogetherWindows([t.window for t in trained])
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -326,7 +372,14 @@ class Accelerator:
             LoopError: the parameters are not a prepared model's, or under ZeRO a part of them or another norm.
         """
         given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for training in self._trainings:
+        if len(self._trained) > 1:
+            ids = {id(p) for p in given}
+            owners = [training for training in self._trained if any(id(p) in ids for p in training.parameters)]
+            if len(owners) > 1:
+                raise LoopError(
+                    f"clip_grad_norm_ got parameters of {len(owners)} prepared models; call it once for each."
+                )
+        for training in self._trained:
             norm = training.clip(given, float(max_norm), float(norm_type))
             if norm is not None:
                 return norm
@@ -334,15 +387,17 @@ class Accelerator:
             "clip_grad_norm_ got parameters of no prepared model; pass model.parameters() of the model from prepare()."
         )
 
-    def _trained(self, model: nn.Module | None) -> Training:
-        trained = [t for t in self._trainings if t.optimizer is not None]
-        if model is not None:
-            trained = [t for t in trained if t.is_of_model(model)]
-        if len(trained) == 1:
-            return trained[0]
-        if not trained:
-            raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
-        raise LoopError(f"{len(trained)} trained models are prepared; say whose loss: backward(loss, model=model).")
+    def _named(self, models: tuple[nn.Module, ...]) -> list[Training]:
+        """The trained ones among `models`; all if none is among them, or only one is trained."""
+        if not self._trained:
+            raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) first.")
+        if len(self._trained) == 1:
+            return self._trained
+        for model in models:
+            if not any(training.is_of_model(model) for training in self._trainings):
+                raise LoopError(f"accumulate() got a {type(model).__name__} that is not prepared.")
+        named = [training for training in self._trained if any(map(training.is_of_model, models))]
+        return named or self._trained
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -351,8 +406,11 @@ class Accelerator:
         session = self._session_of(model)
         return model if session is None else session.module
 
+    @collective("get_state_dict", meets=True)
     def get_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Whole weights and buffers in host memory, in the type they are trained in; collective.
+
+        Of a model with PEFT adapters, only the adapters' and what else is trained: the frozen base is not gathered.
 
         Returns:
             The dict on the main process, None on the others, whatever the strategy.
@@ -363,12 +421,15 @@ class Accelerator:
                 state[name] = tensor.to("cpu", copy=True)
         if not self.is_main_process:
             return None
-        return state | {alias: state[name] for alias, name in self._shared_names(model).items()}
+        return state | {alias: state[name] for alias, name in self._shared_names(model).items() if name in state}
 
+    @collective("save_model", meets=True)
     def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB") -> None:
         """Write the weights as a Hugging Face-style folder of safetensors; collective, streaming.
 
-        Beside them, `resolved_config.json` says how the model was trained: every value and where it came from.
+        A transformers model's folder loads with `from_pretrained`; of a model with PEFT adapters only they are written,
+        in PEFT's own layout. Beside them, `resolved_config.json` says how the model was trained: every value and where
+        it came from.
 
         Args:
             model: a prepared model.
@@ -379,8 +440,12 @@ class Accelerator:
         error: list[Any] = [None]
         if self.is_main_process:
             try:
-                write_model_folder(
-                    tensors, save_directory, max_shard_size=max_shard_size, tied=self._shared_names(model)
+                write_pretrained(
+                    self.unwrap_model(model),
+                    tensors,
+                    save_directory,
+                    max_shard_size=max_shard_size,
+                    tied=self._shared_names(model),
                 )
                 training = next(training for training in self._trainings if training.is_of_model(model))
                 write_record(describe_run(self.document, training.resolved, training.facts), save_directory)
@@ -392,11 +457,35 @@ class Accelerator:
         if error[0] is not None:
             raise error[0]
 
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """`torch.save` on the main process only.
+
+        Args:
+            obj: what to save.
+            f: path, or file opened for writing.
+            safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`.
+        """
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            save_file(obj, f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
     def _named_tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         session = self._session_of(model)
         if session is None:
             raise LoopError(f"the {type(model).__name__} is not prepared; pass the model that prepare() returned.")
-        return session.named_tensors()
+        return session.named_tensors(self._saved_names(session.module))
+
+    def _saved_names(self, module: nn.Module) -> Collection[str] | None:
+        """The tensors of a model that are saved, as the main process sees it; None for all."""
+        if not has_adapters(module):
+            return None
+        names: list[Any] = [adapter_names(module) if self.is_main_process else None]
+        collectives.broadcast_object_list(names)
+        saved: Collection[str] = names[0]
+        return saved
 
     def _shared_names(self, model: nn.Module) -> dict[str, str]:
         return shared_names(self.unwrap_model(model))
@@ -408,9 +497,17 @@ class Accelerator:
 
     def end_training(self) -> None:
         """Close every session and the process group; collective. It also runs at the end of the process."""
-        if self._ended:
-            return
-        self._ended = True
+        if not self._ended:
+            self._ended = True
+            self._first_steps.say_if_none()
+            self._close()
+
+    @collective("end_training", meets=True)
+    def _close(self) -> None:
+        self._loading.close()
+        for training in self._trained:
+            for line in training.describe_end():
+                self._say(line)
         for training in self._trainings:
             training.session.close()
         self._processes.stop()
@@ -418,7 +515,11 @@ class Accelerator:
     def _end_at_exit(self) -> None:
         # After an error the other processes will not come to a barrier; they are ended by the launcher.
         if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
-            self.end_training()
+            try:
+                self.end_training()
+            except LoopError as error:  # another process is not at its end; Python would exit with 0
+                print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                os._exit(1)
 
     def _say(self, line: str) -> None:
         if self.is_main_process:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from zero_plugin.errors import LoopError
 
-__all__ = ["AccumulationWindow", "Epoch"]
+__all__ = ["AccumulationWindow", "Epoch", "TogetherWindows"]
 
 
 class Epoch(Protocol):
@@ -22,7 +22,7 @@ class Epoch(Protocol):
 
 
 class AccumulationWindow:
-    """Counts micro-batches into windows of `steps`; the last window of an epoch may be shorter.
+    """Counts one model's micro-batches into windows of `steps`; the last window of an epoch may be shorter.
 
     A loop tells its micro-batches in one of two ways. Under `accumulate()`, which hands out the window as a context
     manager, each entry is one (`enter_batch`). By hand, each `backward` is one (`count_backward`).
@@ -38,11 +38,14 @@ class AccumulationWindow:
     Attributes:
         ends_here: whether the current micro-batch is the window's last, so that `step()` applies it.
         in_context: whether the loop is inside `accumulate()`.
+        plans_ahead: whether a loss is divided by the true size where it is known. Not where one loss may be a
+            micro-batch of several models, whose windows need not end together: `steps` divides it then.
     """
 
     def __init__(self, steps: int, running_epoch: Callable[[], Epoch | None] = lambda: None) -> None:
         self.steps = steps
         self.in_context = False
+        self.plans_ahead = True
         self._running_epoch = running_epoch
         self._size = steps  # micro-batches of the window, as far as known
         self._batches = 0  # of them seen so far
@@ -50,6 +53,7 @@ class AccumulationWindow:
         self._stepped = False  # the window ended and was applied; the next micro-batch opens a new one
         self._told_by_context = False  # this window's micro-batches come from accumulate()
         self._since_step = 0  # backwards since the loop last called step()
+        self._backwards = 0  # of the window
 
     @property
     def divisor(self) -> int:
@@ -75,7 +79,7 @@ class AccumulationWindow:
         Loops also call it first thing, or after each of their micro-batches; there it means nothing.
         """
         if self.in_context or (self._told_by_context and not self.ends_here):
-            return False
+            return self._since_step > self._backwards == 0  # left by another model's loss, after the last window's step
         return self._since_step > 0
 
     def enter_batch(self) -> None:
@@ -105,6 +109,7 @@ class AccumulationWindow:
         """
         self._since_step += 1
         if self.in_context:
+            self._backwards += 1
             return
         if self._told_by_context or self._stepped or self.steps == 1:
             self._open()
@@ -114,7 +119,12 @@ class AccumulationWindow:
                 f"{self.steps}.\nCall optimizer.step() after every backward (it acts on every {self.steps}th), or set "
                 "gradient_accumulation_steps to the number of backwards between two steps of this loop."
             )
+        self._backwards += 1
         self._advance()
+
+    def count_stray(self) -> None:
+        """Gradients came from a loss that is no micro-batch of this window's model: it only runs through it."""
+        self._since_step += 1
 
     def count_step(self) -> bool:
         """`optimizer.step()` was called: whether it applies the gradients.
@@ -135,11 +145,13 @@ class AccumulationWindow:
         return applies
 
     def restart(self) -> None:
-        """The window's gradients were dropped."""
+        """The gradients were dropped."""
         self._since_step = 0
-        self._open()
+        if self._backwards:
+            self._open()
 
     def _open(self) -> None:
+        self._backwards = 0
         self._batches = 0
         self._size = self.steps
         self.ends_here = False
@@ -148,7 +160,7 @@ class AccumulationWindow:
 
     def _advance(self) -> None:
         epoch = self._running_epoch()
-        if self._batches == 0 and epoch is not None:
+        if self._batches == 0 and epoch is not None and self.plans_ahead:
             left = epoch.batches_left
             self._size = self.steps if left is None else min(self.steps, left + 1)
         self._batches += 1
@@ -159,3 +171,18 @@ class AccumulationWindow:
             return True
         epoch = self._running_epoch()
         return batches > 0 and epoch is not None and epoch.on_last_batch
+
+
+class TogetherWindows:
+    """One micro-batch of several models: what `accumulate()` hands out for them."""
+
+    def __init__(self, windows: Sequence[AccumulationWindow]) -> None:
+        self._windows = windows
+
+    def __enter__(self) -> None:
+        for window in self._windows:
+            window.enter_batch()
+
+    def __exit__(self, *_: object) -> None:
+        for window in self._windows:
+            window.leave_batch()

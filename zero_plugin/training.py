@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.accumulation import AccumulationWindow, Epoch
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.errors import ConfigError, LoopError, Problem
+from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.optimizers import describe_optimizer
+from zero_plugin.pairing import Pair
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.prepared import PreparedOptimizer, PreparedScheduler
 from zero_plugin.probe.model import probe_model
@@ -23,7 +24,7 @@ from zero_plugin.resolve.facts import Facts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.run_record import describe_run, keep_record
-from zero_plugin.schedules import build_schedule, preview_schedule
+from zero_plugin.schedules import build_schedule
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.processes import Processes
 
@@ -38,17 +39,23 @@ class Training:
         session: runs it.
         facts: what it was resolved from.
         resolved: its configuration.
-        parameters: of the module, listed once: walking a module takes longer than clipping a small one.
+        window: counts its micro-batches.
+        parameters: those of the module that are trained, listed once: walking a module takes longer than clipping a
+            small one, and a loop may freeze a model for another model's loss.
         given_optimizer: what the user passed to `prepare`.
         optimizer: what the user got for it; None for a model that is not trained.
+        reached: whether a gradient has come since it was last set to False; see `watch_gradients`.
     """
 
     session: Session
     facts: Facts
     resolved: Resolved
+    window: AccumulationWindow
     parameters: tuple[nn.Parameter, ...]
     given_optimizer: Optimizer | DummyOptim | None
     optimizer: PreparedOptimizer | None
+    reached: bool = False
+    watches: bool = False
 
     def is_of_model(self, model: Any) -> bool:
         """Whether `model` is this one, prepared or the user's own module."""
@@ -59,6 +66,24 @@ class Training:
         known = (self.given_optimizer, self.optimizer, self.session.optimizer)
         return any(optimizer is candidate for candidate in known if candidate is not None)
 
+    def describe_end(self) -> list[str]:
+        """Lines on schedules that the loop has not taken to their end."""
+        schedules = [] if self.optimizer is None else self.optimizer.schedules
+        return [line for schedule in schedules if (line := schedule.describe_end()) is not None]
+
+    def watch_gradients(self) -> None:
+        """Note in `reached` from now on when gradients come, so that a loss needs not say which models it is of."""
+        if self.watches:
+            return
+        self.watches = True
+        self.window.plans_ahead = False
+
+        def note(_: Tensor) -> None:
+            self.reached = True
+
+        for p in self.parameters:
+            p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
     def clip(self, given: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
         """Clip the coming step; None if none of the `given` tensors is trained here. See `Session.clip`.
 
@@ -68,12 +93,11 @@ class Training:
         if self.optimizer is None:
             return None
         ids = {id(p) for p in given}
-        trained = [p for p in self.parameters if p.requires_grad]
-        counted = sum(id(p) in ids for p in trained)
+        counted = sum(id(p) in ids for p in self.parameters)
         if not counted:
             return None
         self._refuse_other_clipping(max_norm)
-        only = None if counted == len(trained) else list(given)
+        only = None if counted == len(self.parameters) else list(given)
         return self.optimizer.clip(max_norm, norm_type=norm_type, only=only)
 
     def _refuse_other_clipping(self, max_norm: float) -> None:
@@ -91,31 +115,25 @@ def start_training(
     facts: Facts,
     strategy: Strategy,
     processes: Processes,
-    window: AccumulationWindow,
-    model: nn.Module,
-    optimizer: Optimizer | DummyOptim | None,
-    schedules: Sequence[Any],
+    running_epoch: Callable[[], Epoch | None],
+    pair: Pair,
     say: Callable[[str], None],
 ) -> Training:
-    """Resolve the configuration for `model` and build its session.
+    """Resolve the configuration for a model and build its session.
 
     Args:
         document: what was asked for.
         facts: of the loop and the machine; those of the model, the optimizer and the schedule are added here.
         strategy: builds the session.
         processes: this process and its peers.
-        window: counts the micro-batches of the loop.
-        model: the user's module.
-        optimizer: the user's optimizer or placeholder; None for a model that is not trained.
-        schedules: the schedules and placeholders of the same `prepare`.
-        say: prints a line once.
+        running_epoch: the prepared loader that is being iterated.
+        pair: the user's module, with its optimizer and schedules.
+        say: prints a line.
 
     Raises:
         ConfigError: see `resolve`.
-        LoopError: the optimizer holds parameters that are not the model's.
     """
-    if isinstance(optimizer, Optimizer):
-        _refuse_foreign_parameters(model, optimizer)
+    model, optimizer, schedules = pair
     placeholder = next((s for s in schedules if isinstance(s, DummyScheduler)), None)
     facts = replace(
         facts,
@@ -126,19 +144,18 @@ def start_training(
     resolved = resolve(document, facts)
     _tell(document, facts, resolved, processes, say)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
-    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real), processes)
+    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, say), processes)
+    window = AccumulationWindow(resolved.accumulation, running_epoch)
     session.follow_window(lambda: window.next_backward_ends)
-    window.steps = resolved.accumulation
-    window.restart()
     prepared = None if optimizer is None else PreparedOptimizer(session, window)
-    if prepared is not None and resolved.scheduler is not None:
-        _say_learning_rate(prepared, resolved, facts.loop.batches_per_epoch, say)
-        if not schedules:
-            # A section whose schedule the loop never asked for still is what the user wrote.
-            prepared.call_after_step(build_schedule(resolved.scheduler, prepared.optimizer).step)
-            say("the configuration's schedule steps by itself, since no scheduler was prepared")
-    parameters = tuple(session.module.parameters())
-    return Training(session, facts, resolved, parameters, optimizer, prepared)
+    if prepared is not None and resolved.scheduler is not None and not schedules:
+        # A section whose schedule the loop never asked for still is what the user wrote.
+        schedule = PreparedScheduler(build_schedule(resolved.scheduler, prepared.optimizer), prepared, times=1)
+        prepared.call_after_step(schedule.step)
+        _say_learning_rate(schedule, resolved, facts, say)
+        say("the configuration's schedule steps by itself, since no scheduler was prepared")
+    parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
+    return Training(session, facts, resolved, window, parameters, optimizer, prepared)
 
 
 def prepare_schedule(
@@ -147,18 +164,24 @@ def prepare_schedule(
     """The schedule on the training's running optimizer, a placeholder replaced by what the configuration describes."""
     optimizer = training.optimizer
     assert optimizer is not None, "a schedule is found by its optimizer"
+    by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
+    counted = training.facts.machine.processes if by_process else 1
     if not isinstance(schedule, DummyScheduler):
-        by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
-        return PreparedScheduler(schedule, optimizer, times=training.facts.machine.processes if by_process else 1)
-    if schedule.lr_scheduler_callable is not None:
-        return PreparedScheduler(schedule.lr_scheduler_callable(optimizer.optimizer), optimizer, times=1)
-    if training.facts.scheduler is None or not training.facts.scheduler.placeholder:  # prepared after its model
-        told = training.resolved.said_aloud
-        training.facts = replace(training.facts, scheduler=schedule.describe())
-        training.resolved = resolve(document, training.facts)
-        _tell(document, training.facts, training.resolved, processes, say, told)
-    assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
-    return PreparedScheduler(build_schedule(training.resolved.scheduler, optimizer.optimizer), optimizer, times=1)
+        prepared = PreparedScheduler(schedule, optimizer, times=counted)
+    elif schedule.lr_scheduler_callable is not None:
+        prepared = PreparedScheduler(schedule.lr_scheduler_callable(optimizer.optimizer), optimizer, times=1)
+    else:
+        if training.facts.scheduler is None or not training.facts.scheduler.placeholder:  # prepared after its model
+            told = training.resolved.said_aloud
+            training.facts = replace(training.facts, scheduler=schedule.describe())
+            training.resolved = resolve(document, training.facts)
+            _tell(document, training.facts, training.resolved, processes, say, told)
+        assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
+        real = build_schedule(training.resolved.scheduler, optimizer.optimizer)
+        typed = counted if schedule.total_num_steps is not None else 1  # a section's numbers are optimizer steps
+        prepared = PreparedScheduler(real, optimizer, times=1, typed_per_step=typed)
+    _say_learning_rate(prepared, training.resolved, training.facts, say)
+    return prepared
 
 
 def _tell(
@@ -179,26 +202,13 @@ def _tell(
 
 
 def _say_learning_rate(
-    optimizer: PreparedOptimizer, resolved: Resolved, batches_per_epoch: int | None, say: Callable[[str], None]
+    schedule: PreparedScheduler, resolved: Resolved, facts: Facts, say: Callable[[str], None]
 ) -> None:
-    assert resolved.scheduler is not None
-    steps = None if batches_per_epoch is None else -(-batches_per_epoch // resolved.accumulation)
-    points = preview_schedule(resolved.scheduler, [float(group["lr"]) for group in optimizer.param_groups], steps)
-    if points:
-        shown = ", ".join(f"{point.lr:.3g} {point.label} (step {point.step})" for point in points)
-        epoch = "" if steps is None else f"; one epoch is {steps} optimizer steps"
-        say(f"{resolved.scheduler.type}: learning rate {shown}{epoch}")
-
-
-def _refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in own for p in held)
-    if foreign:
-        raise LoopError(
-            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's.\n"
-            "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
-        )
+    batches = facts.loop.batches_per_epoch
+    epoch = None if batches is None else -(-batches // resolved.accumulation)
+    line = schedule.describe(resolved.scheduler, facts.scheduler, epoch)
+    if line is not None:
+        say(line)
 
 
 def _describe(optimizer: Optimizer | DummyOptim) -> OptimizerFacts:

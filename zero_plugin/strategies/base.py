@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,15 @@ from zero_plugin.resolve.facts import StrategyName
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["DIRECT_BACKWARD", "Session", "SessionRequest", "Strategy"]
+__all__ = ["DIRECT_BACKWARD", "LATE_BACKWARD", "Session", "SessionRequest", "Strategy"]
 
 DIRECT_BACKWARD = (
-    "gradients came to this model from loss.backward(), or from another model's loss that runs through it.\n"
-    "Call accelerator.backward(loss). Where another model's loss runs through this one, call this one's "
-    "optimizer.zero_grad() before its own backward; under ZeRO such a loss cannot be had."
+    "gradients came to this model from loss.backward().\n"
+    "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."
+)
+LATE_BACKWARD = (
+    "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
+    "Call clip_grad_norm_() after the window's last backward()."
 )
 
 
@@ -36,12 +39,14 @@ class SessionRequest:
         resolved: the configuration without open fields.
         schedules: the learning-rate schedules that were built on `optimizer`. A strategy that replaces the optimizer
             object moves them to the new one.
+        say: prints a line.
     """
 
     model: nn.Module
     optimizer: Optimizer | DummyOptim | None
     resolved: Resolved
-    schedules: tuple[Any, ...] = ()
+    schedules: tuple[Any, ...]
+    say: Callable[[str], None]
 
 
 class Session(ABC):
@@ -54,15 +59,56 @@ class Session(ABC):
         model: what the loop calls.
         module: the user's own module inside it.
         optimizer: the torch optimizer whose `param_groups` are live; None for a model that is not trained.
+        most_skips: skipped steps in a row after which the run stops.
     """
 
     model: nn.Module
     module: nn.Module
     optimizer: Optimizer | None
+    most_skips: int
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of `loss`, a scalar that no other trained model takes part in; never steps."""
+        self.open_backward()
+        try:
+            torch.autograd.backward(self.scale_loss(loss), **kwargs)
+        except BaseException:
+            self.abandon_backward()
+            raise
+        self.close_backward(reached=True)
 
     @abstractmethod
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of `loss`, a scalar; never steps."""
+    def open_backward(self) -> None:
+        """A backward that may reach this model is about to run; then `close_backward` or `abandon_backward`.
+
+        Not for a model that is not trained.
+
+        Raises:
+            LoopError: gradients are there that no opened backward made.
+        """
+
+    @abstractmethod
+    def close_backward(self, *, reached: bool) -> None:
+        """The backward has run, through whatever models. Collective where `reached` and gradients are partitioned.
+
+        Args:
+            reached: whether it added gradients to this model.
+
+        Raises:
+            LoopError: it did, after `clip` and before `step`.
+        """
+
+    @abstractmethod
+    def abandon_backward(self) -> None:
+        """The backward raised."""
+
+    @abstractmethod
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times `loss_scale`."""
+
+    @abstractmethod
+    def set_loss_scale(self, scale: float) -> None:
+        """Go on with another loss scale; the window's gradients are rescaled."""
 
     @abstractmethod
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
@@ -90,6 +136,10 @@ class Session(ABC):
         """Apply the gradients and clear them. False if the step was skipped for non-finite gradients. Collective."""
 
     @abstractmethod
+    def first_nonfinite(self) -> str | None:
+        """Before `step`: name of the first parameter whose gradient is not finite, None if none is. Collective."""
+
+    @abstractmethod
     def drop_gradients(self) -> None:
         """Forget every gradient of the window."""
 
@@ -102,8 +152,12 @@ class Session(ABC):
         """Backwards inside stay local where the strategy can; harmless where it cannot."""
 
     @abstractmethod
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights and buffers by name, one at a time; collective, every rank gets each tensor."""
+    def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights and buffers by name, one at a time; collective, every rank gets each tensor.
+
+        Args:
+            only: the names that are wanted, the same on all ranks; None for all.
+        """
 
     @property
     @abstractmethod
@@ -128,6 +182,14 @@ class Strategy(ABC):
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """A complete session for `request`."""
 
+    def init_model(self) -> AbstractContextManager[None]:
+        """A model made inside is never whole in any process, where the strategy partitions parameters."""
+        return nullcontext()
+
+    def load_pretrained(self) -> AbstractContextManager[None]:
+        """The same for what transformers' `from_pretrained` makes inside; entered for the whole run."""
+        return nullcontext()
+
 
 def shared_names(module: nn.Module) -> dict[str, str]:
     """Each further name of a shared (tied) tensor → the first name of that tensor, as `state_dict` would list them."""
@@ -141,11 +203,11 @@ def shared_names(module: nn.Module) -> dict[str, str]:
     return shared
 
 
-def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by name, each shared tensor under its first name only."""
+def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
     seen: set[int] = set()
     for name, tensor in _all_tensors(module):
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and (only is None or name in only):
             seen.add(id(tensor))
             yield name, tensor
 

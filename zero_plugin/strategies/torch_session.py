@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero_plugin.errors import LoopError
-from zero_plugin.nested import map_leaves
+from zero_plugin.nested import map_leaves, to_fp32
 from zero_plugin.optimizers import build_optimizer
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.resolve.facts import Precision
-from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, SessionRequest, persistent_tensors
+from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session, SessionRequest, persistent_tensors
+from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 
-__all__ = ["TorchSession", "torch_optimizer"]
+__all__ = ["TorchSession", "torch_optimizer", "torch_session"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,6 +33,8 @@ class TorchSession(Session):
         optimizer: None for a model that is not trained.
         precision: under `bf16` and `fp16` the weights stay fp32, forwards run under autocast and return fp32.
         clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
+        scale: the loss scale of `fp16`.
+        skips: whether a step whose gradients are not finite is skipped.
     """
 
     def __init__(
@@ -42,6 +45,8 @@ class TorchSession(Session):
         *,
         precision: Precision,
         clipping: float | None,
+        scale: LossScale | None = None,
+        skips: bool = True,
     ) -> None:
         self.model = model
         self.module = module
@@ -49,28 +54,43 @@ class TorchSession(Session):
         self._clipping = clipping
         self._clipped = False
         self._unscaled = False
+        self._finite: bool | None = None  # whether the window's gradients are, once it is known
         self._has_gradients = False
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
         self._plain_forward: Callable[..., Any] | None = None
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" and optimizer is not None else None
+        self._scale = scale
+        self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
+        self._skips = skips
         if precision != "no":
+            device = next((p.device for p in module.parameters()), torch.device("cpu"))
             self._plain_forward = module.forward
             module.forward = _under_autocast(module.forward, device.type, _AUTOCAST[precision])
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """See `Session.backward`."""
-        if self._unscaled:
-            raise LoopError(
-                "backward() after clip_grad_norm_() and before optimizer.step(): the clipped gradients are unscaled, "
-                "new ones would be scaled.\nCall clip_grad_norm_() after the window's last backward()."
-            )
+    def open_backward(self) -> None:
+        """See `Session.open_backward`."""
         if not self._has_gradients and self._has_strays():
             raise LoopError(DIRECT_BACKWARD)
-        self._has_gradients = True
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        torch.autograd.backward(scaled, **kwargs)
+
+    def close_backward(self, *, reached: bool) -> None:
+        """See `Session.close_backward`."""
+        if reached and self._unscaled:  # what was clipped has the loss scale taken out, what came now has not
+            raise LoopError(LATE_BACKWARD)
+        self._has_gradients |= reached
+
+    def abandon_backward(self) -> None:
+        """See `Session.abandon_backward`: what it left is for `drop_strays`."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `Session.scale_loss`."""
+        return loss if self._scale is None else loss.float() * self._scale.value
+
+    def set_loss_scale(self, scale: float) -> None:
+        """See `Session.set_loss_scale`."""
+        assert self._scale is not None, "only sessions that scale share a scale"
+        if self._has_gradients and not self._unscaled:
+            self.scale_gradients(scale / self._scale.value)
+        self._scale.value = scale
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """See `Session.follow_window`: DDP reduces only in the backward that ends the window."""
@@ -83,20 +103,20 @@ class TorchSession(Session):
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
         """See `Session.clip`."""
-        assert self.optimizer is not None
-        if self._scaler is not None and not self._unscaled:
-            self._scaler.unscale_(self.optimizer)
-            self._unscaled = True
+        self._unscale()
         parameters = self._trained_parameters() if only is None else only
-        if max_norm == float("inf"):
-            return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-        self._clipped = True
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        if only is None and norm_type == 2.0 and self._skips:
+            self._finite = bool(torch.isfinite(norm))
+        if max_norm != float("inf"):
+            self._clipped = True
+            if self._finite is not False:  # else the step is skipped, and the gradients stay as they are to be named
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def scale_gradients(self, factor: float) -> None:
         """See `Session.scale_gradients`."""
-        gradients = [p.grad for p in self._trained_parameters() if p.grad is not None]
-        if gradients:
+        if gradients := self._gradients():
             torch._foreach_mul_(gradients, factor)
 
     def step(self) -> bool:
@@ -108,20 +128,25 @@ class TorchSession(Session):
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         if self._clipping is not None and not self._clipped:
             self.clip(self._clipping)
-        if self._scaler is None:
+        applied = self._is_finite()
+        if applied:
             self.optimizer.step()
-            applied = True
-        else:
-            before = self._scaler.get_scale()
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-            applied = self._scaler.get_scale() >= before
+        if self._scale is not None:
+            self._scale.update(skipped=not applied)
         self.drop_gradients()
         return applied
+
+    def first_nonfinite(self) -> str | None:
+        """See `Session.first_nonfinite`."""
+        for name, p in self.module.named_parameters():
+            if p.grad is not None and not torch.isfinite(_dense(p.grad)).all():
+                return name
+        return None
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
         self._has_gradients = self._clipped = self._unscaled = False
+        self._finite = None
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -142,15 +167,15 @@ class TorchSession(Session):
         """See `Session.no_sync`."""
         return self._stay_local()
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Session.named_tensors`."""
-        for name, tensor in persistent_tensors(self.module):
+        for name, tensor in persistent_tensors(self.module, only):
             yield name, tensor.detach()
 
     @property
     def loss_scale(self) -> float:
         """See `Session.loss_scale`."""
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+        return 1.0 if self._scale is None else self._scale.value
 
     def close(self) -> None:
         """See `Session.close`."""
@@ -168,9 +193,38 @@ class TorchSession(Session):
                     return True
         return False
 
+    def _unscale(self) -> None:
+        """Take the loss scale out of the gradients, once per window."""
+        if self._scale is not None and not self._unscaled:
+            self._finite = _all_finite(self._gradients(), 1.0 / self._scale.value)
+            self._unscaled = True
+
+    def _is_finite(self) -> bool:
+        self._unscale()
+        if self._finite is None:
+            self._finite = not self._skips or _all_finite(self._gradients())
+        return self._finite
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._trained_parameters() if p.grad is not None]
+
     def _trained_parameters(self) -> list[nn.Parameter]:
         assert self.optimizer is not None
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def torch_session(model: nn.Module, request: SessionRequest, optimizer: Optimizer | None) -> TorchSession:
+    """The session of a request on `model`, which is the request's own or wraps it."""
+    resolved = request.resolved
+    return TorchSession(
+        model,
+        request.model,
+        optimizer,
+        precision=resolved.precision,
+        clipping=resolved.clipping,
+        scale=LossScale(resolved.tree.section("fp16").nested()) if resolved.precision == "fp16" else None,
+        skips=resolved.precision != "bf16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
+    )
 
 
 def torch_optimizer(request: SessionRequest) -> Optimizer | None:
@@ -181,15 +235,28 @@ def torch_optimizer(request: SessionRequest) -> Optimizer | None:
     return build_optimizer(request.resolved.optimizer, request.optimizer.params)
 
 
+def _all_finite(gradients: list[Tensor], factor: float = 1.0) -> bool:
+    """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(_dense(gradient))
+    for (device, _), tensors in alike.items():
+        found = torch.zeros(1, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), factor, device=device))
+        if found.item():
+            return False
+    return True
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient that may be sparse."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
 def _under_autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
     def autocast_forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype):
             outputs = forward(*args, **kwargs)
-        return map_leaves(_to_fp32, outputs)
+        return map_leaves(to_fp32, outputs)
 
     return autocast_forward
-
-
-def _to_fp32(leaf: Any) -> Any:
-    """A floating tensor in fp32, so that the loss is computed as without mixed precision."""
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -27,15 +27,19 @@ __all__ = ["EngineGradients", "engine_gradients"]
 
 
 class EngineGradients(ABC):
-    """What a session does to the gradients of a window. All of it is collective but `drop` and `before_backward`."""
+    """What a session does to the gradients of a window. `finalize` and `norm` are collective."""
 
     @abstractmethod
     def before_backward(self, micro_batch: int) -> None:
         """Called before the `micro_batch`-th backward of the window, counted from 0."""
 
     @abstractmethod
-    def finalize(self, factor: float) -> None:
-        """Multiply the gradients by `factor`, reduce what is not reduced yet, and put it where the step reads it."""
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of the window so far by `factor`; before `finalize`."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Reduce what is not reduced yet, and put the gradients where the step reads them."""
 
     @abstractmethod
     def norm(self) -> Tensor:
@@ -106,11 +110,14 @@ class ReplicatedGradients(EngineGradients):
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
 
-    def finalize(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
+        """See `EngineGradients.scale`."""
+        if gradients := self._gradients():
+            torch._foreach_mul_(gradients, factor)
+
+    def finalize(self) -> None:
         """See `EngineGradients.finalize`."""
         self._measure.cache_clear()
-        if factor != 1.0 and (gradients := self._gradients()):
-            torch._foreach_mul_(gradients, factor)
         with _at_boundary(self._engine):
             self._engine.allreduce_gradients()
 
@@ -152,10 +159,12 @@ class Bf16Stage1Gradients(EngineGradients):
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
 
-    def finalize(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
+        """See `EngineGradients.scale`."""
+        torch._foreach_mul_(list(self._wrapper.fp32_groups_gradients_flat), factor)
+
+    def finalize(self) -> None:
         """See `EngineGradients.finalize`."""
-        if factor != 1.0:
-            torch._foreach_mul_(list(self._wrapper.fp32_groups_gradients_flat), factor)
         with _at_boundary(self._engine):
             self._engine.allreduce_gradients()
 
@@ -189,17 +198,36 @@ class FlatGradients(EngineGradients):
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
+        if self._partitioned:
+            # DeepSpeed counts on, from the last window's, after gradients that were dropped; its first hook adds one.
+            self._wrapper.micro_step_id = micro_batch - 1
         if micro_batch > 0 and self._wrapper.cpu_offload and self._partitioned:
             for param_id in self._sat_out():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
                     kept.zero_()
 
-    def finalize(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
+        """See `EngineGradients.scale`."""
+        wrapper = self._wrapper
+        if not self._partitioned:
+            gradients = [wrapper.get_gradient_for_reduction(p) for group in wrapper.bit16_groups for p in group]
+            torch._foreach_mul_([g for g in gradients if g is not None], factor)
+            return
+        for i in range(len(wrapper.bit16_groups)):
+            if wrapper._use_compact_grad_partition_buffer(i):
+                if (kept := wrapper.averaged_gradients.get(i)) is not None:
+                    kept.flat_partition.mul_(factor)
+            elif wrapper.cpu_offload:
+                for p in wrapper.params_in_partition[i]:
+                    if (in_host := wrapper.accumulated_grads_in_cpu.get(wrapper.get_param_id(p))) is not None:
+                        in_host.mul_(factor)
+            elif wrapper.all_grad_tensors.get(i):
+                torch._foreach_mul_(list(wrapper.all_grad_tensors[i]), factor)
+
+    def finalize(self) -> None:
         """See `EngineGradients.finalize`."""
         wrapper = self._wrapper
         self._forget_norm()
-        if factor != 1.0:
-            self._scale(factor)
         with _at_boundary(self._engine):
             if self._partitioned:
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
@@ -208,6 +236,8 @@ class FlatGradients(EngineGradients):
                 # backwards says; the buffer that DeepSpeed would add holds the previous window.
                 wrapper.micro_step_id = -1
                 self._engine.allreduce_gradients()
+                # The next forward would clear what a backward leaves before it: another model's loss may come first.
+                wrapper._epilogue_ran_this_backward = False
         if wrapper.cpu_offload:
             for param_id in self._sat_out():
                 group, _, offset, count = wrapper.grad_position[param_id]
@@ -244,23 +274,6 @@ class FlatGradients(EngineGradients):
         ids = [wrapper.get_param_id(p) for p in self._own]
         return [i for i in ids if i not in seen]
 
-    def _scale(self, factor: float) -> None:
-        wrapper = self._wrapper
-        if not self._partitioned:
-            gradients = [wrapper.get_gradient_for_reduction(p) for group in wrapper.bit16_groups for p in group]
-            torch._foreach_mul_([g for g in gradients if g is not None], factor)
-            return
-        for i in range(len(wrapper.bit16_groups)):
-            if wrapper._use_compact_grad_partition_buffer(i):
-                if (kept := wrapper.averaged_gradients.get(i)) is not None:
-                    kept.flat_partition.mul_(factor)
-            elif wrapper.cpu_offload:
-                for p in wrapper.params_in_partition[i]:
-                    if (in_host := wrapper.accumulated_grads_in_cpu.get(wrapper.get_param_id(p))) is not None:
-                        in_host.mul_(factor)
-            elif wrapper.all_grad_tensors.get(i):
-                torch._foreach_mul_(list(wrapper.all_grad_tensors[i]), factor)
-
 
 class Stage3Gradients(EngineGradients):
     """Stage 3: each process keeps its piece of every parameter's reduced gradient in one flat buffer."""
@@ -279,16 +292,20 @@ class Stage3Gradients(EngineGradients):
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
+        # DeepSpeed counts backwards after which a forward came, also backwards of other models' losses.
+        self._wrapper.micro_step_id = micro_batch
         if micro_batch > 0:
             self._clear_sat_out()
 
-    def finalize(self, factor: float) -> None:
+    def scale(self, factor: float) -> None:
+        """See `EngineGradients.scale`."""
+        self._wrapper.grad_partitions_flat_buffer.mul_(factor)
+
+    def finalize(self) -> None:
         """See `EngineGradients.finalize`."""
         wrapper = self._wrapper
         self._forget_norm()
         self._clear_sat_out()
-        if factor != 1.0:
-            wrapper.grad_partitions_flat_buffer.mul_(factor)
         if wrapper.offload_optimizer:
             # What sat out is finalised too, as zeros: the host and NVMe buffers of the step keep old gradients as well.
             wrapper._offload_boundary_param_ids = set(self._own)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from deepspeed import zero
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.optim import Optimizer
 
 from zero_plugin.errors import LoopError
-from zero_plugin.nested import map_leaves
-from zero_plugin.strategies.base import DIRECT_BACKWARD, Session, persistent_tensors
+from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session, persistent_tensors
+from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
+from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 
 __all__ = ["EngineSession"]
@@ -29,7 +32,8 @@ class EngineSession(Session):
     """ZeRO 0-3.
 
     Args:
-        engine: a DeepSpeed engine with an optimizer, made with `managed_gradient_accumulation: false`.
+        engine: a DeepSpeed engine made with `managed_gradient_accumulation: false`; at stage 3 it may be one without an
+            optimizer.
         clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
         swap_folders: this engine's own folders of NVMe files, removed at the end.
     """
@@ -40,27 +44,68 @@ class EngineSession(Session):
         self.module: nn.Module = engine.module
         self.optimizer: Optimizer | None = engine.basic_optimizer
         self._gradients = engine_gradients(engine)
+        self._trained = [p for p in engine.module.parameters() if p.requires_grad and self.optimizer is not None]
+        self._scales = engine.fp16_enabled() or engine.torch_autocast_enabled()
+        self.most_skips = allowed_skips(engine)
         self._clipping = clipping or 0.0
         self._swap_folders = swap_folders
         self._micro_batches = 0  # backwards of the window
-        self._factor = 1.0
         self._finalized = False
-        engine._backward_prologue = _ours_only(engine, engine._backward_prologue)
-        dtype = engine.get_data_types()[0]
-        if dtype != torch.float32:
-            engine.register_forward_pre_hook(_casting_to(dtype), with_kwargs=True)
+        # A backward is opened and closed here, once, whatever of the model runs in it and how often. DeepSpeed would do
+        # so in every output's hook, and divide what comes in by the accumulation steps.
+        self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
+        engine._backward_prologue = self._refuse_direct_backward
+        engine._backward_prologue_per_tensor = _unchanged
+        engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
+        compute_in(engine, engine.get_data_types()[0])
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """See `Session.backward`."""
-        if self._finalized:
-            raise LoopError(
-                "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the "
-                "step's.\nCall clip_grad_norm_() after the window's last backward()."
-            )
+    def open_backward(self) -> None:
+        """See `Session.open_backward`."""
         self._gradients.before_backward(self._micro_batches)
-        # The facade has divided the loss by the true size of the window.
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        self._micro_batches += 1
+        self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
+        self._enter()
+
+    def close_backward(self, *, reached: bool) -> None:
+        """See `Session.close_backward`."""
+        engine = self.engine
+        if self.optimizer is None:
+            engine.optimizer.release_backward_leftovers()  # at stage 3, weights that a backward gathered
+            return
+        # Reducing where no gradient came fails at stages 1 and 2, and would count a micro-batch at 3.
+        engine.__dict__["inside_no_sync_ctxt"] = not reached
+        self._leave()
+        engine.__dict__["inside_no_sync_ctxt"] = engine.__dict__["_running_engine_backward"] = False
+        if reached:
+            engine.__dict__["_unmanaged_backward_count"] += 1
+            self._micro_batches += 1
+            if self._finalized:
+                raise LoopError(LATE_BACKWARD)
+
+    def abandon_backward(self) -> None:
+        """See `Session.abandon_backward`."""
+        self.engine.__dict__["_running_engine_backward"] = False
+        if isinstance(self.engine.optimizer, ZeROOptimizer):
+            self.engine.optimizer.exit_backward()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """See `Session.scale_loss`."""
+        if not self._scales:
+            return loss
+        if isinstance(self.engine.optimizer, ZeROOptimizer):
+            scaled: Tensor = self.engine.optimizer.scale_if_loss(loss)
+        elif (scaler := self.engine.torch_autocast_z0_gradscaler) is not None:
+            scaled = scaler.scale(loss)
+        else:  # DeepSpeed's own backward forgets to scale for stage 0's fp16 optimizers; their step takes the scale out
+            scaled = loss.float() * self.loss_scale
+        return scaled
+
+    def set_loss_scale(self, scale: float) -> None:
+        """See `Session.set_loss_scale`."""
+        wrapper = self.engine.optimizer
+        if self._micro_batches:
+            self._gradients.scale(scale / wrapper.loss_scale)
+        scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
+        scaler.cur_scale = scale
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """See `Session.follow_window`: stages 2 and 3 reduce in every backward, 0 and 1 in the step."""
@@ -81,17 +126,29 @@ class EngineSession(Session):
 
     def scale_gradients(self, factor: float) -> None:
         """See `Session.scale_gradients`."""
-        self._factor *= factor
+        self._gradients.scale(factor)
 
     def step(self) -> bool:
         """See `Session.step`."""
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
-        self.engine.step()
+        if self.engine.optimizer is self.optimizer and not torch.isfinite(self._gradients.norm()):
+            self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
+            return False
+        with self._thawed():
+            self._step()
+        applied = bool(self.engine.was_step_applied())
+        if not applied:
+            self._gradients.drop()  # stage 2 with offload in 16 bit would add the next ones to what is not finite
         self._gradients.set_clipping(self._clipping)
         self._start_window()
-        return bool(self.engine.was_step_applied())
+        return applied
+
+    def first_nonfinite(self) -> str | None:
+        """See `Session.first_nonfinite`."""
+        self._finalize()
+        return first_nonfinite(self.engine)
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
@@ -106,11 +163,11 @@ class EngineSession(Session):
         """See `Session.no_sync`: at stages 0 and 1 no backward reduces anyway, at 2 and 3 every one has to."""
         return nullcontext()
 
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See `Session.named_tensors`; stage 3 gathers a few parameters at a time."""
         batch: list[tuple[str, Tensor]] = []
         elements = 0
-        for name, tensor in persistent_tensors(self.module):
+        for name, tensor in persistent_tensors(self.module, only):
             batch.append((name, tensor))
             elements += getattr(tensor, "ds_numel", tensor.numel())
             if elements >= _GATHER_ELEMENTS:
@@ -137,12 +194,37 @@ class EngineSession(Session):
 
     def _finalize(self) -> None:
         if not self._finalized:
-            self._gradients.finalize(self._factor)
+            with self._thawed():
+                self._gradients.finalize()
             self._finalized = True
+
+    @contextmanager
+    def _thawed(self) -> Iterator[None]:
+        """DeepSpeed leaves frozen parameters out, also where they were frozen for another model's loss only."""
+        frozen = [p for p in self._trained if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
+
+    def _refuse_direct_backward(self) -> None:
+        """The engine's hook on the model's outputs: a backward that was not opened must not end in the parameters."""
+        if self.engine._running_engine_backward:
+            return
+        if any(map(_is_reached, self._trained)):
+            raise LoopError(DIRECT_BACKWARD)
+        if torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():
+            raise LoopError(
+                "torch.autograd.grad(create_graph=True) through a model at ZeRO stage 3: its weights are released "
+                "after each use, and a gradient of a gradient would need them again.\nUse stage 2 where a loss is made "
+                "of gradients (a gradient penalty)."
+            )
 
     def _start_window(self) -> None:
         self._micro_batches = 0
-        self._factor = 1.0
         self._finalized = False
 
 
@@ -153,24 +235,22 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def _ours_only(engine: Any, prologue: Callable[[], None]) -> Callable[[], None]:
-    """The engine's hook on the model's outputs, which refuses a backward that this session did not start."""
-
-    def refusing() -> None:
-        if not engine._running_engine_backward:
-            raise LoopError(DIRECT_BACKWARD)
-        prologue()
-
-    return refusing
+def _is_reached(parameter: Tensor) -> bool:
+    """Whether the running backward will add to the parameter's gradient."""
+    if not parameter.requires_grad:
+        return False
+    with torch.enable_grad():
+        node = _get_grad_fn_or_grad_acc(parameter)
+    return bool(torch._C._will_engine_execute_node(node))
 
 
-def _casting_to(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
-    """A forward pre-hook: floating inputs come in the engine's type; integers never change."""
+def _unchanged(gradient: Tensor) -> Tensor:
+    return gradient
 
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return map_leaves(cast, args), map_leaves(cast, kwargs)
+def _refuse_engine_backward(*_: Any, **__: Any) -> NoReturn:
+    raise LoopError(DIRECT_BACKWARD.replace("loss.backward()", "model.backward(loss)"))
 
-    return hook
+
+def _refuse_engine_step(*_: Any, **__: Any) -> NoReturn:
+    raise LoopError("model.step() was called; call optimizer.step() of the optimizer from prepare().")

@@ -20,6 +20,7 @@ from zero_plugin.errors import MachineError
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
+from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession
@@ -62,6 +63,7 @@ class DeepSpeedStrategy(Strategy):
         if request.optimizer is None and resolved.zero_stage < 3:
             # Nothing to shard without an optimizer below stage 3; DeepSpeed refuses such an engine.
             module = _cast_parameters(request.model, resolved.precision).to(processes.device)
+            compute_in(module, _DTYPES[resolved.precision])
             return TorchSession(module, module, None, precision="no", clipping=None)
         deepspeed = _import_deepspeed(processes)
         refuse_stale_build_locks()

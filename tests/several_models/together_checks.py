@@ -1,0 +1,269 @@
+"""Models side by side on every path: teachers, joint losses, gradient penalties, shared calls, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gan import Case, make_nets, make_optimizer
+from paths import (
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
+from torch import Tensor, nn
+
+from zero_plugin import DummyOptim
+from zero_plugin.errors import LoopError
+
+SGD = Case(frozen=False)
+
+
+def _sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def check_a_frozen_judge_passes_gradients_on(path: str) -> None:
+    """A perceptual loss: a frozen model without an optimizer, whose gradient trains the one before it."""
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        return make_net(), nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
+
+    torch.manual_seed(3)
+    plain, judge = build()
+    state = judge.state_dict()
+    sgd = _sgd(plain)
+    for i in range(3):
+        x, y = global_batch(i)
+        (judge(plain(x)) - judge(y)).square().mean().backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path) as accelerator:
+        model, other = build()
+        other.load_state_dict(state)
+        model, optimizer, other = accelerator.prepare(model, _sgd(model), other)
+        for i in range(3):
+            x, y = own_batch(i)
+            accelerator.backward((other(model(x)) - other(y)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+        assert same(weights(accelerator, other), judge.state_dict())
+        if path == "zero3":
+            partitioned = accelerator.unwrap_model(other)[0].weight
+            assert partitioned.numel() == 0, "at stage 3 no process holds the whole of a model that is not trained"
+
+
+def check_two_models_with_one_loss(path: str) -> None:
+    """One backward, two optimizers, of which one is a placeholder and one has a schedule."""
+    plain = [make_net(), nn.Linear(4, 4)]
+    torch.manual_seed(9)
+    plain[1].reset_parameters()
+    sgds = [_sgd(plain[0]), torch.optim.AdamW(plain[1].parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)]
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(sgds[0], lambda step: 0.5**step)
+    for i in range(3):
+        x, y = global_batch(i)
+        (plain[1](plain[0](x)) - y).square().mean().backward()
+        for sgd in sgds:
+            sgd.step()
+            sgd.zero_grad()
+        schedule.step()
+    with running(path) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        torch.manual_seed(9)
+        two.reset_parameters()
+        sgd, placeholder = _sgd(one), DummyOptim(two.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 0.5**step)
+        # In another order than that of the models.
+        optimizer_two, one, schedule, two, optimizer_one = accelerator.prepare(placeholder, one, schedule, two, sgd)
+        for i in range(3):
+            x, y = own_batch(i)
+            accelerator.backward((two(one(x)) - y).square().mean())
+            for optimizer in (optimizer_one, optimizer_two):
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+        assert optimizer_one.param_groups[0]["lr"] == 0.1 * 0.5**3
+        assert_near(weights(accelerator, one), plain[0].state_dict(), 1e-4)
+        assert_near(weights(accelerator, two), plain[1].state_dict(), 1e-4)
+
+
+def check_gradient_penalty(path: str) -> None:
+    """WGAN-GP: `torch.autograd.grad` with a graph runs through the discriminator; at stage 3 it cannot."""
+
+    def penalty(discriminator: Any, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(discriminator(x).sum(), x, create_graph=True)
+        return (gradient.norm(2, dim=1) - 1).square().mean() + discriminator(x).mean()
+
+    _, plain = make_nets()
+    sgd = make_optimizer(plain, SGD)
+    for i in range(3):
+        penalty(plain, global_batch(i)[0][:, :6]).backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path) as accelerator:
+        generator, discriminator = make_nets()
+        objects = generator, discriminator, make_optimizer(generator, SGD), make_optimizer(discriminator, SGD)
+        _, discriminator, _, optimizer = accelerator.prepare(*objects)
+        if path == "zero3":
+            x = own_batch(0)[0][:, :6]
+            raised(LoopError, "create_graph=True", "stage 3", by=lambda: penalty(discriminator, x))
+            return
+        for i in range(3):
+            accelerator.backward(penalty(discriminator, own_batch(i)[0][:, :6]))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(weights(accelerator, discriminator), plain.state_dict(), 1e-4)
+
+
+def check_bf16_beside_a_teacher(path: str) -> None:
+    """Under bf16 a model without an optimizer takes fp32 inputs, as the trained one does."""
+    with running(path, mixed_precision="bf16") as accelerator:
+        student, teacher = make_net(), make_net().requires_grad_(False)
+        student, optimizer, teacher = accelerator.prepare(student, _sgd(student), teacher)
+        x, _ = own_batch(0)
+        for _ in range(2):
+            loss = (student(x).float() - 2 * teacher(x).float()).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        after = (student(x).float() - 2 * teacher(x).float()).square().mean()
+        assert float(after) < float(loss)
+
+
+def check_gradients_stay_until_zero_grad(path: str) -> None:
+    """What another model's loss left behind is applied with the next step, as in plain torch; `zero_grad` drops it."""
+
+    def losses(one: Any, two: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return two(one(x)).square().mean(), (two(x[:, :4]) - 1).square().mean()
+
+    for drops in (False, True):
+        torch.manual_seed(2)
+        plain = [nn.Linear(8, 4), nn.Linear(4, 2)]
+        sgds = [_sgd(model) for model in plain]
+        torch.manual_seed(2)
+        models = [nn.Linear(8, 4), nn.Linear(4, 2)]
+        x = global_batch(0)[0]
+        for _ in range(2):
+            losses(*plain, x)[0].backward()
+            sgds[0].step()
+            sgds[0].zero_grad()
+            if drops:
+                sgds[1].zero_grad()
+            losses(*plain, x)[1].backward()
+            sgds[1].step()
+            sgds[1].zero_grad()
+        with running(path) as accelerator:
+            one, first = accelerator.prepare(models[0], _sgd(models[0]))
+            two, second = accelerator.prepare(models[1], _sgd(models[1]))
+            x = own_batch(0)[0]
+            for _ in range(2):
+                accelerator.backward(losses(one, two, x)[0])
+                first.step()
+                first.zero_grad()
+                if drops:
+                    second.zero_grad()
+                accelerator.backward(losses(one, two, x)[1])
+                second.step()
+                second.zero_grad()
+            for model, wanted in zip((one, two), plain, strict=True):
+                assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
+def check_whose_micro_batch(path: str) -> None:
+    """With accumulation and by hand, a loss that reaches two models is refused; under `accumulate` it is not."""
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+
+        def joint() -> Tensor:
+            return two(one(own_batch(0)[0])).square().mean()
+
+        raised(LoopError, "Sequential and Linear", "accumulate", "requires_grad_(False)",
+               by=lambda: accelerator.backward(joint()))  # fmt: skip
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        before = weights(accelerator, two)
+        for i in range(2):
+            with accelerator.accumulate(one, two):
+                accelerator.backward(joint())
+                assert accelerator.sync_gradients is (i == 1)
+                for optimizer in (first, second):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert (first.applied_steps, second.applied_steps) == (1, 1)
+        assert not same(weights(accelerator, two), before)
+        raised(LoopError, "Bilinear", "not prepared", by=lambda: accelerator.accumulate(nn.Bilinear(1, 1, 1)))
+
+
+def check_clipping_is_of_one_model(path: str) -> None:
+    """Parameters of two models at once cannot be meant: under ZeRO there is no common norm."""
+    with running(path) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+        accelerator.backward(two(one(own_batch(0)[0])).square().mean())
+        both = [*one.parameters(), *two.parameters()]
+        raised(LoopError, "2 prepared models", by=lambda: accelerator.clip_grad_norm_(both, 1.0))
+        assert float(accelerator.clip_grad_norm_(two.parameters(), 1.0)) > 0
+        second.step()
+        first.zero_grad()
+        accelerator.backward(loss_of(one, own_batch(1)))
+        accelerator.clip_grad_norm_(one.parameters(), 1.0)
+        accelerator.backward(two(own_batch(1)[1]).mean())
+        if is_zero(path):
+            raised(LoopError, "after clip_grad_norm_()", by=lambda: accelerator.backward(loss_of(one, own_batch(2))))
+
+
+def check_what_is_not_prepared(path: str) -> None:
+    """A loss that trains what was not prepared, or what has no optimizer, is refused, and the fix named."""
+    with running(path) as accelerator:
+        model, stranger, judge = make_net(), nn.Linear(4, 3), nn.Linear(4, 2)
+        model, optimizer, judge = accelerator.prepare(model, _sgd(model), judge)
+        x, _ = own_batch(0)
+        raised(LoopError, "2 parameters of no prepared model", "(3, 4)", "requires_grad_(False)",
+               by=lambda: accelerator.backward(stranger(model(x)).mean()))  # fmt: skip
+        raised(LoopError, "Linear, which was prepared without an optimizer",
+               by=lambda: accelerator.backward(judge(model(x)).mean()))  # fmt: skip
+        stranger.requires_grad_(False)
+        judge.requires_grad_(False)
+        accelerator.backward(stranger(model(x)).mean() + judge(model(x)).mean())
+        optimizer.step()
+        model.requires_grad_(True)
+
+
+def check_what_prepare_refuses(path: str) -> None:
+    """Each mistake in the objects is named; nothing is prepared then."""
+    with running(path) as accelerator:
+        one, two = make_net(), nn.Linear(4, 4)
+        both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+        raised(LoopError, "several models (Sequential and Linear)", by=lambda: accelerator.prepare(one, two, both))
+        raised(LoopError, "two optimizers", by=lambda: accelerator.prepare(one, _sgd(one), _sgd(one)))
+        raised(LoopError, "of which 2 of 2", by=lambda: accelerator.prepare(one, _sgd(nn.Linear(1, 1))))
+        raised(LoopError, "without its model", by=lambda: accelerator.prepare(_sgd(one)))
+        raised(LoopError, "prepared already", by=lambda: accelerator.prepare(one, one))
+        raised(LoopError, "shares parameters", by=lambda: accelerator.prepare(one, one[0]))
+        spread: Any = nn.Linear(4, 4)
+        spread.hf_device_map = {"a": 0, "b": "cpu"}
+        raised(LoopError, "device_map", "0, cpu", "stage 3", by=lambda: accelerator.prepare(spread, _sgd(spread)))
+        sgd = _sgd(one)
+        model, _ = accelerator.prepare(one, sgd)
+        raised(LoopError, "shares parameters", by=lambda: accelerator.prepare(one[0]))
+        raised(LoopError, "prepared already", by=lambda: accelerator.prepare(sgd))
+        if is_zero(path):
+            raised(LoopError, "accelerator.backward(loss)", by=lambda: model.backward(model(own_batch(0)[0]).mean()))
+            raised(LoopError, "optimizer.step()", by=model.step)
+
+
+_ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)
