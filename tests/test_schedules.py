@@ -12,7 +12,7 @@ from zero_plugin.curves import CURVES
 from zero_plugin.errors import ConfigError
 from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.resolve.resolved import SchedulerSection
-from zero_plugin.schedules import build_schedule, preview_schedule
+from zero_plugin.schedules import build_schedule
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -224,14 +224,3 @@ def test_an_impossible_section_is_refused(kind, params, message):
     """Unknown, missing and impossible parameters are named."""
     with pytest.raises(ConfigError, match=message):
         build_schedule(SchedulerSection(kind, params), adam())
-
-
-def test_the_preview_shows_the_curve_at_its_corners():
-    """Start, after warm-up, middle and end; a schedule without an end takes the run's length."""
-    params = {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_type": "linear", "warmup_max_lr": 0.01}
-    points = preview_schedule(SchedulerSection("WarmupDecayLR", params), [0.005])
-    assert [(p.label, p.step) for p in points] == [("start", 0), ("after warm-up", 11), ("middle", 50), ("end", 100)]
-    assert [p.lr for p in points] == pytest.approx([0.0, 0.01, 0.01 * 51 / 90, 0.01 / 90])
-    points = preview_schedule(SchedulerSection("WarmupLR", {"warmup_num_steps": 0}), [0.005], total_steps=7)
-    assert [(p.step, p.lr) for p in points] == [(0, 0.005), (3, 0.005), (7, 0.005)]
-    assert preview_schedule(SchedulerSection("StepLR", {"step_size": 1}), [0.005]) == ()

@@ -25,12 +25,14 @@ class Curve:
         betas: Adam's betas of each group; None where the schedule leaves momentum alone.
         warmup_steps: applied steps until the peak; 0 for no warm-up.
         total_steps: applied steps until the end, None where it has none.
+        goes_on: whether a loop is meant to go on after `total_steps`.
     """
 
     lrs: Callable[[int], list[float]]
     betas: Callable[[int], list[Betas]] | None = None
     warmup_steps: int = 0
     total_steps: int | None = None
+    goes_on: bool = False
 
 
 def describe_curve(section: SchedulerSection, group_lrs: Sequence[float]) -> Curve:
@@ -163,7 +165,7 @@ def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
         return [(b * decay(step, mom_rate), _ONE_CYCLE_BETA2) for b in calm]
 
     cycles = betas if params["cycle_momentum"] else None
-    return Curve(at, cycles, warmup_steps=int(first), total_steps=int(total))
+    return Curve(at, cycles, warmup_steps=int(first), total_steps=int(total), goes_on=True)
 
 
 def _lr_range_test(params: Mapping[str, Any], lrs: list[float]) -> Curve:

@@ -7,7 +7,10 @@ import dataclasses
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-__all__ = ["list_leaves", "map_leaves"]
+import torch
+from torch import Tensor
+
+__all__ = ["list_leaves", "map_leaves", "to_fp32"]
 
 
 def _only_plain_leaves(_: Any) -> bool:
@@ -43,3 +46,8 @@ def list_leaves(tree: Any) -> list[Any]:
     leaves: list[Any] = []
     map_leaves(leaves.append, tree)
     return leaves
+
+
+def to_fp32(leaf: Any) -> Any:
+    """A 16-bit tensor in fp32, anything else as it is: so a model returns the same type in every precision."""
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf

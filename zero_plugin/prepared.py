@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.announce import announce
 from zero_plugin.errors import LoopError
+from zero_plugin.resolve.facts import SchedulerFacts
+from zero_plugin.resolve.resolved import SchedulerSection
+from zero_plugin.schedule_report import ScheduleLength, describe_section, describe_torch_schedule
+from zero_plugin.schedules import CurveLR
 from zero_plugin.strategies.base import Session
 
 __all__ = ["PreparedOptimizer", "PreparedScheduler"]
@@ -23,19 +28,28 @@ class PreparedOptimizer(Optimizer):
     It is a torch optimizer for whoever asks, also for a schedule that is built on it; its groups and states are those
     of the optimizer that runs.
 
+    A step whose gradients are not finite (under fp16: an overflow) is skipped on every path: weights, optimizer states
+    and schedules stay. After `session.most_skips` in a row the run stops.
+
     Attributes:
-        step_was_skipped: whether the last applied `step` was skipped for non-finite gradients.
+        step_was_skipped: whether the last `step` that ended a window was skipped for non-finite gradients.
+        skipped_in_a_row: how many were, up to the last one.
+        applied_steps: how many were not.
+        schedules: those prepared for it.
     """
 
     def __init__(self, session: Session, window: AccumulationWindow) -> None:
         # Optimizer.__init__ is not called: groups and state live in the optimizer that runs.
         self.session = session
         self.step_was_skipped = False
+        self.skipped_in_a_row = 0
         self.applied_steps = 0
+        self.schedules: list[PreparedScheduler] = []
         self.last_norm: Tensor | None = None
         self.acted = False  # whether the last call of step() ended a window
         self._window = window
         self._corrected = False
+        self._told_of_skips = False
         self._after_step: list[Callable[[], None]] = []
 
     @property
@@ -81,12 +95,22 @@ class PreparedOptimizer(Optimizer):
         if not self.acted:
             return
         self._correct()
+        last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
+        culprit = self.session.first_nonfinite() if last_chance else None
         self.step_was_skipped = not self.session.step()
         self._corrected = False
-        if not self.step_was_skipped:
-            self.applied_steps += 1
-            for call in self._after_step:
-                call()
+        if self.step_was_skipped:
+            self._count_skip(culprit)
+            return
+        self.skipped_in_a_row = 0
+        self.applied_steps += 1
+        for call in self._after_step:
+            call()
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss under fp16; 1.0 otherwise."""
+        return self.session.loss_scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - torch's signature
         """Drop the gradients if this stands between a backward and its step; elsewhere it has nothing to do.
@@ -112,6 +136,23 @@ class PreparedOptimizer(Optimizer):
     def call_after_step(self, call: Callable[[], None]) -> None:
         """Run `call` after every applied step."""
         self._after_step.append(call)
+
+    def _count_skip(self, culprit: str | None) -> None:
+        self.skipped_in_a_row += 1
+        if not self._told_of_skips and self.session.loss_scale == 1.0:
+            self._told_of_skips = True  # under fp16 skips are part of finding the scale
+            announce(
+                f"the step after {self.applied_steps} was skipped, since its gradients are not finite; the weights "
+                f"stay as they were. After {self.session.most_skips} skips in a row the run stops."
+            )
+        if self.skipped_in_a_row >= self.session.most_skips:
+            named = f"the first is that of {culprit}" if culprit else "the parameter is not found"
+            raise LoopError(
+                f"{self.skipped_in_a_row} steps in a row were skipped, after {self.applied_steps} applied ones: their "
+                f"gradients are not finite; {named}. The loss scale is {self.session.loss_scale:g}.\n"
+                "Look at that layer's inputs and at the loss (a division by 0, log(0), an empty batch), or lower the "
+                "learning rate; torch.autograd.set_detect_anomaly(True) finds the operation."
+            )
 
     def _correct(self) -> None:
         """Make up for a window that proved shorter than the number its losses were divided by."""
@@ -139,23 +180,43 @@ class PreparedScheduler:
         scheduler: the torch schedule.
         optimizer: the prepared optimizer that it drives.
         times: how many times it advances per applied step: 1, or the number of processes in Accelerate's counting.
+        typed_per_step: how many of the steps that the script counts are one applied step, where it is not `times`.
     """
 
-    def __init__(self, scheduler: Any, optimizer: PreparedOptimizer, *, times: int) -> None:
+    def __init__(
+        self, scheduler: Any, optimizer: PreparedOptimizer, *, times: int, typed_per_step: int | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.optimizer = optimizer
         # A plateau schedule counts measurements, which are as many as calls, whoever counts steps.
         self._times = 1 if isinstance(scheduler, ReduceLROnPlateau) else times
+        self.length = ScheduleLength(scheduler, self._times, typed_per_step or self._times)
+        optimizer.schedules.append(self)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, if the optimizer's last `step` was applied."""
         if not self.optimizer.acted or self.optimizer.step_was_skipped:
             return
+        if (line := self.length.count()) is not None:
+            announce(line)
         for _ in range(self._times):
             total = getattr(self.scheduler, "total_steps", None)
             if self._times > 1 and total is not None and self.scheduler.last_epoch + 1 >= total:
                 break  # W steps at a time may overshoot OneCycleLR's end, where its rate rises again, then it raises
             self.scheduler.step(*args, **kwargs)
+
+    def describe(
+        self, section: SchedulerSection | None, facts: SchedulerFacts | None, steps_per_epoch: int | None
+    ) -> str | None:
+        """The line on its learning rates that is printed at start; see `describe_section`."""
+        if isinstance(self.scheduler, CurveLR) and section is not None:
+            rates = self.scheduler.base_lrs
+            return describe_section(section, [float(rate) for rate in rates], facts, steps_per_epoch)
+        return describe_torch_schedule(self.scheduler, self._times, steps_per_epoch)
+
+    def describe_end(self) -> str | None:
+        """A line where the loop has ended before the schedule."""
+        return self.length.at_end(self.get_last_lr()[0])
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each group for the coming step."""
@@ -169,6 +230,7 @@ class PreparedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the schedule's state."""
         self.scheduler.load_state_dict(state_dict)
+        self.length.resume(self.scheduler.last_epoch)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "scheduler":

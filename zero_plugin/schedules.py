@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +13,7 @@ from zero_plugin.curves import CURVES, Curve, describe_curve
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.resolve.resolved import SchedulerSection
 
-__all__ = ["CurveLR", "LrPoint", "build_schedule", "preview_schedule"]
+__all__ = ["CurveLR", "build_schedule"]
 
 
 class CurveLR(LRScheduler):
@@ -86,38 +84,6 @@ def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> LRSchedul
     except (TypeError, ValueError) as error:
         fix = f"Write the arguments of torch.optim.lr_scheduler.{section.type}."
         raise ConfigError([Problem("the scheduler section", "scheduler.params", str(error), fix)]) from error
-
-
-@dataclass(frozen=True, slots=True)
-class LrPoint:
-    """One point of a schedule: what it is, after how many optimizer steps, and the first group's learning rate."""
-
-    label: str
-    step: int
-    lr: float
-
-
-def preview_schedule(
-    section: SchedulerSection, group_lrs: Sequence[float], total_steps: int | None = None
-) -> tuple[LrPoint, ...]:
-    """The learning rate at the start, after warm-up, in the middle and at the end, for the line printed at start.
-
-    Args:
-        section: the resolved section; a schedule of torch's own has no known curve, so that it gives no points.
-        group_lrs: the optimizer's own learning rate of each parameter group.
-        total_steps: optimizer steps of the run, for a schedule that does not state its length.
-    """
-    if section.type not in CURVES:
-        return ()
-    curve = describe_curve(section, group_lrs)
-    points = [("start", 0)]
-    if curve.warmup_steps:
-        points.append(("after warm-up", curve.warmup_steps + 1 if section.type != "OneCycle" else curve.warmup_steps))
-    total = curve.total_steps if curve.total_steps is not None else total_steps
-    if total is not None:
-        points += [("middle", total // 2), ("end", total)]
-    points.sort(key=lambda point: point[1])  # a long warm-up may end beyond the middle
-    return tuple(LrPoint(label, step, curve.lrs(step)[0]) for label, step in points)
 
 
 def _set_lr(group: dict[str, Any], lr: Any) -> None:

@@ -20,6 +20,10 @@ ZERO = {
     "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "zero2-cpu": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
+FURTHER = {  # for few checks
+    "zero1-cpu": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero3-cpu": {**ZERO["zero3"], "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
 SINGLE, PAIR = ("single", "zero2"), ("ddp", *ZERO)  # with one process, with two
 
 
@@ -35,12 +39,12 @@ def running(
     """An Accelerator on `path`, ended in the end.
 
     Args:
-        path: one of the paths above.
+        path: one of those above.
         deepspeed: merged into the DeepSpeed part of the configuration.
         counts: `scheduler_counts`.
         **arguments: Accelerator's.
     """
-    section = {**({"zero_optimization": ZERO[path]} if is_zero(path) else {}), **(deepspeed or {})}
+    section = {**({"zero_optimization": (ZERO | FURTHER)[path]} if is_zero(path) else {}), **(deepspeed or {})}
     kind = "DEEPSPEED" if is_zero(path) else "MULTI_CPU" if path == "ddp" else "NO"
     config = {"distributed_type": kind, "use_cpu": True, "scheduler_counts": counts, "deepspeed_config": section}
     accelerator = Accelerator(config=config, **arguments)
@@ -108,7 +112,7 @@ def checks_on(paths: Iterable[str], functions: Iterable[Callable[[str], None]]) 
     """Entries of a module's `CHECKS`: every function on every path, on one process, two, or both."""
     return {
         f"{path}-{function.__name__.removeprefix('check_')}": (
-            [count for count, known in ((1, SINGLE), (2, PAIR)) if path in known],
+            [count for count, known in ((1, SINGLE), (2, (*PAIR, *FURTHER))) if path in known],
             lambda folder, function=function, path=path: function(path),
         )
         for path in paths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +219,41 @@ def check_schedule_waits_for_the_window(path: str) -> None:
         assert state["last_epoch"] == 2
         schedule.load_state_dict({**state, "last_epoch": 7})
         assert schedule.scheduler.last_epoch == 7
+
+
+def check_rates_and_lengths_are_told(path: str) -> None:
+    """At start the rates and both countings' ends; where schedule and loop differ in length, one line with both."""
+    world, first = dist.get_world_size(), dist.get_rank() == 0
+    for kind in ("real", "section", "alone"):
+        for steps, wanted in ((2, "but the loop took 2"), (4 if kind != "real" else 2 * STEPS, None), (6, "goes on")):
+            if kind == "real" and wanted == "goes on":
+                continue  # OneCycleLR refuses to
+            told = io.StringIO()
+            with contextlib.redirect_stderr(told):
+                config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+                if kind != "real":
+                    params = {"total_num_steps": 4, "warmup_num_steps": 1, "warmup_max_lr": 0.01}
+                    config["scheduler"] = _section("WarmupDecayLR", **params)
+                with running(path, counts="processes", deepspeed=config if kind != "real" else {}) as accelerator:
+                    model = make_net()
+                    optimizer: Any = _adamw(model) if kind == "real" else DummyOptim(model.parameters(), lr=0.01)
+                    given = (
+                        [OneCycleLR(optimizer, max_lr=0.02, total_steps=2 * STEPS * world)] if kind == "real" else []
+                    )
+                    given = [DummyScheduler(optimizer)] if kind == "section" else given
+                    model, optimizer, *schedules = accelerator.prepare(model, optimizer, *given)
+                    for i in range(steps):
+                        accelerator.backward(loss_of(model, own_batch(i)))
+                        optimizer.step()
+                        for schedule in schedules:
+                            schedule.step()
+            lines = told.getvalue().splitlines()
+            assert sum("learning rate" in line and "start (step 0)" in line for line in lines) == first, lines
+            both = [line for line in lines if "with scheduler_counts: steps it would be" in line]
+            assert len(both) == (first and kind == "real" and world > 1), lines
+            lengths = [line for line in lines if "is made for" in line]
+            assert len(lengths) == (first and wanted is not None), lines
+            assert all(wanted in line for line in lengths if wanted), lines
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]

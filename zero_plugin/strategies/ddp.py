@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import TorchSession, torch_optimizer
+from zero_plugin.strategies.torch_session import torch_optimizer, torch_session
 
 __all__ = ["DdpStrategy"]
 
@@ -38,5 +38,4 @@ class DdpStrategy(Strategy):
             if trains
             else module
         )
-        resolved = request.resolved
-        return TorchSession(model, module, optimizer, precision=resolved.precision, clipping=resolved.clipping)
+        return torch_session(model, request, optimizer)

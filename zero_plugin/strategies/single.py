@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import TorchSession, torch_optimizer
+from zero_plugin.strategies.torch_session import torch_optimizer, torch_session
 
 __all__ = ["SingleStrategy"]
 
@@ -26,6 +26,4 @@ class SingleStrategy(Strategy):
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`."""
         module = request.model.to(processes.device)
-        optimizer = torch_optimizer(request)
-        resolved = request.resolved
-        return TorchSession(module, module, optimizer, precision=resolved.precision, clipping=resolved.clipping)
+        return torch_session(module, request, torch_optimizer(request))

@@ -1,0 +1,74 @@
+"""The loss scale off DeepSpeed moves as DeepSpeed's own does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
+
+SECTIONS: list[dict[str, Any]] = [
+    {},
+    {"initial_scale_power": 5, "loss_scale_window": 3},
+    {"initial_scale_power": 5, "loss_scale_window": 3, "hysteresis": 1},
+    {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 3, "consecutive_hysteresis": True},
+    {"initial_scale_power": 3, "loss_scale_window": 4, "min_loss_scale": 2},
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_it_equals_deepspeeds(section: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same scale before each of 200 steps of which some, also several in a row, are skipped."""
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)
+    theirs = DynamicLossScaler(
+        init_scale=2 ** section.get("initial_scale_power", 16),
+        scale_window=section.get("loss_scale_window", 1000),
+        min_scale=section.get("min_loss_scale", 1),
+        delayed_shift=section.get("hysteresis", 2),
+        consecutive_hysteresis=section.get("consecutive_hysteresis", False),
+        raise_error_at_min_scale=False,
+        dtype=torch.half,
+    )
+    ours, chance = LossScale(section), random.Random(seed)
+    skipped = False
+    for _ in range(200):
+        assert ours.value == theirs.cur_scale
+        skipped = chance.random() < (0.6 if skipped else 0.15)
+        ours.update(skipped=skipped)
+        theirs.update_scale(skipped)
+
+
+def test_a_fixed_scale_stays() -> None:
+    """`loss_scale: 128` is 128, whatever is skipped."""
+    scale = LossScale({"loss_scale": 128.0})
+    for skipped in (True, False, True):
+        scale.update(skipped=skipped)
+    assert scale.value == 128
+
+
+@pytest.mark.parametrize("section", [*SECTIONS, {"initial_scale_power": 0}])
+def test_most_skips_reach_the_smallest_scale(section: dict[str, Any]) -> None:
+    """As many skips in a row as DeepSpeed allows before it ends the run at its smallest scale."""
+    scale = LossScale(section)
+    theirs = DynamicLossScaler(
+        init_scale=scale.value,
+        scale_window=1000,
+        min_scale=section.get("min_loss_scale", 1),
+        delayed_shift=section.get("hysteresis", 2),
+        consecutive_hysteresis=False,
+    )
+    theirs.cur_scale = scale.value
+    import deepspeed.comm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed.comm, "get_rank", lambda: 1)
+        for _ in range(scale.most_skips - 1):
+            theirs.update_scale(True)
+        with pytest.raises(Exception, match="already at minimum"):
+            theirs.update_scale(True)
+    assert LossScale({}).most_skips == DEFAULT_MOST_SKIPS == 18

@@ -1,0 +1,147 @@
+"""The lines on a schedule: its learning rates at start, in both countings, and a length that is not the loop's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from zero_plugin.resolve.facts import SchedulerFacts
+from zero_plugin.resolve.resolved import SchedulerSection
+from zero_plugin.schedule_report import ScheduleLength, describe_section, describe_torch_schedule, own_steps
+from zero_plugin.schedules import build_schedule
+
+
+def sgd(lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def linear_after_warmup(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    """As in transformers: rise, then fall to 0."""
+    if step < num_warmup_steps:
+        return step / num_warmup_steps
+    return max(0.0, (num_training_steps - step) / (num_training_steps - num_warmup_steps))
+
+
+def linear(optimizer: Any, warm: int = 10, total: int = 100) -> lr_scheduler.LambdaLR:
+    shape = functools.partial(linear_after_warmup, num_warmup_steps=warm, num_training_steps=total)
+    return lr_scheduler.LambdaLR(optimizer, shape)
+
+
+def decay(**params: Any) -> SchedulerSection:
+    numbers = {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_type": "linear", "warmup_max_lr": 0.01}
+    return SchedulerSection("WarmupDecayLR", numbers | params)
+
+
+def test_a_section_shows_its_corners() -> None:
+    """Start, after warm-up, middle and end, and how long an epoch is; a schedule without an end takes the epoch."""
+    assert describe_section(decay(), [0.005], None, 25) == (
+        "WarmupDecayLR: learning rate 0 start (step 0), 0.01 after warm-up (step 11), 0.00567 middle (step 50), "
+        "0.000111 end (step 100); one epoch is 25 optimizer steps"
+    )
+    line = describe_section(SchedulerSection("WarmupLR", {"warmup_num_steps": 0}), [0.005], None, 7)
+    assert line is not None
+    assert "0.005 start (step 0)" in line
+    assert "0.005 end (step 7)" in line
+    assert describe_section(SchedulerSection("StepLR", {"step_size": 1}), [0.005], None, None) is None
+
+
+def test_a_divided_placeholder_shows_both_ends() -> None:
+    """DummyScheduler(total 200, warm-up 20) on 2 processes: the other counting is in the middle of its decay."""
+    facts = SchedulerFacts(placeholder=True, total_num_steps=200, warmup_num_steps=20)
+    line = describe_section(decay(), [0.005], facts, None)
+    assert line is not None
+    assert "0.000111 end (step 100)" in line
+    assert "scheduler_counts is processes, which ends at 0.000111 in step 100" in line
+    assert "with scheduler_counts: steps it would be 0.00561 there" in line
+    undivided = SchedulerFacts(placeholder=True, total_num_steps=100, warmup_num_steps=10)
+    assert "scheduler_counts" not in str(describe_section(decay(), [0.005], undivided, None))
+
+
+def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
+    """In applied steps: a schedule of 100 steps that advances twice per step ends in step 50; the schedule stays."""
+    schedule = linear(sgd())
+    line = describe_torch_schedule(schedule, 2, 30)
+    assert line == (
+        "LambdaLR: learning rate 0 start (step 0), 1 after warm-up (step 5), 0.556 middle (step 25), 0 end (step 50); "
+        "one epoch is 30 optimizer steps; scheduler_counts is processes, which ends at 0 in step 50: "
+        "with scheduler_counts: steps it would be 0.556 there"
+    )
+    assert schedule.last_epoch == 0
+    assert schedule.optimizer.param_groups[0]["lr"] == 0
+    assert "scheduler_counts" not in str(describe_torch_schedule(linear(sgd()), 1, 30))
+
+
+@pytest.mark.parametrize(
+    ("build", "end"),
+    [
+        (lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40), 40),
+        (lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=40), 40),
+        (lambda o: lr_scheduler.PolynomialLR(o, total_iters=40), 40),
+        (linear, 100),
+        (lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), linear(o)], milestones=[20]), 120),
+        (lambda o: lr_scheduler.StepLR(o, 5), None),
+        (lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0), None),
+        (lr_scheduler.ReduceLROnPlateau, None),
+        (lambda o: build_schedule(decay(), o), 100),
+        (lambda o: build_schedule(SchedulerSection("WarmupLR", {}), o), None),
+        (lambda o: build_schedule(SchedulerSection("OneCycle", ONE_CYCLE), o), None),
+    ],
+)
+def test_the_end_of_a_schedule(build: Any, end: int | None) -> None:
+    """Known for those that state it; DeepSpeed's OneCycle is meant to go on decaying after its cycle."""
+    assert own_steps(build(sgd())) == end
+
+
+ONE_CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}
+
+
+def test_a_schedule_that_cannot_be_run_by_itself_is_not_shown() -> None:
+    """A user's function that fails beyond what it knows, and a plateau: no line, and no error."""
+    table = [1.0, 0.5]
+    assert describe_torch_schedule(lr_scheduler.LambdaLR(sgd(), table.__getitem__), 1, 30) is None
+    assert describe_torch_schedule(lr_scheduler.ReduceLROnPlateau(sgd()), 1, 30) is None
+    assert describe_torch_schedule(lr_scheduler.LambdaLR(sgd(), lambda step: 1.0), 1, None) is None
+
+
+def test_a_schedule_without_an_end_is_shown_over_an_epoch() -> None:
+    """Start and the end of the first epoch."""
+    line = describe_torch_schedule(lr_scheduler.ExponentialLR(sgd(), 0.5), 1, 3)
+    assert line == (
+        "ExponentialLR: learning rate 1 start (step 0), 0.125 after one epoch (step 3); one epoch is 3 optimizer steps"
+    )
+
+
+@pytest.mark.parametrize(("times", "typed", "steps"), [(1, 1, 100), (2, 2, 50), (3, 3, 34), (1, 2, 100)])
+def test_the_loop_goes_on_after_the_schedule(times: int, typed: int, steps: int) -> None:
+    """Said once, in the first step too many, with both numbers; nothing is said at the end then."""
+    length = ScheduleLength(linear(sgd()), times, typed)
+    lines = [length.count() for _ in range(steps + 3)]
+    assert [line is None for line in lines] == [True] * steps + [False, True, True]
+    assert f"made for {steps} steps, and the loop goes on: this was step {steps + 1}." in str(lines[steps])
+    assert ("counted 2 times per optimizer step" in str(lines[steps])) is (typed == 2)
+    assert length.at_end(0.0) is None
+
+
+@pytest.mark.parametrize(("times", "typed", "steps"), [(1, 1, 100), (2, 2, 50), (1, 2, 100)])
+def test_the_loop_ends_before_the_schedule(times: int, typed: int, steps: int) -> None:
+    """Said at the end, with both numbers, the rate that was reached, and the number to write."""
+    length = ScheduleLength(linear(sgd()), times, typed)
+    assert length.at_end(0.25) is None  # it never ran
+    for _ in range(steps - 20):
+        assert length.count() is None
+    line = length.at_end(0.25)
+    assert f"made for {steps} steps, but the loop took {steps - 20}: it ended at a learning rate of 0.25" in str(line)
+    assert f"Make it {(steps - 20) * typed} steps long" in str(line)
+    length.resume(100)
+    assert length.at_end(0.0) is None
+
+
+def test_a_schedule_as_long_as_the_loop_says_nothing() -> None:
+    """Neither in the loop nor at its end."""
+    length = ScheduleLength(linear(sgd()), 1, 1)
+    assert [length.count() for _ in range(100)] == [None] * 100
+    assert length.at_end(0.0) is None
