@@ -142,7 +142,7 @@ def test_the_length_is_the_number_of_batches(world: int, split: bool, even: bool
             shard = BatchShard(sampler, how, lambda _: None)
             drawn = list(shard)
             assert len(shard) == len(drawn)
-            assert len(shard.shares) == len(drawn)
+            assert len(shard.counts) == len(drawn)
             later = shard.skipping(1).skipping(1)
             assert list(later) == drawn[2:]
             assert len(later) == len(drawn[2:])

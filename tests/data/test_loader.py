@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -228,6 +229,36 @@ def test_the_subclass_and_its_way_of_iterating_are_kept() -> None:
     assert values(loader) == [[0, 2], [4, 6]]
 
 
+def test_a_subclass_with_batches_of_its_own_is_named() -> None:
+    """One that holds on to an iterator made before cannot be shared: an error, not every process the whole data."""
+
+    class Holding(DataLoader):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.held = super().__iter__()
+
+        def __iter__(self):
+            return self.held
+
+    with pytest.raises(LoopError, match="Holding gives batches that its batch sampler did not draw"):
+        list(alone(Holding(Numbers(4), 2)))
+
+
+def test_a_wrong_length_does_not_end_the_epoch_early() -> None:
+    """A sampler may say too little or too much: there is a batch to come as long as one comes."""
+
+    class Boasting(BatchSampler):
+        said = 2
+
+        def __len__(self) -> int:
+            return self.said
+
+    loader = alone(DataLoader(Numbers(8), batch_sampler=Boasting(range(8), 2, False)))
+    assert [loader.batches_left for _ in loader] == [1, 1, 1, 0]
+    Boasting.said = 9
+    assert [loader.batches_left for _ in loader] == [8, 7, 6, 0]
+
+
 def test_persistent_workers_serve_every_epoch() -> None:
     """Workers that stay alive draw anew each epoch, also when an epoch is left early."""
     loader = alone(DataLoader(Numbers(9), batch_size=2, num_workers=1, persistent_workers=True))
@@ -338,6 +369,21 @@ def test_batches_move_however_nested() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     batch = {"x": [torch.ones(1), Pair(torch.ones(1), "text")], "y": UserDict(z=torch.ones(1)), "p": packed, "n": None}
     meta = torch.device("meta")
+
+    @dataclass
+    class Record:
+        x: torch.Tensor
+        name: str
+
+    class Encoding(UserDict):
+        """As transformers': a mapping with a `to` of its own, which would wait for the copy."""
+
+        def to(self, device):
+            raise AssertionError("moved by its items")
+
+    record = move_batch([Record(torch.ones(1), "a"), Encoding(ids=torch.ones(2), n=[1, 2])], meta)
+    assert (record[0].x.device, record[0].name, record[1]["ids"].device, record[1]["n"]) == (meta, "a", meta, [1, 2])
+    assert type(record[1]) is Encoding
     moved = move_batch({key: value for key, value in batch.items() if key != "p"}, meta)
     assert (moved["x"][0].device, moved["x"][1].a.device, moved["y"]["z"].device) == (meta, meta, meta)
     assert (moved["x"][1].b, moved["n"]) == ("text", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ class BatchShard:
     once, in the order that a single process with process 0's random state would see.
 
     Attributes:
-        shares: the shares drawn by the newest iteration and not yet taken off by the loader, which reads ahead.
+        counts: of the batches drawn by the newest iteration and not yet taken off by the loader, which reads ahead: how
+            many samples they hold, and how many of them, from the front, are not repeated ones.
 
     Args:
         batch_sampler: the loader's; with one process, or where it divides the data itself, its batches are taken as
@@ -111,7 +113,7 @@ class BatchShard:
     ) -> None:
         self.batch_sampler = batch_sampler
         self._real = real
-        self.shares: deque[Share] = deque()
+        self.counts: deque[tuple[int, int]] = deque()
         self._how = how
         self._report_dropped = report_dropped
         self._skip = 0
@@ -123,30 +125,29 @@ class BatchShard:
         return later
 
     def __iter__(self) -> Iterator[Any]:
-        self.shares = deque()  # a new one: an iteration still under way keeps its own
-        return self._draw(self.shares)
+        self.counts = deque()  # a new one: an iteration still under way keeps its own
+        return self._draw_shares(self.counts) if self._how.world > 1 else self._draw_alone(self.counts)
 
-    def _draw(self, shares: deque[Share]) -> Iterator[Any]:
-        how = self._how
-        for share in islice(self._shares(), self._skip, None):
-            shares.append(share)
-            yield share.indices if how.batched else share.indices[0]
-
-    def _shares(self) -> Iterator[Share]:
+    def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
         how, batches = self._how, self.batch_sampler
-        if how.world > 1 and not _is_sequential(batches):
+        if not _is_sequential(batches):
             batches = _drawn_by_main(batches)
         if not how.batched:
             batches = ([item] for item in batches)
-        if how.world > 1:
-            yield from share_batches(batches, how, self._report_dropped)
-            return
-        before = 0
-        for batch in batches:
-            indices = batch if hasattr(batch, "__len__") else list(batch)
-            samples = len(indices)
-            yield Share(indices, samples, samples if self._real is None else min(samples, max(0, self._real - before)))
-            before += samples
+        for share in islice(share_batches(batches, how, self._report_dropped), self._skip, None):
+            counts.append((share.samples, share.real))
+            yield share.indices if how.batched else share.indices[0]
+
+    def _draw_alone(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
+        """Every batch as it comes: one generator, since a tiny model's step is not much longer than a chain of them."""
+        left = sys.maxsize if self._real is None else self._real
+        for position, batch in enumerate(self.batch_sampler):
+            indices = batch if not self._how.batched or hasattr(batch, "__len__") else list(batch)
+            samples = len(indices) if self._how.batched else 1
+            if position >= self._skip:
+                counts.append((samples, min(samples, left)))
+                yield indices
+            left = max(0, left - samples)
 
     def __len__(self) -> int:
         how, batches = self._how, len(self.batch_sampler)

@@ -201,10 +201,16 @@ class ShardedLoader:
                 if position >= self._skip:
                     yield portion
             return
-        shares, batched = self._shard().shares, self._how.batched
-        counted = self._inner.in_order  # else nobody knows which share came first
+        counts, batched = self._shard().counts, self._how.batched
+        counted = self._inner.in_order  # else nobody knows which batch came first
         for batch in iterator:
-            _, samples, real = shares.popleft()
+            try:
+                samples, real = counts.popleft()
+            except IndexError:
+                raise LoopError(
+                    f"the {type(self._inner).__name__} gives batches that its batch sampler did not draw, so they cannot "
+                    "be shared among the processes; prepare a torch.utils.data.DataLoader over the same data set"
+                ) from None
             if batched:
                 yield Portion(batch, samples if counted else None, real if counted else None)
             else:
