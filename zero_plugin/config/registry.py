@@ -203,6 +203,7 @@ def _nearest(release: str) -> str:
     return next((known for known in reversed(KNOWN_RELEASES) if release_order(known) <= wanted), KNOWN_RELEASES[0])
 
 
+@functools.cache  # each look parses the package's metadata anew
 def _installed() -> str:
     try:
         return metadata.version("deepspeed")
