@@ -474,12 +474,12 @@ def test_a_deepspeed_json_answers_the_rest(tmp_path: Path) -> None:
         "deepspeed_config": {"deepspeed_config_file": str(good)},
     }
     good.write_text('{"zero_optimization": {"stage": 3}}')
-    answers = lines(1, "", "", 2, 2, "y", "good.json", "y", "y", "Experts,Router", 2, "")
+    answers = lines(1, "", "", 2, 2, "y", "good.json", "n", "y", "Experts,Router", 2, "")
     done = run("--config_file", "again.yaml", folder=tmp_path, answers=answers)
     assert done.returncode == 0, done.stdout + done.stderr
     values = yaml.safe_load((tmp_path / "again.yaml").read_text())
     assert values["mixed_precision"] == "bf16"
-    assert values["deepspeed_config"]["zero3_init_flag"] is True
+    assert values["deepspeed_config"]["zero3_init_flag"] is False
     assert values["deepspeed_config"]["deepspeed_moe_layer_cls_names"] == "Experts,Router"
 
 

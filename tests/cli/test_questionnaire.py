@@ -54,12 +54,11 @@ class AnyAnswers:
 @settings(deadline=None)
 @given(some.data(), some.integers(0, 8), some.sampled_from(["no", "bf16"]))
 def test_every_path_through_the_questions_gives_a_right_config(data: some.DataObject, gpus: int, found: str) -> None:
-    """The check has nothing to say but that an answer has no effect yet; questions for ZeRO are for ZeRO only."""
+    """The check has nothing to say of what was answered; questions for ZeRO are for ZeRO only."""
     person = AnyAnswers(data)
     values = ask_launch_config(person, Machine(gpus, cores=8), found)
     document = read_document("written.yaml", content=config_text(values, Path("written.yaml")).encode())
-    said = {problem.key for problem in find_problems(document)}
-    assert said <= {"zero3_init_flag", "deepspeed_moe_layer_cls_names"}
+    assert find_problems(document) == []
     assert values["scheduler_counts"] == "steps"
     assert len(set(person.asked)) == len(person.asked)
     asked = " ".join(person.asked)

@@ -116,12 +116,6 @@ def test_what_a_json_replaces_is_said() -> None:
     )
 
 
-def test_a_flag_without_an_effect_yet_is_noted() -> None:
-    """What the launcher takes and does not follow is said, from a flag as from a file."""
-    (note,) = document_from_flags({"zero_stage": "3", "zero3_init_flag": "true"}).notes
-    assert note.headline.startswith("--zero3_init_flag: zero3_init_flag: has no effect yet")
-
-
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [

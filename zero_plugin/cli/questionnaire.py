@@ -128,9 +128,9 @@ def _ask_zero(prompts: Prompts) -> tuple[dict[str, Any], Document]:
         answers, document = _ask_stage(prompts), Document()
         stage = answers["zero_stage"]
     if stage == 3:
-        if prompts.confirm("Build models partitioned from the start (no effect in this version)?", default=False):
-            answers["zero3_init_flag"] = True
-        if prompts.confirm("Name mixture-of-experts layers (no effect in this version)?", default=False):
+        if not prompts.confirm("Have transformers' from_pretrained build partitioned models?", default=True):
+            answers["zero3_init_flag"] = False
+        if prompts.confirm("Name mixture-of-experts layers beside those found by their structure?", default=False):
             names = prompts.read("Their class names, comma-separated:", _text)
             answers["deepspeed_moe_layer_cls_names"] = names
     return answers, document

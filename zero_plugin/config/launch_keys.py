@@ -22,12 +22,6 @@ WITHOUT_MEANING: Final[Mapping[str, str]] = {
     "deepspeed_fields_from_accelerate_config": "Accelerate writes it for itself",
 }
 
-# Keys that will have an effect and have none yet.
-_NOT_YET: Final[Mapping[str, str]] = {
-    "zero3_init_flag": "models are built whole, then partitioned",
-    "deepspeed_moe_layer_cls_names": "ZeRO-3 gathers each submodule of a mixture-of-experts layer when it runs",
-}
-
 # What any of these keys may hold without asking for anything.
 SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {}, AUTO)
 
@@ -71,7 +65,6 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
 def ignored_keys(launch: Tree) -> list[Problem]:
     """A warning for each key that says something and is not followed."""
     notes = {name: f"has no meaning here ({why})" for name, why in WITHOUT_MEANING.items()}
-    notes |= {name: f"has no effect yet ({why})" for name, why in _NOT_YET.items()}
     told: dict[str, Problem] = {}
     for path, entry in launch.entries.items():
         if path[0] in notes and entry.value not in SAYS_NOTHING:

@@ -106,9 +106,11 @@ class LaunchSettings(BaseModel):
     deepspeed_inclusion_filter: str | None = None
     """Hosts and slots to use, in DeepSpeed's notation. Default: all."""
     deepspeed_moe_layer_cls_names: _ClassNames | None = None
-    """Classes of mixture-of-experts layers that ZeRO-3 gathers whole, comma-separated; not read yet. Default: none."""
+    """Classes of mixture-of-experts layers, comma-separated, beside those that are found by their structure: processes
+    may call different experts of such a layer, so ZeRO-3 gathers it whole. Default: none."""
     zero3_init_flag: bool | None = None
-    """Build models partitioned from the start; not read yet, models are built whole. Default: false."""
+    """Whether ZeRO-3 has transformers' `from_pretrained` and `from_config` build models partitioned from the start.
+    Default: true."""
 
 
 @functools.cache

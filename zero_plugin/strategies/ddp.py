@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
+from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import torch_optimizer, torch_session
 
@@ -26,6 +27,8 @@ class DdpStrategy(Strategy):
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`."""
         module = request.model.to(processes.device)
+        for layer in find_expert_layers(module, ()):
+            reach_every_expert(layer, with_gradients=True)
         optimizer = torch_optimizer(request)
         trains = optimizer is not None and any(p.requires_grad for p in module.parameters())
         model = (

@@ -22,6 +22,7 @@ from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
+from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession
 
@@ -76,6 +77,8 @@ class DeepSpeedStrategy(Strategy):
         _cast_parameters(request.model, resolved.precision)
         if resolved.zero_stage == 3:
             self._partition(request, config)
+        if self._processes.world_size > 1:
+            self._tie_experts(request)
         optimizer = None
         parameters: Any = None
         if request.optimizer is not None:
@@ -128,11 +131,9 @@ class DeepSpeedStrategy(Strategy):
         return isinstance(stage, int) and stage == 3
 
     def _partition(self, request: SessionRequest, config: dict[str, Any]) -> None:
-        """Partition what is still whole, and make known which layers are to be gathered whole."""
+        """Partition what is still whole, and have the methods of transformers' models know it."""
         from deepspeed import zero
-        from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 
-        from zero_plugin.strategies.deepspeed.experts import find_expert_layers
         from zero_plugin.strategies.deepspeed.pretrained_methods import adapt_pretrained_methods, is_pretrained
 
         model = request.model
@@ -147,13 +148,21 @@ class DeepSpeedStrategy(Strategy):
             # ignores where the device has no fp16, so that fp32 weights are swapped to NVMe in bf16. Where a part is
             # partitioned already, `initialize` goes on with the rest as that part was begun.
             zero.Init(module=model, config_dict_or_path=config)
-        names = self._settings.deepspeed_moe_layer_cls_names or ()
-        layers = list(find_expert_layers(model, names))
-        for layer in layers:
-            set_z3_leaf_module(layer, True)
-        for kind, count in Counter(type(layer).__name__ for layer in layers).items():
-            request.say(f"{count} × {kind}: each is gathered whole, since processes may choose different experts in it")
         adapt_pretrained_methods(model, self._processes)
+
+    def _tie_experts(self, request: SessionRequest) -> None:
+        """Have all processes gather and reduce the same of mixture-of-experts layers, whichever experts they call."""
+        from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+
+        names = self._settings.deepspeed_moe_layer_cls_names or ()
+        layers = list(find_expert_layers(request.model, names))
+        whole = request.resolved.zero_stage == 3
+        for layer in layers:
+            reach_every_expert(layer, with_gradients=not whole)
+            set_z3_leaf_module(layer, whole)
+        for kind, count in Counter(type(layer).__name__ for layer in layers).items():
+            how = "gathered whole, and all its experts are reduced" if whole else "reduced with all its experts"
+            request.say(f"{count} × {kind}: each is {how}, since processes may choose different experts")
 
 
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
