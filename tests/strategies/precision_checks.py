@@ -49,7 +49,7 @@ def check_types_in_and_out(path: str) -> None:
             assert torch.equal(out["list"][1], tokens)
             assert int(out["sum"]) == 2**24 + 1
             assert out["mask"].dtype == torch.bool
-            accelerator.backward(out["y"].square().mean())
+            accelerator.backward(out["y"].square().mean() * 1e-3)  # fits into fp16, scaled by 65536
             optimizer.step()
             assert not optimizer.step_was_skipped
 

@@ -240,7 +240,7 @@ def torch_optimizer(request: SessionRequest) -> Optimizer | None:
 def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
     """The section with torch's fused kernel for Adam and AdamW: the same update in one pass, several times faster.
 
-    Not where the section itself says how. SGD and Adagrad stay as they are, since those kernels refuse sparse gradients.
+    Not where the section itself says how. SGD and Adagrad stay as they are: those kernels refuse sparse gradients.
     """
     says_how = {"fused", "foreach", "capturable", "differentiable"} & section.params.keys()
     served = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
