@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "pad_across_processes",
     "process_index",
     "reduce",
+    "start_sum",
 ]
 
 
@@ -100,6 +103,22 @@ def reduce(tree: Any, reduction: Literal["sum", "mean"] = "mean") -> Any:
         return total / num_processes() if reduction == "mean" else total
 
     return map_leaves(reduce_one, tree)
+
+
+def start_sum(numbers: Sequence[int]) -> Callable[[], list[int]]:
+    """Begin to sum integers over the processes; what is returned waits for the sums and gives them."""
+    sums = torch.tensor(numbers, dtype=torch.int64)
+    if num_processes() == 1:
+        return sums.tolist
+    wire = sums.to(_wire_device(sums))
+    work = dist.all_reduce(wire, async_op=True)
+    return partial(_finish_sum, work, wire)
+
+
+@collective("next batch of a stream")
+def _finish_sum(work: Any, sums: Tensor) -> list[int]:
+    work.wait()
+    return list(sums.tolist())
 
 
 @collective("broadcast")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
-
-from zero_plugin.collectives import gather_object, reduce
+from zero_plugin.collectives import gather_object, start_sum
 from zero_plugin.data.portion import Portion
 from zero_plugin.errors import LoopError
 
@@ -23,7 +21,8 @@ def keep_together(
 ) -> Iterator[Portion]:
     """This process's portions, for as long as the processes go on together; every process must iterate it.
 
-    Each portion costs one sum over the processes, of three integers on the CPU, before it is handed out.
+    Each portion costs one sum over the processes, of two integers. It is begun when the portion is read, a step before
+    it is needed, so that nobody waits for it.
 
     Args:
         portions: this process's.
@@ -36,17 +35,22 @@ def keep_together(
     Raises:
         LoopError: the processes' streams are to be the same, and are not.
     """
+
+    def read() -> tuple[Portion | None, Callable[[], list[int]]]:
+        portion = next(portions, None)
+        # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
+        return portion, start_sum([portion is not None, 0 if portion is None else portion.samples or 1])
+
     again: Iterator[Portion] = iter(())
     last: Portion | None = None
     steps = 0
+    portion, sums = read()
+    _check_same(portion)
     while True:
-        portion = next(portions, None)
-        if last is None:
-            _check_same(portion)
-        samples = 0 if portion is None else portion.samples or 1
-        # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
-        going, samples = reduce(torch.tensor([portion is not None, samples], dtype=torch.int64), "sum").tolist()
+        following = read()
+        going, samples = sums()
         if going == 0 or (going < world and (restart is None or last is None)):
+            following[1]()  # every process has begun it
             if samples:
                 report_dropped(samples)
             return
@@ -62,6 +66,7 @@ def keep_together(
         last = portion
         steps += 1
         yield portion
+        portion, sums = following
 
 
 def _check_same(first: Portion | None) -> None:

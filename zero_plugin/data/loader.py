@@ -208,8 +208,8 @@ class ShardedLoader:
                 samples, real = counts.popleft()
             except IndexError:
                 raise LoopError(
-                    f"the {type(self._inner).__name__} gives batches that its batch sampler did not draw, so they cannot "
-                    "be shared among the processes; prepare a torch.utils.data.DataLoader over the same data set"
+                    f"the {type(self._inner).__name__} gives batches that its batch sampler did not draw, so they "
+                    "cannot be shared among the processes; prepare a torch.utils.data.DataLoader over the same data set"
                 ) from None
             if batched:
                 yield Portion(batch, samples if counted else None, real if counted else None)
