@@ -19,6 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from zero_plugin.accelerator import Accelerator
 from zero_plugin.data.device import move_batch
 from zero_plugin.data.loader import ActiveLoaders, ShardedLoader, skip_first_batches
 from zero_plugin.data.metrics import gather_for_metrics
@@ -267,6 +268,33 @@ def test_persistent_workers_serve_every_epoch() -> None:
     for _ in range(2):
         assert values(loader) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
         assert loader.real_samples == 1
+
+
+def test_the_accelerator_s_argument_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shard_iterable="never"` leaves a stream to its workers, which here each give all of it, as in plain torch."""
+    loader = DataLoader(Stream(6), batch_size=2, num_workers=2)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)  # set by a group of one; to be forgotten after the test
+    accelerator = Accelerator(cpu=True, shard_iterable="never")
+    try:
+        assert values(accelerator.prepare(loader)) == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    finally:
+        accelerator.end_training()
+    assert values(alone(loader)) == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(LoopError, match="'auto' or 'never'"):
+        alone(loader, shard_iterable="always")
+
+
+def test_epochs_count_themselves_unless_somebody_tells() -> None:
+    """Each start is the next epoch for a data set that shuffles by it; who tells it himself is not contradicted."""
+    data = Numbers(2)
+    loader = alone(DataLoader(data, batch_size=2))
+    told = []
+    for command in (lambda: None, lambda: None, lambda: data.set_epoch(9), lambda: loader.set_epoch(4), lambda: None):
+        command()
+        values(loader)
+        told.append(data.epoch)
+    assert told == [0, 1, 9, 4, 5]
 
 
 def test_set_epoch_reaches_all_who_want_to_know() -> None:

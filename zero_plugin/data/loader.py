@@ -162,7 +162,7 @@ class ShardedLoader:
         told = self._epochs.told(self.dataset)
         if self._stream is not None:
             seed = torch.initial_seed() % _SEEDS
-            if self._how.world > 1 and self._stream.division is not Division.BY_ITSELF:
+            if self._how.world > 1:  # the copies of the data set have to draw alike
                 seed = int(broadcast(torch.tensor(seed)))
             self._stream.begin_epoch(seed + self._epochs.current, told)
         elif told != self._workers_epoch and self._inner.__dict__.get("_iterator") is not None:
