@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import LoopError, StrategyError
 from zero_plugin.strategies.processes import Processes
 
 __all__ = ["adapt_pretrained_methods", "is_pretrained"]
@@ -28,7 +28,16 @@ def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
     * `generate`: processes that are done go on until all are, since each has a part of every weight.
     * `save_pretrained`: writes the `state_dict` that it is given; without one it writes nothing on the processes for
       which `accelerator.get_state_dict` has none, and refuses on the main process, where it would write empty tensors.
+
+    Raises:
+        StrategyError: PEFT saves the model's adapters past the state dict.
     """
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise StrategyError(
+                f"PEFT reads the prompts of {adapter.peft_type.value} from the model, where ZeRO stage 3 leaves no "
+                "whole weights: they could not be saved.\nUse stage 2, or adapters of another kind, e.g. LoRA."
+            )
     generation = sys.modules.get("transformers.generation.utils")
     for module in model.modules():
         if generation is not None and isinstance(module, generation.GenerationMixin) and processes.world_size > 1:

