@@ -34,6 +34,7 @@ class FirstSteps:
         self._running_epoch = running_epoch
         self._say = say
         self._epoch_ended = False  # a backward of an epoch's last batch was seen
+        self._said = False
 
     def look_at(self, loss: Tensor) -> None:
         """A backward of `loss` is about to run.
@@ -54,7 +55,9 @@ class FirstSteps:
 
     def say_if_none(self) -> None:
         """At an epoch's end: say it if no optimizer was ever asked to step."""
-        if self._epoch_ended and not any(t.optimizer is not None and t.optimizer.acted for t in self._trainings):
+        acted = any(t.optimizer is not None and t.optimizer.acted for t in self._trainings)
+        if self._epoch_ended and not acted and not self._said:
+            self._said = True
             self._say(
                 "an epoch has ended and optimizer.step() was never called: backward() computes gradients and never "
                 "steps, so nothing was trained"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
-from gan import Case, make_nets, make_optimizer
+from gan import Case, discriminator_loss, generator_loss, make_nets, make_optimizer
 from paths import (
     PAIR,
     SINGLE,
@@ -22,6 +24,7 @@ from paths import (
     weights,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zero_plugin import DummyOptim
 from zero_plugin.errors import LoopError
@@ -125,6 +128,122 @@ def check_gradient_penalty(path: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_near(weights(accelerator, discriminator), plain.state_dict(), 1e-4)
+
+
+def check_batch_norm_twice_in_a_loss(path: str) -> None:
+    """A discriminator with running statistics runs on real and on generated samples before its one backward."""
+    with running(path) as accelerator:
+        generator, plain = make_nets()
+        discriminator = nn.Sequential(plain[0], nn.BatchNorm1d(10), nn.Tanh(), plain[2])
+        objects = generator, discriminator, make_optimizer(generator, SGD), make_optimizer(discriminator, SGD)
+        generator, discriminator, first, second = accelerator.prepare(*objects)
+        x, noise = own_batch(0)
+        for _ in range(2):
+            second.zero_grad()
+            accelerator.backward(discriminator_loss(generator, discriminator, noise, x[:, :6]))
+            second.step()
+            first.zero_grad()
+            accelerator.backward(generator_loss(generator, discriminator, noise))
+            first.step()
+        assert (first.applied_steps, second.applied_steps) == (2, 2)
+
+
+def check_reentrant_checkpoints(path: str) -> None:
+    """A backward inside the backward: whose gradients came is seen where a graph's walk would not show them."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(14)
+        return Checkpointed(8), Checkpointed(4)
+
+    def train(one: Any, two: Any, batch: tuple[Tensor, Tensor], optimizers: Any, backward: Any) -> None:
+        x, y = batch
+        x = x.clone().requires_grad_(True)  # reentrant checkpoints need it
+        optimizers[0].zero_grad()
+        backward((two(one(x)) - y).square().mean())
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        backward(two(y.clone().requires_grad_(True)).square().mean())
+        optimizers[1].step()
+
+    plain = build()
+    sgds = [_sgd(model) for model in plain]
+    for i in range(3):
+        train(*plain, global_batch(i), sgds, lambda loss: loss.backward())
+    with running(path) as accelerator:
+        one, two = build()
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+        for i in range(3):
+            train(one, two, own_batch(i), (first, second), accelerator.backward)
+        for model, wanted in zip((one, two), plain, strict=True):
+            assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
+def check_a_loss_scale_changes_inside_a_window(path: str) -> None:
+    """What came before is rescaled: one loss through two models has one scale, the smaller of theirs."""
+    if path == "zero0":
+        return  # in fp32 its optimizer is torch's own, which knows no scale
+    plain = make_net()
+    sgd = _sgd(plain)
+    for i in range(2):
+        (loss_of(plain, global_batch(i)) / 2).backward()
+    sgd.step()
+    precision = "no" if is_zero(path) else "fp16"  # DeepSpeed trains in fp16 on GPUs only, but scales in fp32 too
+    with running(path, gradient_accumulation_steps=2, mixed_precision=precision) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        session = optimizer.session
+        if is_zero(path):
+            session._scales = True
+        for i, scale in enumerate((1024.0, 64.0)):
+            session.set_loss_scale(scale)
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+        assert session.loss_scale == 64.0
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5 if is_zero(path) else 1e-2)
+
+
+def check_an_overflow_of_one_model(path: str) -> None:
+    """fp16 off DeepSpeed: one model's skipped steps lower its scale, and that of a loss through both."""
+    if is_zero(path):
+        return
+    with running(path, mixed_precision="fp16") as accelerator:
+        one, two = make_net(), make_net()[2:].append(nn.Linear(4, 16))
+        one, two, first, second = accelerator.prepare(one, two, _sgd(one), _sgd(two))
+        for _ in range(3):
+            accelerator.backward(loss_of(one, own_batch(0)) * float("inf"))
+            first.step()
+            assert first.step_was_skipped
+        scales = first.session.loss_scale, second.session.loss_scale
+        assert scales[0] < scales[1]
+        before = weights(accelerator, two)
+        accelerator.backward(two(torch.cat([one(own_batch(0)[0])] * 4, dim=1)).square().mean())
+        assert {first.session.loss_scale, second.session.loss_scale} == {scales[0]}
+        for optimizer in (first, second):
+            optimizer.step()
+            assert not optimizer.step_was_skipped
+        assert not same(weights(accelerator, two), before)
+
+
+def check_a_loop_that_never_steps(path: str) -> None:
+    """A loop that takes `backward` for a step is told so at its epoch's end, once."""
+    with running(path) as accelerator, redirect_stderr(StringIO()) as said:
+        model = make_net()
+        loader: Any = torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, _sgd(model), loader)
+        for _ in range(3):
+            for x in loader:
+                accelerator.backward(model(x).square().mean())
+                optimizer.zero_grad()
+        accelerator.end_training()
+    assert said.getvalue().count("optimizer.step() was never called") == accelerator.is_main_process
 
 
 def check_bf16_beside_a_teacher(path: str) -> None:

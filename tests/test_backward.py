@@ -1,0 +1,125 @@
+"""A backward finds the models that its loss reaches and counts it as theirs; what no model owns is found."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
+from zero_plugin.backward import run_backward
+from zero_plugin.errors import LoopError
+from zero_plugin.first_steps import find_unprepared
+from zero_plugin.prepared import PreparedOptimizer
+from zero_plugin.resolve.facts import Facts
+from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.training import Training
+
+
+def make_trainings(count: int, steps: int = 1) -> list[Training]:
+    """Trainings of one weight of 1.0 each, in plain torch."""
+    trainings = []
+    for _ in range(count):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        session = TorchSession(model, model, sgd, precision="no", clipping=None)
+        window = AccumulationWindow(steps)
+        resolved: Any = SimpleNamespace(precision="no")
+        optimizer = PreparedOptimizer(session, window)
+        parameters = tuple(model.parameters())
+        trainings.append(Training(session, Facts(), resolved, window, parameters, sgd, optimizer))
+    if count > 1:
+        for training in trainings:
+            training.watch_gradients()
+    return trainings
+
+
+def losses(trainings: list[Training], *which: int) -> torch.Tensor:
+    x = torch.ones(1, 1)
+    for i in which:
+        x = trainings[i].session.model(x)
+    return x.sum()
+
+
+def test_it_finds_whom_a_loss_reaches() -> None:
+    """One, two, or the second only, since the first is frozen for this loss."""
+    trainings = make_trainings(3)
+    assert run_backward(trainings, [], losses(trainings, 1)) == [trainings[1]]
+    assert run_backward(trainings, [], losses(trainings, 0, 2)) == [trainings[0], trainings[2]]
+    trainings[0].session.module.requires_grad_(False)
+    assert run_backward(trainings, [], losses(trainings, 0, 2)) == [trainings[2]]
+    assert [t.window.dropping_is_meant for t in trainings] == [True, True, True]
+
+
+def test_a_loss_of_nobody() -> None:
+    """A backward that trains nothing prepared is a mistake."""
+    trainings = make_trainings(2)
+    with pytest.raises(LoopError, match="depends on no parameter"):
+        run_backward(trainings, [], nn.Linear(1, 1)(torch.ones(1, 1)).sum())
+
+
+def test_gradients_come_divided_by_the_window() -> None:
+    """With accumulation each loss counts for one of `steps`, in each model that it reaches."""
+    trainings = make_trainings(2, steps=4)
+    windows = TogetherWindows([training.window for training in trainings])
+    for _ in range(4):
+        with windows:
+            run_backward(trainings, [], losses(trainings, 0, 1))
+    for training in trainings:
+        assert training.window.ends_here
+        assert training.optimizer is not None
+        training.optimizer.step()
+        assert float(training.parameters[0].detach()) == 0.5
+
+
+def test_by_hand_a_window_has_one_owner() -> None:
+    """With accumulation and without accumulate(), a loss of two models cannot be counted."""
+    trainings = make_trainings(2, steps=2)
+    assert run_backward(trainings, [], losses(trainings, 0)) == [trainings[0]]
+    with pytest.raises(LoopError, match="reaches Linear and Linear, and gradient_accumulation_steps is 2"):
+        run_backward(trainings, [], losses(trainings, 0, 1))
+
+
+def test_a_failed_backward_leaves_no_trace() -> None:
+    """Its error comes through, and the next backward runs."""
+    trainings = make_trainings(2)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        run_backward(trainings, [], torch.ones(()))
+    assert run_backward(trainings, [], losses(trainings, 0)) == [trainings[0]]
+
+
+def test_another_models_loss_is_no_micro_batch() -> None:
+    """Inside accumulate() of one model, gradients left in another do not count there, and its zero_grad drops them."""
+    trainings = make_trainings(2, steps=2)
+    one, two = (training.window for training in trainings)
+    for _ in range(2):
+        with one:
+            run_backward(trainings, [], losses(trainings, 0))
+    assert trainings[0].optimizer is not None
+    trainings[0].optimizer.step()
+    with two:
+        run_backward(trainings, [], losses(trainings, 0, 1))
+    assert trainings[0].parameters[0].grad is not None
+    with one:
+        trainings[0].optimizer.zero_grad()
+        assert trainings[0].parameters[0].grad is None
+        run_backward(trainings, [], losses(trainings, 0))
+        trainings[0].optimizer.zero_grad()  # means nothing inside a window
+        assert trainings[0].parameters[0].grad is not None
+        assert not one.ends_here
+    with one:
+        assert one.ends_here
+
+
+def test_parameters_that_nobody_prepared() -> None:
+    """They are found behind other models and branches; frozen ones and plain tensors are well."""
+    known, stranger, frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+    latent = torch.zeros(1, 2, requires_grad=True)
+    ids = {id(p) for p in known.parameters()}
+    assert find_unprepared(frozen(known(latent)).sum(), ids) == []
+    found = find_unprepared((known(latent) + stranger(frozen(known(latent)))).sum(), ids)
+    assert {id(p) for p in found} == {id(p) for p in stranger.parameters()}
