@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +21,7 @@ class Case:
         style: how the loop tells its micro-batches: `accumulate`, or by hand with a step after each (`every`) or after
             each window (`window`).
         batches: global micro-batches per epoch (of 8 samples over all processes).
-        stream: the data set is iterable, without a length.
+        data: `map`, `stream` (an iterable data set without a length), or `sampler` (a batch sampler of the user's own).
         clip: `clip_grad_norm_` with this number in the loop.
         config_clip: `gradient_clipping` in the configuration.
         drop: the first backward of every third step is thrown away with zero_grad and computed again.
@@ -29,12 +31,14 @@ class Case:
         groups: two parameter groups, the second with half the learning rate and no weight decay.
         branch: a layer that takes part in every second micro-batch only.
         precision: of computation.
+        fp16: the section's keys.
+        poison: the loss of every fourth window, from the third, is infinite, so that its step is skipped.
     """
 
     accumulation: int = 1
     style: str = "accumulate"
     batches: int = 6
-    stream: bool = False
+    data: str = "map"
     clip: float | None = None
     config_clip: float | None = None
     drop: bool = False
@@ -44,6 +48,12 @@ class Case:
     groups: bool = False
     branch: bool = False
     precision: str = "no"
+    fp16: tuple[tuple[str, int], ...] = (("initial_scale_power", 10), ("loss_scale_window", 4))
+    poison: bool = False
+
+    def poisons(self, window: int) -> bool:
+        """Whether the `window`-th window of the run, counted from 0, is to be skipped."""
+        return self.poison and window % 4 == 2
 
 
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4}
@@ -52,7 +62,7 @@ CASES: dict[str, Case] = {
     "plain": Case(),
     "accumulate": Case(accumulation=4, batches=8),
     "accumulate-short-window": Case(accumulation=4, batches=10, clip=0.5),
-    "accumulate-stream-short-window": Case(accumulation=4, batches=6, stream=True, clip=0.5),
+    "accumulate-stream-short-window": Case(accumulation=4, batches=6, data="stream", clip=0.5),
     "by-hand-every": Case(accumulation=3, style="every", batches=7),
     "by-hand-window": Case(accumulation=3, style="window", batches=6, clip=0.3),
     "clip": Case(clip=0.05),
@@ -91,6 +101,10 @@ CASES: dict[str, Case] = {
         schedule=("LRRangeTest", {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 3}),
     ),
     "bf16": Case(precision="bf16", batches=10),
+    "skipped": Case(poison=True, batches=9, clip=0.5),
+    "skipped-bf16": Case(poison=True, batches=9, precision="bf16", config_clip=0.5),
+    "fp16": Case(precision="fp16", batches=10),
+    "fp16-skipped": Case(precision="fp16", accumulation=4, batches=18, clip=0.5, poison=True),
     "bf16-accumulate-clip": Case(precision="bf16", accumulation=4, batches=10, clip=0.5),
 }
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -149,7 +163,7 @@ def width_for(path: str) -> int:
 
 def case_for(path: str, name: str) -> Case:
     """The case as it runs on a path: the wide layer wants small learning rates, or training is chaotic."""
-    case = CASES[name]
+    case = PAIRWISE[name][1] if name in PAIRWISE else CASES[name]
     if path != "zero3-nvme":
         return case
 
@@ -160,7 +174,7 @@ def case_for(path: str, name: str) -> Case:
     return replace(case, optimizer=(case.optimizer[0], scaled(case.optimizer[1])), schedule=schedule)
 
 
-def cases_for(path: str) -> list[str]:
+def cases_for(path: str, device: str) -> list[str]:
     """The cases that run on a path."""
     if path == "zero3-nvme":
         optimizers = [name for name in CASES if name.startswith(("real-", "placeholder-"))]
@@ -175,6 +189,87 @@ def cases_for(path: str) -> list[str]:
             "groups",
             "bf16",
         ]
+    names = [*CASES, *(name for name, (where, _) in PAIRWISE.items() if where == path)]
     if path == "ddp":
-        return [name for name, case in CASES.items() if not case.branch]  # DDP wants every parameter in every window
-    return list(CASES)
+        names = [name for name in names if not case_for(path, name).branch]  # DDP wants every parameter in every window
+    return [name for name in names if runs_on(path, device, case_for(path, name).precision)]
+
+
+def runs_on(path: str, device: str, precision: str) -> bool:
+    """DeepSpeed has no fp16 on CPUs."""
+    return not (precision == "fp16" and device == "cpu" and path.startswith("zero"))
+
+
+# ---- every pair of choices -------------------------------------------------------------------------------------------
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "path": ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu"),
+    "precision": ("no", "bf16", "fp16"),
+    "accumulation": ((1, "accumulate"), (4, "accumulate"), (3, "every"), (4, "window")),
+    "clip": ("none", "code", "config"),
+    "schedule": ("lambda", "WarmupDecayLR", "WarmupCosineLR"),
+    "data": ("map", "stream", "sampler"),
+    "poison": (False, True),
+}
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupDecayLR": {**_WARMUP, "warmup_type": "linear", "total_num_steps": 9},
+    "WarmupCosineLR": {"total_num_steps": 12, "warmup_num_steps": 3, "warmup_min_ratio": 0.1},
+}
+Row = tuple[Any, ...]
+
+
+def pairs_of(row: Row) -> set[tuple[int, Any, int, Any]]:
+    """The pairs of choices that a row makes."""
+    return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+
+def every_pair() -> set[tuple[int, Any, int, Any]]:
+    """All that can run on a CPU."""
+    levels = list(FACTORS.values())
+    pairs = {
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(levels)), 2)
+        for a, b in itertools.product(levels[i], levels[j])
+    }
+    return {pair for pair in pairs if not (pair[0] == 0 and pair[2] == 1 and not runs_on(pair[1], "cpu", pair[3]))}
+
+
+def cover_pairs() -> list[Row]:
+    """Few rows that hold every pair: again and again the one of 300 drawn that holds most of those not held yet."""
+    draw, missing, rows = random.Random(0), every_pair(), []
+    while missing:
+        drawn = [tuple(draw.choice(levels) for levels in FACTORS.values()) for _ in range(300)]
+        best = max(
+            (row for row in drawn if runs_on(row[0], "cpu", row[1])), key=lambda row: len(pairs_of(row) & missing)
+        )
+        if pairs_of(best) & missing:
+            rows.append(best)
+            missing -= pairs_of(best)
+    return rows
+
+
+def _case_of(row: Row) -> Case:
+    _, precision, (accumulation, style), clip, schedule, data, poison = row
+    return Case(
+        accumulation=accumulation,
+        style=style,
+        batches=10,
+        data=data,
+        # With a large eps Adam's step depends on the size of the gradients, and their 16-bit noise not on its sign.
+        optimizer=("AdamW", {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}),
+        clip=0.3 if clip == "code" else None,
+        config_clip=0.3 if clip == "config" else None,
+        schedule=None if schedule == "lambda" else (schedule, _SCHEDULES[schedule]),
+        placeholders=schedule != "lambda",
+        precision=precision,
+        poison=poison,
+    )
+
+
+def _name_of(row: Row) -> str:
+    _, precision, (accumulation, style), clip, schedule, data, poison = row
+    words = ["pair", precision, f"{style}{accumulation}", clip, schedule, data, "poison" if poison else "clean"]
+    return "-".join(words)
+
+
+PAIRWISE: dict[str, tuple[str, Case]] = {f"{_name_of(row)}@{row[0]}": (row[0], _case_of(row)) for row in cover_pairs()}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from cases import FEATURES, OUTPUTS, SAMPLES
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 
 class Net(nn.Module):
@@ -54,10 +54,15 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         yield from zip(self.x, self.y, strict=True)
 
 
-def make_dataset(samples: int, stream: bool) -> Dataset[tuple[Tensor, ...]]:
-    """The data set of a case."""
+def make_loader(samples: int, data: str, batch_size: int) -> DataLoader[tuple[Tensor, ...]]:
+    """The loader of a case: the samples in order."""
     x, y = make_data(samples)
-    return Stream(x, y) if stream else TensorDataset(x, y)
+    if data == "stream":
+        return DataLoader(Stream(x, y), batch_size=batch_size)
+    dataset = TensorDataset(x, y)
+    if data == "sampler":
+        return DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), batch_size, drop_last=False))
+    return DataLoader(dataset, batch_size=batch_size)
 
 
 def parameter_groups(model: nn.Module, lr: float, grouped: bool) -> list[dict[str, object]]:

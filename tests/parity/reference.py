@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cases import EPOCHS, Case, width_for
 from model import Net, code_schedule, make_data, make_model, parameter_groups
 from torch import Tensor
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PlainLion(torch.optim.Optimizer):
@@ -34,17 +37,19 @@ def run_reference(path: str, case: Case) -> dict[str, Any]:
     name, arguments = case.optimizer
     kind = PlainLion if name == "Lion" else getattr(torch.optim, name)
     compute: Net = model
-    if case.precision == "bf16" and path.startswith("zero"):
-        # ZeRO's regime: bf16 weights, gradients and forward; fp32 masters that start from the bf16 weights.
-        compute = make_model(width_for(path), case.branch).bfloat16()
+    if case.precision != "no" and path.startswith("zero"):
+        # ZeRO's regime: 16-bit weights, gradients and forward; fp32 masters that start from the 16-bit weights.
+        compute = make_model(width_for(path), case.branch).to(HALF[case.precision])
         with torch.no_grad():
             for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
                 master.copy_(weight)
     optimizer = kind(parameter_groups(model, arguments["lr"], case.groups), **arguments)
     schedule = _schedule(case, optimizer)
     x, y = make_data(8 * case.batches)
-    result: dict[str, Any] = {"losses": [], "rates": [], "norms": []}
+    result: dict[str, Any] = {"losses": [], "rates": [], "norms": [], "scales": []}
     criterion = torch.nn.MSELoss()
+    scaler = _scaler(case)
+    windows = 0
     for _ in range(EPOCHS):
         for start in range(0, case.batches, case.accumulation):
             window = range(start, min(start + case.accumulation, case.batches))
@@ -53,20 +58,30 @@ def run_reference(path: str, case: Case) -> dict[str, Any]:
                 rows = slice(8 * i, 8 * i + 8)
                 loss = _loss(compute, x[rows], y[rows], i, case, path, criterion)
                 result["losses"].append(loss.item())
-                (loss / len(window)).backward()
+                factor = float("inf") if case.poisons(windows) else 1.0
+                (loss * (factor * scaler.cur_scale / len(window))).backward()
                 for k, p in enumerate(compute.parameters()):
                     if p.grad is not None:
-                        gradients[k] = p.grad.float() if gradients[k] is None else gradients[k] + p.grad.float()
+                        gradient = p.grad.float() / scaler.cur_scale
+                        gradients[k] = gradient if gradients[k] is None else gradients[k] + gradient
                         p.grad = None
+            windows += 1
             for p, g in zip(model.parameters(), gradients, strict=True):
                 # A parameter that sits the window out is left alone by torch; in ZeRO's flat partitions it has a zero
                 # gradient, so that weight decay and momentum go on.
                 p.grad = torch.zeros_like(p) if g is None and path.startswith("zero") else g
+            skipped = any(p.grad is not None and not p.grad.isfinite().all() for p in model.parameters())
             limit = case.clip if case.clip is not None else case.config_clip
             if limit is not None:
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
                 if case.clip is not None:
-                    result["norms"].append(norm)
+                    result["norms"].append(float("inf") if skipped else norm)
+            with patch("deepspeed.comm.get_rank", return_value=1):  # where it logs nothing
+                scaler.update_scale(skipped)
+            result["scales"].append(scaler.cur_scale)
+            if skipped:
+                optimizer.zero_grad()
+                continue
             result["rates"].append([group["lr"] for group in optimizer.param_groups])
             optimizer.step()
             schedule.step()
@@ -80,12 +95,23 @@ def run_reference(path: str, case: Case) -> dict[str, Any]:
 
 
 def _loss(compute: Net, x: Tensor, y: Tensor, i: int, case: Case, path: str, criterion: Any) -> Tensor:
-    if case.precision == "bf16" and not path.startswith("zero"):
-        with torch.autocast("cpu", torch.bfloat16):
+    if case.precision != "no" and not path.startswith("zero"):
+        with torch.autocast("cpu", HALF[case.precision]):
             predicted = compute(x, i % 2 == 1)
         return criterion(predicted.float(), y)
     dtype = next(compute.parameters()).dtype
     return criterion(compute(x.to(dtype), i % 2 == 1).float(), y)
+
+
+def _scaler(case: Case) -> Any:
+    """DeepSpeed's own class is what the section means."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+    if case.precision != "fp16":
+        return LossScaler(1.0)
+    section = dict(case.fp16)
+    scale, window = 2.0 ** section["initial_scale_power"], section["loss_scale_window"]
+    return DynamicLossScaler(scale, window, min_scale=1, delayed_shift=2, consecutive_hysteresis=False)
 
 
 def _schedule(case: Case, optimizer: torch.optim.Optimizer) -> Any:

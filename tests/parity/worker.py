@@ -20,8 +20,7 @@ import cpuinfo
 import torch
 import torch.distributed as dist
 from cases import EPOCHS, PATHS, Case, case_for, width_for
-from model import code_schedule, make_dataset, make_model, parameter_groups
-from torch.utils.data import DataLoader
+from model import code_schedule, make_loader, make_model, parameter_groups
 
 from zero_plugin import Accelerator, DummyOptim, DummyScheduler
 from zero_plugin.optimizers import Lion
@@ -36,6 +35,8 @@ def config_of(case: Case, training: dict[str, Any], nvme: str) -> dict[str, Any]
     config["gradient_accumulation_steps"] = case.accumulation
     if case.precision == "bf16":
         config["bf16"] = {"enabled": True}
+    if case.precision == "fp16":
+        config["fp16"] = {"enabled": True, **dict(case.fp16)}
     if case.config_clip is not None:
         config["gradient_clipping"] = case.config_clip
     if case.placeholders:
@@ -65,7 +66,7 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
     config["use_cpu"] = device == "cpu"
     accelerator = Accelerator(config=config)
     model = make_model(width_for(path), case.branch)
-    loader = DataLoader(make_dataset(8 * case.batches, case.stream), batch_size=8 // world)
+    loader = make_loader(8 * case.batches, case.data, 8 // world)
     lr = case.optimizer[1]["lr"]
     if case.placeholders:
         optimizer: Any = DummyOptim(parameter_groups(model, lr, case.groups), **case.optimizer[1])
@@ -78,11 +79,17 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
     losses: list[float] = []
     rates: list[list[float]] = []
     norms: list[float] = []
+    scales: list[float] = []
+    windows = 0
     criterion = torch.nn.MSELoss()
 
     def note_step(before: int) -> None:
+        nonlocal windows
         if optimizer.applied_steps > before:
             rates.append(lrs)
+        if optimizer.acted:
+            windows += 1
+            scales.append(optimizer.loss_scale)
 
     for _ in range(EPOCHS):
         for i, (x, y) in enumerate(loader):
@@ -90,12 +97,12 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
             lrs = scheduler.get_last_lr()
 
             def micro_batch(x: Any = x, y: Any = y, i: int = i) -> None:
-                loss = criterion(model(x, i % 2 == 1).float(), y)
-                accelerator.backward(loss)
+                loss = criterion(model(x, i % 2 == 1), y)
+                accelerator.backward(loss * float("inf") if case.poisons(windows) else loss)
                 losses.append(accelerator.gather(loss.detach()).mean().item())
 
             if case.drop and optimizer.applied_steps % 3 == 0:
-                accelerator.backward(criterion(model(x * 3, i % 2 == 1).float(), y))
+                accelerator.backward(criterion(model(x * 3, i % 2 == 1), y))
                 optimizer.zero_grad()
             if case.style == "accumulate" and not case.drop:
                 with accelerator.accumulate(model):
@@ -107,6 +114,7 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
                     optimizer.zero_grad()
             elif case.style == "window":
                 micro_batch()
+                optimizer.acted = False  # there is no call of step() in every micro-batch
                 if (i + 1) % case.accumulation == 0 or i + 1 == case.batches:
                     if case.clip is not None:
                         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), case.clip)))
@@ -125,7 +133,7 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
             note_step(before)
     state = accelerator.get_state_dict(model)
     accelerator.end_training()
-    return {"losses": losses, "rates": rates, "norms": norms, "state": state}
+    return {"losses": losses, "rates": rates, "norms": norms, "scales": scales, "state": state}
 
 
 def main() -> None:

@@ -109,6 +109,8 @@ class TorchSession(Session):
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         if only is None and norm_type == 2.0 and self._skips:
             self._finite = bool(torch.isfinite(norm))
+            if not self._finite:
+                norm = torch.full_like(norm, float("inf"))  # nan or inf: one answer on every path
         if max_norm != float("inf"):
             self._clipped = True
             if self._finite is not False:  # else the step is skipped, and the gradients stay as they are to be named
