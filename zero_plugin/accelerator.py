@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Accelerator:
             {path: value for path, (_, value) in given.items()},
             {path: f"Accelerator({name}={value!r})" for path, (name, value) in given.items()},
         )
-        check_document(self.document)
+        self.document = replace(self.document, notes=check_document(self.document))
         settings = launch_settings(self.document)
         self._processes = start_processes(cpu=asks_for_cpu(settings))
         selection = select_strategy(self.document, settings, self._processes)

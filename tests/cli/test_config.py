@@ -330,7 +330,7 @@ def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_
     person.answer("whole 16-bit", "enter")
     person.answer("micro-batches", "enter")
     person.answer("clip gradients?", "enter")
-    person.answer("from the start", "n")
+    person.answer("partitioned models?", "enter")
     person.answer("mixture-of-experts", "n")
     person.answer("Mixed precision?", "down", "enter")
     person.answer("rarer", "enter")

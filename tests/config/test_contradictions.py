@@ -104,7 +104,7 @@ CONTRADICTIONS = [
     # --- parallel
     ("a rank beyond the machines", "error", "num_machines: 2\nmachine_rank: 2\nnum_processes: 4\n", "c.yaml:2:1: machine_rank: 2, but num_machines is 2 and ranks count from 0", 'rank: 2', 'rank: 1'),
     ("uneven machines", "error", "num_machines: 2\nnum_processes: 3\n", "c.yaml:2:1: num_processes: 3 processes do not divide among 2 machines", '3', '4'),
-    ("several processes of one", "error", "distributed_type: 'NO'\nnum_processes: 2\n", "c.yaml:2:1: num_processes: 2, but distributed_type NO is one process", "'NO'", 'MULTI_CPU'),
+    ("several processes of one", "warning", "distributed_type: 'NO'\nnum_processes: 2\n", "c.yaml:2:1: num_processes: has no effect: 2, but distributed_type NO is one process", "'NO'", 'MULTI_CPU'),
     ("several machines of one", "error", "distributed_type: 'NO'\nnum_machines: 2\n", "c.yaml:2:1: num_machines: 2, but distributed_type NO is one process", "'NO'", 'MULTI_CPU'),
     ("two filters", "error", YAML + "  deepspeed_inclusion_filter: a\n  deepspeed_exclusion_filter: b\n", "c.yaml:5:3: deepspeed_exclusion_filter: stands beside deepspeed_inclusion_filter at c.yaml:4:3", '  deepspeed_exclusion_filter: b\n', ''),
     ("GPUs on a CPU", "error", "distributed_type: MULTI_GPU\nuse_cpu: true\n", "c.yaml:2:1: use_cpu: true, but distributed_type is MULTI_GPU at c.yaml:1:1", 'true', 'false'),

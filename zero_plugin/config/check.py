@@ -31,19 +31,24 @@ __all__ = ["check_document", "find_problems"]
 _FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
 
 
-def check_document(document: Document, release: str | None = None) -> None:
+def check_document(document: Document, release: str | None = None) -> tuple[Problem, ...]:
     """Refuse a document that cannot run as written. `auto` is never a contradiction.
 
     Args:
         document: what was read.
         release: the DeepSpeed release whose keys count, one of `KNOWN_RELEASES`; by default the installed one.
 
+    Returns:
+        Warnings and notes, the document's own among them.
+
     Raises:
         ConfigError: every problem of the document, in the order in which they are written; or the release is not known.
     """
-    errors = [problem for problem in find_problems(document, release) if problem.severity == "error"]
+    problems = find_problems(document, release)
+    errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
+    return tuple(problems)
 
 
 def find_problems(document: Document, release: str | None = None) -> list[Problem]:

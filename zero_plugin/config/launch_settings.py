@@ -120,9 +120,11 @@ def launch_schema() -> Mapping[str, Any]:
 
 
 def launch_settings(document: Document) -> LaunchSettings:
-    """The launch part of a checked document, with defaults; `auto` and `null` count as absent."""
+    """The launch part of a checked document, with defaults; `auto` and `null` count as absent, `NO` is one process."""
     known = LaunchSettings.model_fields
     given = {path[0]: entry.value for path, entry in document.launch.entries.items() if path[0] in known}
+    if given.get("distributed_type") == "NO" and "num_processes" in given:
+        given["num_processes"] = 1
     return LaunchSettings(**{name: value for name, value in given.items() if value not in (None, AUTO)})
 
 

@@ -74,8 +74,7 @@ def document_from_flags(flags: Mapping[str, str | bool], assignments: Iterable[s
         document = replace(document, deepspeed=document.deepspeed.replace({stage: DEFAULT_STAGE}))
     notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
     document = replace(document, notes=notes, problems=(*document.problems, *problems))
-    check_document(document)
-    return document
+    return replace(document, notes=check_document(document))
 
 
 def _with_reason(problems: Sequence[Problem], file: FilePath) -> list[Problem]:

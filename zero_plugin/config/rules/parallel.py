@@ -53,7 +53,11 @@ def _alone(processes: Entry | None, machines: Entry | None) -> Iterator[Problem]
         fix = f"Write {name}: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
         if entry.origin.kind == "flag":
             fix = f"Give --{name} 1, or one of --multi_gpu, --cpu and --use_deepspeed."
-        yield Problem(entry.origin.where, name, message, fix)
+            yield Problem(entry.origin.where, name, message, fix)
+        elif name == "num_processes":  # in published files for one GPU; Accelerate runs one process too
+            yield Problem(entry.origin.where, name, f"has no effect: {message}", fix, severity="warning")
+        else:
+            yield Problem(entry.origin.where, name, message, fix)
 
 
 def _devices(asked: Asked) -> Iterator[Problem]:
