@@ -17,7 +17,6 @@ from small import (
     bert,
     build,
     gpt2,
-    mixtral,
     qwen2_moe,
     stored,
     t5,
@@ -63,11 +62,6 @@ def check_t5(folder: Path) -> None:
     _on_every_path(t5)
 
 
-def check_mixtral(folder: Path) -> None:
-    """Routed experts in a stacked tensor: losses and weights of plain torch on every path."""
-    _on_every_path(mixtral)
-
-
 def check_qwen2_moe(folder: Path) -> None:
     """Routed experts beside a shared one: losses and weights of plain torch on every path."""
     _on_every_path(qwen2_moe)
@@ -96,7 +90,7 @@ def check_generate(folder: Path) -> None:
     wanted = GPT2LMHeadModel.from_pretrained(place).generate(ids, **options)
     for flag in (True, False):
         with running("zero3", deepspeed={"zero3_init_flag": flag}) as accelerator:
-            model = accelerator.prepare(GPT2LMHeadModel.from_pretrained(place)).eval()
+            model = accelerator.prepare(GPT2LMHeadModel.from_pretrained(place).eval())
             for callee in (accelerator.unwrap_model(model), model):
                 assert torch.equal(callee.generate(ids, **options), wanted)
 
@@ -129,7 +123,7 @@ def check_frozen_base(folder: Path) -> None:
 
     reference = adapted()
     wanted = train_plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2))
-    for path in PAIR:
+    for path in PATHS:
         with running(path) as accelerator:
             model = adapted()
             model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))

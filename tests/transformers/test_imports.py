@@ -1,0 +1,32 @@
+"""transformers is not imported for a run that does not use it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_SCRIPT = """
+import sys, os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+from zero_plugin import Accelerator
+accelerator = Accelerator(config={"use_cpu": True, "deepspeed_config": {"zero_optimization": {"stage": 3}}})
+with accelerator.init_model():
+    model = torch.nn.Linear(8, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 8)).sum())
+optimizer.step()
+accelerator.save_model(model, sys.argv[1])
+print([name for name in ("transformers", "peft", "accelerate") if name in sys.modules])
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_plain_model_at_stage_3_needs_no_transformers(tmp_path: object) -> None:
+    """Nor is it imported where it is installed: not to build, to train or to save."""
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == "[]"
