@@ -35,7 +35,8 @@ def run_backward(
     if len(trainings) == 1:
         window = trainings[0].window
         window.count_backward()
-        trainings[0].session.backward(loss if window.divisor == 1 else loss / window.divisor, **kwargs)
+        divided = loss if window.divisor == 1 else loss / window.divisor
+        trainings[0].session.backward(divided, ends_window=window.ends_here, **kwargs)
         reached = trainings
     else:
         reached = _run_through_several(trainings, loss, **kwargs)
@@ -49,7 +50,7 @@ def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: 
     steps = trainings[0].window.steps
     for training in trainings:
         training.reached = False
-        training.session.open_backward()
+        training.session.open_backward(ends_window=training.window.next_backward_ends)
     try:
         scaled = trainings[0].session.scale_loss(loss)
         torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)

@@ -30,6 +30,7 @@ class Case:
         batches: per epoch.
         adam: AdamW, else SGD with momentum.
         late: both optimizers step at the end, when the discriminator is still frozen.
+        precision: `mixed_precision`.
     """
 
     frozen: bool
@@ -40,6 +41,7 @@ class Case:
     batches: int = 4
     adam: bool = False
     late: bool = False
+    precision: str = "no"
 
 
 @dataclass

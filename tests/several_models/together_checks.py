@@ -130,6 +130,27 @@ def check_gradient_penalty(path: str) -> None:
         assert_near(weights(accelerator, discriminator), plain.state_dict(), 1e-4)
 
 
+def check_forwards_before_backwards(path: str) -> None:
+    """Two losses of one model, both computed before the first backward; their gradients add up, also in a window."""
+    plain = make_net()
+    sgd = _sgd(plain)
+    for i in range(3):
+        for loss in [loss_of(plain, global_batch(2 * i)), loss_of(plain, global_batch(2 * i + 1))]:
+            loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+    for steps in (1, 2):
+        with running(path, gradient_accumulation_steps=steps) as accelerator:
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+            for i in range(3):
+                for loss in [loss_of(model, own_batch(2 * i)), loss_of(model, own_batch(2 * i + 1))]:
+                    accelerator.backward(loss * steps)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
 def check_batch_norm_twice_in_a_loss(path: str) -> None:
     """A discriminator with running statistics runs on real and on generated samples before its one backward."""
     with running(path) as accelerator:

@@ -67,9 +67,9 @@ class Session(ABC):
     optimizer: Optimizer | None
     most_skips: int
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
         """Add the gradients of `loss`, a scalar that no other trained model takes part in; never steps."""
-        self.open_backward()
+        self.open_backward(ends_window=ends_window)
         try:
             torch.autograd.backward(self.scale_loss(loss), **kwargs)
         except BaseException:
@@ -78,10 +78,13 @@ class Session(ABC):
         self.close_backward(reached=True)
 
     @abstractmethod
-    def open_backward(self) -> None:
+    def open_backward(self, *, ends_window: bool) -> None:
         """A backward that may reach this model is about to run; then `close_backward` or `abandon_backward`.
 
         Not for a model that is not trained.
+
+        Args:
+            ends_window: whether it is the last before `step`, if it reaches this model.
 
         Raises:
             LoopError: gradients are there that no opened backward made.

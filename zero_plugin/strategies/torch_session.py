@@ -58,6 +58,7 @@ class TorchSession(Session):
         self._finite: bool | None = None  # whether the window's gradients are, once it is known
         self._has_gradients = False
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
         self._plain_forward: Callable[..., Any] | None = None
         self._scale = scale
@@ -68,16 +69,22 @@ class TorchSession(Session):
             self._plain_forward = module.forward
             module.forward = _under_autocast(module.forward, device.type, _AUTOCAST[precision])
 
-    def open_backward(self) -> None:
+    def open_backward(self, *, ends_window: bool) -> None:
         """See `Session.open_backward`."""
         if not self._has_gradients and self._has_strays():
             raise LoopError(DIRECT_BACKWARD)
+        if self._ddp is not None and ends_window and not self._local_only and not self._reduces:
+            # DDP gets ready in a forward, for one backward. Where several forwards came before it, or the window's end
+            # was not known yet, it would keep these gradients local without a word.
+            self._ddp.reducer._rebuild_buckets()
+            self._ddp.reducer.prepare_for_backward([])
 
     def close_backward(self, *, reached: bool) -> None:
         """See `Session.close_backward`."""
         if reached and self._unscaled:  # what was clipped has the loss scale taken out, what came now has not
             raise LoopError(LATE_BACKWARD)
         self._has_gradients |= reached
+        self._reduces &= not reached
 
     def abandon_backward(self) -> None:
         """See `Session.abandon_backward`: what it left is for `drop_strays`."""
@@ -99,6 +106,7 @@ class TorchSession(Session):
 
             def set_reduction(*_: Any) -> None:
                 ddp.require_backward_grad_sync = ends_window() and not self._local_only
+                self._reduces |= ddp.require_backward_grad_sync and torch.is_grad_enabled()
 
             ddp.register_forward_pre_hook(set_reduction)
 

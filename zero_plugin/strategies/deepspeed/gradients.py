@@ -198,9 +198,6 @@ class FlatGradients(EngineGradients):
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
-        if self._partitioned:
-            # DeepSpeed counts on, from the last window's, after gradients that were dropped; its first hook adds one.
-            self._wrapper.micro_step_id = micro_batch - 1
         if micro_batch > 0 and self._wrapper.cpu_offload and self._partitioned:
             for param_id in self._sat_out():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
@@ -236,8 +233,6 @@ class FlatGradients(EngineGradients):
                 # backwards says; the buffer that DeepSpeed would add holds the previous window.
                 wrapper.micro_step_id = -1
                 self._engine.allreduce_gradients()
-                # The next forward would clear what a backward leaves before it: another model's loss may come first.
-                wrapper._epilogue_ran_this_backward = False
         if wrapper.cpu_offload:
             for param_id in self._sat_out():
                 group, _, offset, count = wrapper.grad_position[param_id]
@@ -292,7 +287,7 @@ class Stage3Gradients(EngineGradients):
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
-        # DeepSpeed counts backwards after which a forward came, also backwards of other models' losses.
+        # DeepSpeed counts a backward when the next forward begins: a second one before that would overwrite the first.
         self._wrapper.micro_step_id = micro_batch
         if micro_batch > 0:
             self._clear_sat_out()

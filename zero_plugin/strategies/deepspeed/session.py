@@ -59,7 +59,7 @@ class EngineSession(Session):
         engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
         compute_in(engine, engine.get_data_types()[0])
 
-    def open_backward(self) -> None:
+    def open_backward(self, *, ends_window: bool) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in the step
         """See `Session.open_backward`."""
         self._gradients.before_backward(self._micro_batches)
         self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
