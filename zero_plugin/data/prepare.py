@@ -101,7 +101,7 @@ def prepare_loader(
         taken = how if dividing is None else replace(how, rank=0, world=1)
         replaced = {key: BatchShard(sampler, taken, report_dropped, real)}
     if loader.num_workers and (rank or (stream and loader.worker_init_fn is not None)):
-        replaced["worker_init_fn"] = WorkerStart(rank, loader.worker_init_fn)
+        replaced["worker_init_fn"] = WorkerStart(rank, loader.worker_init_fn, stream=stream)
     inner = copy.copy(loader)  # keeps the subclass and every argument, in any version of torch
     inner.__dict__.update(replaced, _iterator=None)  # attribute assignment is forbidden once a DataLoader is built
     return ShardedLoader(

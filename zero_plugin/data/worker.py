@@ -56,14 +56,15 @@ class WorkerStart:
 
     Args:
         rank: this process.
-        stream: the stand-in for an iterable data set. The user's function finds its own data set in the worker info,
-            and if it takes it to divide the data, the stream is told.
         user_start: the user's `worker_init_fn`.
+        stream: the loader reads a `StreamShard`. The user's function finds its own data set in the worker info, and if
+            it takes it to divide the data, the `StreamShard` is told.
     """
 
-    def __init__(self, rank: int, user_start: Callable[[int], Any] | None) -> None:
+    def __init__(self, rank: int, user_start: Callable[[int], Any] | None, *, stream: bool) -> None:
         self._rank = rank
         self._user_start = user_start
+        self._stream = stream
 
     def __call__(self, worker: int) -> None:
         """Run first in worker number `worker`."""
@@ -76,11 +77,10 @@ class WorkerStart:
             torch.manual_seed(seed)
         if self._user_start is None:
             return
-        stream = getattr(info.dataset, "is_divided", None) is not None and info.dataset
-        if not stream:
-            self._user_start(worker)
-            return
-        object.__setattr__(info, "dataset", stream.dataset)
+        shard = info.dataset
+        if self._stream:
+            object.__setattr__(info, "dataset", shard.dataset)
         with watch_worker("dataset") as watch:
             self._user_start(worker)
-        stream.is_divided |= watch.asked
+        if self._stream:
+            shard.is_divided = watch.asked
