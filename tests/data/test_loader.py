@@ -268,6 +268,10 @@ def test_persistent_workers_serve_every_epoch() -> None:
     for _ in range(2):
         assert values(loader) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
         assert loader.real_samples == 1
+    plain = alone(DataLoader(range(9), batch_size=2, num_workers=1, persistent_workers=True))
+    assert len(values(plain)) == 5
+    assert values(skip_first_batches(plain, 3)) == [[6, 7], [8]]
+    assert len(values(plain)) == 5
 
 
 def test_the_accelerator_s_argument_reaches_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
