@@ -58,7 +58,7 @@ PATHS: dict[str, dict[str, Any]] = {  # the ZeRO section; nothing for plain torc
     "zero3": {"stage": 3},
 }
 LAYERS, BATCH, LR = 5, 8, 1e-3
-WIDTHS = {"tiny": 64, "5M": 1024}  # 21 thousand and 5.2 million parameters
+WIDTHS = {"tiny": 64, "5M": 1024, "25M": 2240}  # 21 thousand, 5.2 and 25 million parameters
 LOOPS = ("step", "loader", "loader + clip")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
