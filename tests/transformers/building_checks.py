@@ -93,10 +93,10 @@ def check_init_model(folder: Path) -> None:
 
     So is a transformers model, which initialises its weights a second time when they are partitioned already.
     """
-    makers: tuple[Callable[[], Any], ...] = (Plain, gpt2, bert, t5, mixtral)
+    makers: dict[str, tuple[Callable[[], Any], ...]] = {"no": (bert, t5), "bf16": (Plain, gpt2, mixtral)}
     for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
         with running("zero3", mixed_precision=precision) as accelerator:
-            for make in makers:
+            for make in makers[precision]:
                 reference = build(make)
                 drawn = torch.randn(3)
                 with accelerator.init_model():
