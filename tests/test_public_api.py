@@ -16,10 +16,17 @@ NAMES = [
 
 ACCELERATOR = {
     *("accumulate", "backward", "clip_grad_norm_", "end_training", "gather", "gather_for_metrics", "get_state_dict"),
-    *("gradient_accumulation_steps", "is_last_process", "is_local_main_process", "is_main_process"),
-    *("local_process_index", "mixed_precision", "no_sync", "num_processes", "optimizer_step_was_skipped"),
-    *("pad_across_processes", "prepare", "prepare_data_loader", "print", "process_index", "reduce", "save_model"),
-    *("sync_gradients", "unwrap_model", "wait_for_everyone"),
+    *("gradient_accumulation_steps", "init_model", "is_last_process", "is_local_main_process"),
+    *(
+        "is_main_process",
+        "local_process_index",
+        "mixed_precision",
+        "no_sync",
+        "num_processes",
+        "optimizer_step_was_skipped",
+    ),
+    *("pad_across_processes", "prepare", "prepare_data_loader", "print", "process_index", "reduce"),
+    *("save", "save_model", "sync_gradients", "unwrap_model", "wait_for_everyone"),
 }
 
 
