@@ -18,6 +18,7 @@ from zero_plugin.placeholders import DummyOptim
 from zero_plugin.resolve.facts import Precision
 from zero_plugin.resolve.resolved import OptimizerSection
 from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session, SessionRequest, persistent_tensors
+from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 
 __all__ = ["TorchSession", "torch_optimizer", "torch_session"]
@@ -150,7 +151,7 @@ class TorchSession(Session):
     def first_nonfinite(self) -> str | None:
         """See `Session.first_nonfinite`."""
         for name, p in self.module.named_parameters():
-            if p.grad is not None and not torch.isfinite(_dense(p.grad)).all():
+            if p.grad is not None and not torch.isfinite(dense(p.grad)).all():
                 return name
         return None
 
@@ -207,13 +208,13 @@ class TorchSession(Session):
     def _unscale(self) -> None:
         """Take the loss scale out of the gradients, once per window."""
         if self._scale is not None and not self._unscaled:
-            self._finite = _all_finite(self._gradients(), 1.0 / self._scale.value)
+            self._finite = all_finite(self._gradients(), 1.0 / self._scale.value)
             self._unscaled = True
 
     def _is_finite(self) -> bool:
         self._unscale()
         if self._finite is None:
-            self._finite = not self._skips or _all_finite(self._gradients())
+            self._finite = not self._skips or all_finite(self._gradients())
         return self._finite
 
     def _gradients(self) -> list[Tensor]:
@@ -257,24 +258,6 @@ def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
     if section.type.lower() not in ("adam", "adamw") or says_how or not served:
         return section
     return OptimizerSection(section.type, {**section.params, "fused": True})
-
-
-def _all_finite(gradients: list[Tensor], factor: float = 1.0) -> bool:
-    """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype), []).append(_dense(gradient))
-    for (device, _), tensors in alike.items():
-        found = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), factor, device=device))
-        if found.item():
-            return False
-    return True
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient that may be sparse."""
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _under_autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:

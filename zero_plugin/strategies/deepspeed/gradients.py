@@ -23,6 +23,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from zero_plugin.strategies.finite import all_finite
+
 __all__ = ["EngineGradients", "engine_gradients"]
 
 
@@ -44,6 +46,10 @@ class EngineGradients(ABC):
     @abstractmethod
     def norm(self) -> Tensor:
         """The global L2 norm of the finalised gradients, loss scale taken out; `inf` where one is not finite."""
+
+    def are_finite(self) -> bool:
+        """Whether all of the finalised gradients are; the same on every process."""
+        return bool(torch.isfinite(self.norm()))
 
     @abstractmethod
     def set_clipping(self, max_norm: float) -> None:
@@ -124,6 +130,10 @@ class ReplicatedGradients(EngineGradients):
     def norm(self) -> Tensor:
         """See `EngineGradients.norm`."""
         return _finite_or_inf(self._measure())
+
+    def are_finite(self) -> bool:
+        """See `EngineGradients.are_finite`: cheaper than the norm, which is measured only where it is asked for."""
+        return all_finite(self._gradients())
 
     def set_clipping(self, max_norm: float) -> None:
         """See `EngineGradients.set_clipping`."""

@@ -133,7 +133,7 @@ class EngineSession(Session):
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
-        if self.engine.optimizer is self.optimizer and not torch.isfinite(self._gradients.norm()):
+        if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
             return False
         with self._thawed():
