@@ -272,6 +272,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("a name beyond any length", "c.yaml", YAML + f"  deepspeed_config_file: {'x' * 5000}.json\n", "4:3", "deepspeed_config_file: no file xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx", "The folder . does not exist or cannot be read; check the path."),
     ("a NUL in a name", "c.yaml", YAML + '  deepspeed_config_file: "a\\0/b.json"\n', "4:3", "deepspeed_config_file: no file a\x00/b.json", "The folder a\x00 does not exist or cannot be read; check the path."),
     # --- contradictions
+    ("fp16 against its successor", "c.yaml", N + "fp16: true\nmixed_precision: bf16\n", "2:1", 'fp16: true, but mixed_precision is "bf16" at c.yaml:3:1', "Delete it."),
     ("fp16 and bf16", "c.json", '{"fp16": {"enabled": true},\n"bf16": {"enabled": true}}', "2:10", "bf16.enabled: true, and fp16.enabled is true at c.json:1:11", "Enable one of them."),
     ("fp16 and bf16 by other spellings", "c.json", '{"fp16": {"enabled": 1},\n"bfloat16": {"enabled": "true"}}', "2:14", "bf16.enabled: true, and fp16.enabled is true at c.json:1:11", "Enable one of them."),
     ("precision against a section", "c.yaml", "mixed_precision: bf16\n" + YAML + "  fp16: {enabled: true}\n", "5:10", "fp16.enabled: true, but mixed_precision is bf16 at c.yaml:1:1", 'Write "auto" here, or false.'),
@@ -390,6 +391,10 @@ READ: list[tuple[str, str, str | bytes, tuple[str, ...], Any]] = [
     ("a number that ends in a dot", "c.yaml", "gradient_clipping: 1.\n", ("gradient_clipping",), 1.0),
     ("a number in JSON's quotes", "c.json", '{"optimizer": {"type": "adamw", "params": {"lr": "1e-3"}}}', LR, 1e-3),
     ("no", "c.yaml", "mixed_precision: no\n", ("mixed_precision",), "no"),
+    ("fp16, before mixed_precision", "c.yaml", "distributed_type: MULTI_GPU\nfp16: true\n", ("mixed_precision",), "fp16"),
+    ("no fp16, before mixed_precision", "c.yaml", "distributed_type: MULTI_GPU\nfp16: false\n", ("mixed_precision",), "no"),
+    ("fp16 beside its successor", "c.yaml", N + "fp16: true\nmixed_precision: FP16\n", ("mixed_precision",), "fp16"),
+    ("no fp16 beside another precision", "c.yaml", N + "fp16: false\nmixed_precision: bf16\n", ("mixed_precision",), "bf16"),
     ("yes for a switch", "c.yaml", "use_cpu: yes\n", ("use_cpu",), True),
     ("off for a switch", "c.yaml", "use_cpu: off\n", ("use_cpu",), False),
     ("no for a switch", "c.yaml", "same_network: 'no'\n", ("same_network",), False),

@@ -18,7 +18,13 @@ from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
 from zero_plugin.config.located import MAX_DEPTH, Located, leaves, sections
 from zero_plugin.config.overlay import same_value
 from zero_plugin.config.registry import deepspeed_schema, release_note
-from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS, one_spelling, translate_short_fields
+from zero_plugin.config.translate import (
+    LAUNCH_FIELDS,
+    SHORT_FIELDS,
+    one_spelling,
+    precision_from_switch,
+    translate_short_fields,
+)
 from zero_plugin.config.tree import AUTO, Entry, Origin, OriginKind, Path, Tree, dotted
 from zero_plugin.config.validation import read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
@@ -28,7 +34,7 @@ __all__ = ["DEFAULT_STAGE", "document_from_mapping", "read_document"]
 _TRAINING: Final = "deepspeed_config"
 _TRAINING_FILE: Final = "deepspeed_config_file"
 DEFAULT_STAGE: Final = Entry(
-    2, Origin("default", "zero_plugin", "Accelerate's stage for a launch config that asks for DeepSpeed without one")
+    2, Origin("default", "zero_plugin", "Accelerate's default where DeepSpeed is asked for without a stage")
 )
 _STAGE_OF_A_FILE: Final = Entry(
     0, Origin("default", "DeepSpeed's default", "the configuration that the launch config names has no stage")
@@ -90,9 +96,12 @@ class _Reading:
         self.sources.append(str(path))
         found: list[Problem] = []
         root = parse_file(path, found, content)
+        self._tell(found)
+        return root
+
+    def _tell(self, found: list[Problem]) -> None:
         self.problems += [problem for problem in found if problem.severity == "error"]
         self.notes += [problem for problem in found if problem.severity != "error"]
-        return root
 
     def document(self, root: Located, path: FilePath) -> Document:
         """Both halves of the document, each key under one path, from `root` and the file that it names."""
@@ -178,8 +187,8 @@ class _Reading:
     def _launch_tree(self, tree: Tree) -> Tree:
         settings = tree.where(lambda path, _: path[0] in LaunchSettings.model_fields)
         understood, read = read_as_wanted(settings, validator(launch_schema())) if settings else (settings, [])
-        tree = tree.replace(understood.entries)
-        self.notes += [*read, *ignored_keys(tree)]
+        tree, told = precision_from_switch(tree.replace(understood.entries))
+        self._tell([*told, *read, *ignored_keys(tree)])
         return tree
 
     def _merged(self, layers: list[Tree]) -> Tree:

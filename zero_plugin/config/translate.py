@@ -9,7 +9,7 @@ from zero_plugin.config.tree import Entry, Path, Tree, dotted
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem, Severity
 
-__all__ = ["LAUNCH_FIELDS", "SHORT_FIELDS", "one_spelling", "translate_short_fields"]
+__all__ = ["LAUNCH_FIELDS", "SHORT_FIELDS", "one_spelling", "precision_from_switch", "translate_short_fields"]
 
 _ZERO = "zero_optimization"
 
@@ -112,3 +112,23 @@ def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
             fix, shown = f"Write {dotted(read)}: {show(value)}.", show(entry.value)
             notes.append(Problem(entry.origin.where, dotted(path), f"read as {dotted(read)}", fix, shown, severity))
     return Tree(entries), notes
+
+
+def precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
+    """Accelerate's `fp16` at the top, from before there was `mixed_precision`, under that name, and what to tell of it.
+
+    Beside `mixed_precision` Accelerate passes over it; here it must agree.
+    """
+    switch, precision = launch.get("fp16"), launch.get("mixed_precision")
+    if switch is None or not isinstance(switch.value, bool):
+        return launch, []
+    where, shown, rest = switch.origin.where, show(switch.value), launch.without("fp16")
+    if precision is None or precision.value is None:
+        read = "fp16" if switch.value else "no"
+        fix = f"Write mixed_precision: {read}."
+        rest = rest.replace({("mixed_precision",): Entry(read, switch.origin)})
+        return rest, [Problem(where, "fp16", "read as mixed_precision", fix, shown, "warning")]
+    if switch.value == (precision.value == "fp16"):
+        return rest, [Problem(where, "fp16", "has no effect beside mixed_precision", "Delete it.", shown, "warning")]
+    message = f"{shown}, but mixed_precision is {show(precision.value)} at {precision.origin.where}"
+    return rest, [Problem(where, "fp16", message, "Delete it.")]
