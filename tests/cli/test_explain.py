@@ -226,6 +226,15 @@ def test_the_difference_of_two_files(explain: Explain, tmp_path: Path) -> None:
     assert explain("zero3.yaml", "--diff=zero3.yaml")[1] == "zero3.yaml and zero3.yaml resolve to the same values\n"
 
 
+def test_a_model_folder_without_a_size(explain: Explain, tmp_path: Path) -> None:
+    """It is refused rather than asked for again, unless the width is given beside it."""
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    code, _, errors = explain("zero3.yaml", "--model=.")
+    assert code == 2
+    assert "--model: . tells no size" in errors
+    assert explain("zero3.yaml", "--model=.", "--hidden_size=64")[0] == 0
+
+
 def test_a_model_folder(explain: Explain, tmp_path: Path) -> None:
     """The width is config.json's, the sizes are the weights'; a bucket is never larger than the model."""
     model = tmp_path / "model"

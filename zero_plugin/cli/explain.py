@@ -185,6 +185,9 @@ def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | No
     if folder is None:
         return None if hidden_size is None else ModelFacts(hidden_size, "--hidden_size")
     found = probe_model_folder(folder, "--model")
+    if hidden_size is None and found.hidden_size is None and not found.parameters:
+        message = f"{folder} tells no size: its config.json states no width, and there are no weights"
+        raise ConfigError([Problem("--model", "", message, "Give --hidden_size too.")])
     if hidden_size is None:
         return found
     return ModelFacts(hidden_size, "--hidden_size", found.largest_parameter, found.parameters)
