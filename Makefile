@@ -17,7 +17,8 @@ demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
 
 test: check libaio
-	$(BIN)/python -m pytest -m "not campaign"
+	$(BIN)/python -m pytest -m "not campaign and not processes" --numprocesses 2
+	$(BIN)/python -m pytest -m "not campaign and processes"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -85,6 +85,21 @@ print("all")
     assert "zero_plugin: DeepSpeed on 1 × cpu" in done.stderr
 
 
+def test_one_run_after_another(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """A process may end one training and begin the next, e.g. in a notebook, a sweep or a test."""
+    done = run_script("""
+for stage in (2, None, 3):
+    accelerator = Accelerator(cpu=True, config={"zero_optimization": {"stage": stage}} if stage else None)
+    model = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    accelerator.end_training()
+    assert "RANK" not in os.environ
+""")
+    assert done.returncode == 0, done.stderr
+
+
 def test_half_a_process_group_is_an_error(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """RANK without its companions would be N runs of one process: an error that names what is missing."""
     done = run_script("Accelerator()", RANK="0", MASTER_ADDR="localhost")

@@ -511,7 +511,7 @@ class Accelerator:
                 self._say(line)
         for training in self._trainings:
             training.session.close()
-        self._processes.stop()
+        self._processes.stop(self._strategy.destroy_process_group)
 
     def _end_at_exit(self) -> None:
         # After an error the other processes will not come to a barrier; they are ended by the launcher.

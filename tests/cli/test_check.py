@@ -65,6 +65,14 @@ def test_problems_of_all_files_come_in_one_report(check: Check) -> None:
     ]
 
 
+def test_a_value_is_shown_unless_the_message_has_it(check: Check) -> None:
+    """A digit of another number is not the value; the value in a sentence is."""
+    Path("v.json").write_text('{"fp16": {"enabled": true, "loss_scale": 1024, "initial_scale_power": 4}}')
+    assert "fp16.initial_scale_power = 4: has no effect: fp16.loss_scale is a fixed 1024" in check("v.json")[1]
+    Path("v.json").write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}')
+    assert "error: train_batch_size: 10 is not a multiple" in check("v.json")[1]
+
+
 def test_warnings_fail_only_when_strict(check: Check) -> None:
     """0 without --strict, 1 with it; errors are 2 with and without; a note alone never fails."""
     assert check("warns.json")[0] == 0

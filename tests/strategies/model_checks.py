@@ -133,7 +133,7 @@ def check_evaluation_without_an_optimizer(path: str) -> None:
     with running(path) as accelerator:
         plain = Tied().eval()
         model = accelerator.prepare(Tied())
-        model.eval()
+        assert model.eval() is model
         x, _ = own_batch(0)
         with torch.no_grad():
             assert torch.allclose(model(x), plain(x), atol=1e-6)
@@ -224,6 +224,19 @@ def check_16_bit_weights(path: str) -> None:
         assert set(moved.nonzero().flatten().tolist()) == set(tokens.tolist())
 
 
+def check_a_16_bit_checkpoint(path: str) -> None:
+    """A model that comes in bf16, with a frozen layer, trains in fp32 where no mixed precision is asked for."""
+
+    def halved() -> nn.Module:
+        return Tied().to(torch.bfloat16)
+
+    wanted = _train_plain(lambda: halved().float())
+    with running(path) as accelerator:
+        model, _ = _train(accelerator, halved())
+        assert model.train() is model
+        assert_near(weights(accelerator, model), wanted, 1e-5)
+
+
 def check_overflow_skips_the_step(path: str) -> None:
     """fp16: an infinite gradient changes no weight and no schedule, and halves the scale as DeepSpeed's rule says."""
     with running(path, mixed_precision="fp16") as accelerator:
@@ -273,6 +286,7 @@ _ON_PATHS = [
     check_a_teacher_beside_a_student,
     check_batch_norm,
     check_16_bit_weights,
+    check_a_16_bit_checkpoint,
 ]
 _WITH_FOLDER = [check_saved_model, check_save_model_fails_everywhere]
 CHECKS = {

@@ -107,7 +107,8 @@ def as_github(findings: Findings) -> str:
 
 def _headline(problem: Problem) -> str:
     """Key, value where the message does not show it, and message."""
-    is_shown = problem.value.strip('"') in problem.message
+    value = re.escape(problem.value.strip('"'))
+    is_shown = re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", problem.message)  # as a word of its own: 4 is not in 1024
     shown = "" if is_shown else f" = {problem.value}"
     return f"{problem.key}{shown}: {problem.message}" if problem.key else problem.message
 

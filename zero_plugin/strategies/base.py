@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -188,6 +189,10 @@ class Strategy(ABC):
     def init_model(self) -> AbstractContextManager[None]:
         """A model made inside is never whole in any process, where the strategy partitions parameters."""
         return nullcontext()
+
+    def destroy_process_group(self) -> None:
+        """End the process group, with whatever keeps hold of it."""
+        dist.destroy_process_group()
 
     def load_pretrained(self) -> AbstractContextManager[None]:
         """The same for what transformers' `from_pretrained` makes inside; entered for the whole run."""

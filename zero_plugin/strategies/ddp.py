@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import torch_optimizer, torch_session
+from zero_plugin.strategies.torch_session import keep_weights_in_fp32, torch_optimizer, torch_session
 
 __all__ = ["DdpStrategy"]
 
@@ -26,6 +26,7 @@ class DdpStrategy(Strategy):
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`."""
+        keep_weights_in_fp32(request)
         module = request.model.to(processes.device)
         for layer in find_expert_layers(module, ()):
             reach_every_expert(layer, with_gradients=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from zero_plugin.errors import LaunchError
 __all__ = ["Processes", "start_processes"]
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # what a group of one leaves in the environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Processes:
         world_size: number of processes.
         device: where this process computes.
         owns_group: whether this package made the process group, and so has to end it.
+        launched: whether a launcher set the environment that describes the group.
     """
 
     rank: int
@@ -35,6 +38,7 @@ class Processes:
     world_size: int
     device: torch.device
     owns_group: bool
+    launched: bool
 
     @collective("wait_for_everyone")
     def barrier(self) -> None:
@@ -42,15 +46,21 @@ class Processes:
         if self.world_size > 1:
             dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
 
-    def stop(self) -> None:
-        """End the process group. Sessions are closed before: gloo aborts at exit while DDP or an engine holds it."""
+    def stop(self, destroy_group: Callable[[], None]) -> None:
+        """End the process group, if this package made it.
+
+        Sessions are closed before: gloo aborts at exit while DDP or an engine holds it.
+        """
         # Engines and DDP sit in reference cycles that hold the group, also one that the user made and will end: while
         # four closed stage-3 engines did, one run in eight aborted at its exit; with this, none of 32.
         gc.collect()
         if self.owns_group and dist.is_initialized():
             self.barrier()
             end_watching()
-            dist.destroy_process_group()
+            destroy_group()
+            if not self.launched:
+                for name in _ALONE:
+                    os.environ.pop(name, None)
 
 
 def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta | None = None) -> Processes:
@@ -86,10 +96,10 @@ def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta
         else:
             # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
             # no port, so that any number of single-process runs fit on one machine.
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+            os.environ.update(_ALONE)
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
     start_watching()
-    return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device, owns_group)
+    return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device, owns_group, launched)
 
 
 def _is_launched() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import torch_optimizer, torch_session
+from zero_plugin.strategies.torch_session import keep_weights_in_fp32, torch_optimizer, torch_session
 
 __all__ = ["SingleStrategy"]
 
@@ -25,5 +25,6 @@ class SingleStrategy(Strategy):
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`."""
+        keep_weights_in_fp32(request)
         module = request.model.to(processes.device)
         return torch_session(module, request, torch_optimizer(request))

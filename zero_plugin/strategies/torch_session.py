@@ -21,7 +21,7 @@ from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session,
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 
-__all__ = ["TorchSession", "torch_optimizer", "torch_session"]
+__all__ = ["TorchSession", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -236,6 +236,27 @@ def torch_session(model: nn.Module, request: SessionRequest, optimizer: Optimize
         clipping=resolved.clipping,
         scale=LossScale(resolved.tree.section("fp16").nested()) if resolved.precision == "fp16" else None,
         skips=resolved.precision != "bf16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
+    )
+
+
+def keep_weights_in_fp32(request: SessionRequest) -> None:
+    """Turn 16-bit weights that are trained into fp32, aloud: updates below their last bit would be lost.
+
+    ZeRO keeps fp32 masters beside 16-bit weights, or trains in fp32 where no mixed precision is asked for. Frozen
+    weights stay as they are under mixed precision, where autocast joins the types.
+    """
+    if request.optimizer is None:
+        return
+    halved = [p for p in request.model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    trained = [p for p in halved if p.requires_grad]
+    if not trained:
+        return
+    chosen = halved if request.resolved.precision == "no" else trained
+    for p in chosen:
+        p.data = p.data.float()
+    request.say(
+        f"{len(chosen)} parameters of the {type(request.model).__name__} came in 16 bits and are trained in fp32, as "
+        "under ZeRO; mixed_precision says what they compute in"
     )
 
 

@@ -57,6 +57,7 @@ class EngineSession(Session):
         engine._backward_prologue = self._refuse_direct_backward
         engine._backward_prologue_per_tensor = _unchanged
         engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
+        engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
 
     def open_backward(self, *, ends_window: bool) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in the step
@@ -242,6 +243,16 @@ def _is_reached(parameter: Tensor) -> bool:
     with torch.enable_grad():
         node = _get_grad_fn_or_grad_acc(parameter)
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
+    """A method that returns the engine, as the methods of a module of these names do and an engine's do not."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        method(*args, **kwargs)
+        return engine
+
+    return call
 
 
 def _unchanged(gradient: Tensor) -> Tensor:

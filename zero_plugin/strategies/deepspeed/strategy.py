@@ -114,6 +114,12 @@ class DeepSpeedStrategy(Strategy):
         with partition_at_birth(BuildConfig(self._document, self._processes)):
             yield
 
+    def destroy_process_group(self) -> None:
+        """See `Strategy.destroy_process_group`: DeepSpeed remembers groups for its next engine."""
+        super().destroy_process_group()
+        if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
+            groups._release_process_group_references()
+
     def load_pretrained(self) -> AbstractContextManager[None]:
         """See `Strategy.load_pretrained`; where transformers is imported by now, and `zero3_init_flag` is not false."""
         wanted = self._asks_for_partitions and self._settings.zero3_init_flag is not False
