@@ -108,8 +108,8 @@ def as_github(findings: Findings) -> str:
 def _headline(problem: Problem) -> str:
     """Key, value where the message does not show it, and message."""
     value = re.escape(problem.value.strip('"'))
-    is_shown = re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", problem.message)  # as a word of its own: 4 is not in 1024
-    shown = "" if is_shown else f" = {problem.value}"
+    is_shown = re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", problem.message)  # a word of its own: 1024 shows no 4
+    shown = "" if is_shown or not value else f" = {problem.value}"
     return f"{problem.key}{shown}: {problem.message}" if problem.key else problem.message
 
 
