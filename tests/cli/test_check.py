@@ -93,6 +93,36 @@ def test_what_a_run_without_zero_drops_is_a_warning(check: Check) -> None:
     assert out.splitlines()[-1] == "2 files: 1 warning"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("deepspeed_config: {zero_stage: auto}\n", "1:20: warning: zero_optimization.stage: auto asks for the memory"),
+        ("enable_cpu_affinity: true\n", "1:1: warning: enable_cpu_affinity = true: this version cannot bind"),
+        ("deepspeed_hostfile: hosts\n", '1:1: warning: deepspeed_hostfile = "hosts": this version cannot start other'),
+        (
+            "num_machines: 2\ndeepspeed_multinode_launcher: pdsh\n",
+            "2:1: warning: deepspeed_multinode_launcher: this version cannot start other machines by pdsh yet",
+        ),
+        ("distributed_type: TPU\n", "1:1: warning: distributed_type: this version cannot launch TPU yet"),
+    ],
+)
+def test_what_launch_always_refuses_is_a_warning(check: Check, text: str, expected: str) -> None:
+    """The file is right, and a coming version runs it: no error, but no silence either."""
+    Path("c.yaml").write_text(text)
+    code, out, _ = check("c.yaml")
+    assert code == 0
+    assert out.startswith(f"c.yaml:{expected}"), out
+    assert out.endswith("c.yaml: 1 warning\n")
+
+
+def test_batch_sizes_for_any_number_of_processes_are_no_warning(check: Check) -> None:
+    """What only the number of processes decides is for `launch` to say."""
+    Path("b.json").write_text(
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}'
+    )
+    assert check("b.json")[1] == "b.json: no problem found\n"
+
+
 def test_a_json_that_a_yaml_names_is_reported_once(check: Check) -> None:
     """Checked with the YAML and by itself, its problems stand under its own name, one time."""
     Path("c.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: b.json}\n")
@@ -223,7 +253,7 @@ def test_nothing_to_check_is_a_usage_error(check: Check) -> None:
 
 
 def test_nothing_slow_is_imported(check: Check) -> None:
-    """The process that checks a file has imported neither torch nor DeepSpeed nor NumPy, and no resolution."""
+    """The process that checks a file has imported neither torch nor DeepSpeed nor NumPy."""
     code = (
         "import sys\nfrom zero_plugin.cli.main import main\n"
         "sys.argv = ['zero-plugin', 'check', 'fine.yaml']\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -14,10 +15,14 @@ import typer
 from zero_plugin.cli.findings import Findings, as_github, as_json, as_text, print_excerpts
 from zero_plugin.cli.folders import config_files
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.launch_settings import dropped_zero, launch_settings
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
 from zero_plugin.config.read import read_document
 from zero_plugin.config.registry import deepspeed_schema, known_release, yaml_schema
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.launch.problems import find_unsupported
+from zero_plugin.resolve.draft import holds_auto
+from zero_plugin.resolve.preflight import find_hopeless
 
 __all__ = ["check"]
 
@@ -110,11 +115,26 @@ def _problems(file: str, release: str | None, content: bytes | None = None) -> I
         return
     yield from problems
     if not any(problem.severity == "error" for problem in problems):
-        dropped = dropped_zero(document, launch_settings(document))
+        settings = launch_settings(document)
+        yield from (replace(problem, severity="warning") for problem in _never_launched(document, settings))
+        dropped = dropped_zero(document, settings)
         if dropped:
             typed = document.launch.entries["distributed_type",]
             fix = "Write distributed_type: DEEPSPEED to train with ZeRO."
             yield Problem(typed.origin.where, "distributed_type", dropped, fix, str(typed.value), "warning")
+
+
+def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
+    """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to mend."""
+    yield from find_unsupported(document, settings)
+    hopeless = find_hopeless(
+        document,
+        accelerator="cuda",
+        processes=settings.num_processes or 1,
+        strategy="deepspeed" if asks_for_deepspeed(document, settings) else "ddp",
+    )
+    # The rest of it depends on the machine and on how many processes there are.
+    yield from (p for p in hopeless if holds_auto(document.deepspeed.value(*p.key.split("."))))
 
 
 def _schema(words: list[str]) -> Callable[[str | None], Mapping[str, Any]]:

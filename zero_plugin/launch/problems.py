@@ -12,11 +12,12 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.files import nearest_file
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
 from zero_plugin.config.tree import AUTO, dotted
+from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.spec import Program
 
-__all__ = ["find_problems", "obstacle", "where"]
+__all__ = ["find_problems", "find_unsupported", "obstacle", "where"]
 
 _MOST_PROCESSES: Final = 1024  # a slip of the keyboard must not exhaust the machine
 _REMOTE_LAUNCHERS: Final = ("pdsh", "openmpi", "mvapich", "mpich", "nossh", "slurm")
@@ -43,14 +44,32 @@ def find_problems(
     """
     meeting = _meeting(settings, endpoint, document) if settings.num_machines > 1 else _port(settings)
     found = [
-        *_unsupported(settings),
         *_gpus(settings, machine, document),
         *_processes(settings, gpus),
         *_log_folder(settings),
         *meeting,
     ]
     problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
-    return [*_program(program), *_endpoint(settings, endpoint), *problems, *_nvme_folders(document, settings)]
+    return [
+        *_program(program),
+        *_endpoint(settings, endpoint),
+        *find_unsupported(document, settings),
+        *problems,
+        *_nvme_folders(document, settings),
+    ]
+
+
+def find_unsupported(document: Document, settings: LaunchSettings) -> list[Problem]:
+    """What is written that this version cannot do yet, on whatever machine.
+
+    Args:
+        document: for what was written where.
+        settings: the document's launch part.
+    """
+    return [
+        Problem(where(document, key), key, message, fix, show(getattr(settings, key)))
+        for key, message, fix in _unsupported(settings)
+    ]
 
 
 def where(document: Document, key: str) -> str:
@@ -78,16 +97,20 @@ def _endpoint(settings: LaunchSettings, endpoint: str | None) -> Iterator[Proble
 def _unsupported(settings: LaunchSettings) -> _Found:
     kind, launcher = settings.distributed_type, settings.deepspeed_multinode_launcher
     if kind in ("TPU", "XLA"):
-        yield "distributed_type", f"{kind} cannot be launched yet", "Write DEEPSPEED, MULTI_GPU, MULTI_CPU or NO."
+        yield (
+            "distributed_type",
+            f"this version cannot launch {kind} yet",
+            "Write DEEPSPEED, MULTI_GPU, MULTI_CPU or NO.",
+        )
     if settings.num_machines > 1 and launcher in _REMOTE_LAUNCHERS:
         fix = "Write standard, and start the same command on every machine with its own machine_rank."
-        yield "deepspeed_multinode_launcher", f"{launcher} cannot start other machines yet", fix
+        yield "deepspeed_multinode_launcher", f"this version cannot start other machines by {launcher} yet", fix
     for key in ("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
         if getattr(settings, key) not in (None, "", "none") and launcher != "standard":
             fix = "Delete it, and start the same command on every machine with num_machines and its own machine_rank."
-            yield key, "other machines cannot be started from here yet", fix
+            yield key, "this version cannot start other machines from here yet", fix
     if settings.enable_cpu_affinity:
-        yield "enable_cpu_affinity", "processes cannot be bound to cores yet", "Write false."
+        yield "enable_cpu_affinity", "this version cannot bind processes to cores yet", "Write false."
 
 
 def _gpus(settings: LaunchSettings, machine: Machine, document: Document) -> _Found:
