@@ -122,6 +122,20 @@ def test_what_a_run_would_fill_is_open(explain: Explain) -> None:
     assert "8 open: a run fills what waits" in output
 
 
+def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
+    """Its parameters are open as it is, each with its option, and are filled by what is given."""
+    section = {"type": "auto", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-8}}
+    (tmp_path / "open.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "optimizer": section}))
+    found = lines(explain("open.json")[1])
+    assert found["optimizer.type"] == ["open", "waits for the optimizer to tell its type (--set)"]
+    assert found["optimizer.params.lr"] == ["open", "waits for the optimizer to tell the learning rate (--lr)"]
+    assert found["optimizer.params.weight_decay"][0] == "open"
+    assert found["optimizer.params.weight_decay"][1].endswith("(--weight_decay)")
+    code, output, _ = explain("open.json", "--micro_batch=1", "--lr=1e-4")
+    assert (code, lines(output)["optimizer.params.lr"]) == (0, ["0.0001", "auto: from the command line"])
+    assert "2 open: a run fills what waits" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

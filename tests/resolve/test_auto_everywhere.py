@@ -162,5 +162,5 @@ def test_the_type_may_be_auto(optimizer: OptimizerFacts, expected: tuple[str, bo
     resolved = resolve(Document(deepspeed=tree), known)
     assert resolved.optimizer is not None
     assert (resolved.optimizer.type, resolved.optimizer.params.get("adam_w_mode")) == expected
-    with pytest.raises(ConfigError, match="no optimizer to name"):
+    with pytest.raises(ConfigError, match="no optimizer to tell its type"):
         resolve(Document(deepspeed=tree), replace(known, optimizer=None))

@@ -39,6 +39,7 @@ _OPTIONS: Mapping[str, str] = {
         ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "--micro_batch"
     ),
     **dict.fromkeys(("optimizer.params.lr", "scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"), "--lr"),
+    "optimizer.params.weight_decay": "--weight_decay",
     "scheduler.params.total_num_steps": "--steps",
     "scheduler.params.warmup_num_steps": "--warmup_steps",
     **dict.fromkeys(

@@ -31,6 +31,8 @@ def settle_optimizer(draft: Draft) -> None:
     if kind is None:
         if not draft.is_open("optimizer", "type"):
             draft.refuse(("optimizer", "type"), "no optimizer is named.", "Write a type, e.g. AdamW.")
+        elif not draft.facts.complete:
+            _fill_params(draft, "", facts)  # what is given holds for any type
         return
     if facts is not None and not facts.placeholder and not _check_type(draft, kind.lower(), facts):
         return
@@ -46,9 +48,8 @@ def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:
     """`type: auto`: the loop's optimizer, or AdamW for a placeholder."""
     path, mode = ("optimizer", "type"), (*_PARAMS, "adam_w_mode")
     if facts is None or (facts.placeholder and not draft.facts.complete):
-        draft.miss(
-            path, "optimizer to name", "Write a type, e.g. AdamW, or pass an optimizer or DummyOptim to prepare."
-        )
+        fix = "Write a type, e.g. AdamW, or pass an optimizer or DummyOptim to prepare."
+        draft.miss(path, "optimizer to tell its type", fix)
     elif facts.placeholder:
         draft.put(path, "AdamW", "DummyOptim without a type is AdamW", aloud=True)
     elif (name := next((name for name in _type_names() if name.lower() == facts.name), None)) is not None:
@@ -93,7 +94,7 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
             draft.put(path, default[0], "no rule fills it", "default")
         else:
             fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
-            draft.miss(path, "argument of the optimizer for it", fix)
+            draft.miss(path, "argument of the optimizer that tells it", fix)
 
 
 def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:
