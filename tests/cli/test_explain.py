@@ -152,6 +152,8 @@ def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
         (["--set", "optimizer.params.betas=[0.9"], "--set optimizer.params.betas:1:1: not YAML"),
         (["--lr", "-1"], "--lr"),
         (["--world_size", "0"], "--world_size"),
+        (["--num_processes=3", "--world_size=4"], "--world_size: 4, but --num_processes says 3"),
+        (["--set", "num_processes=3", "--world_size=4"], "--world_size: 4, but --set num_processes says 3"),
         (["--model", "nowhere"], "--model: nowhere is no folder"),
         (["--diff", "nowhere.yaml"], "nowhere.yaml: no such file"),
     ],

@@ -14,7 +14,7 @@ from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.table import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
-from zero_plugin.config.tree import dotted
+from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.machine import has_gpu_driver
@@ -155,6 +155,7 @@ def explain_file(
         ConfigError: everything that no run could mend.
     """
     document = document_from_flags({**flags, **({} if file is None else {"config_file": file})}, assignments)
+    _check_processes(document, facts.machine.processes)
     settings = launch_settings(document)
     kind = accelerator or ("cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu")
     processes = facts.machine.processes or settings.num_processes or 1
@@ -169,6 +170,14 @@ def explain_file(
         raise error if accelerator else _with_other_machine(document, facts, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
     return Explained(document, facts, resolved, rows)
+
+
+def _check_processes(document: Document, world_size: int) -> None:
+    """Refuse a `--world_size` beside another number of processes on the same command line; a file's it replaces."""
+    typed = document.launch.get("num_processes")
+    if world_size and typed and typed.origin.kind == "flag" and typed.value not in (None, AUTO, world_size):
+        message = f"{world_size}, but {typed.origin} says {typed.value}"
+        raise ConfigError([Problem("--world_size", "", message, "Keep one of the two.")])
 
 
 def _with_other_machine(document: Document, facts: Facts, error: ConfigError) -> ConfigError:
