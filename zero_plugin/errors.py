@@ -62,8 +62,15 @@ class Problem:
     @property
     def headline(self) -> str:
         """Where and what, in one line."""
-        key = f"{self.key}: " if self.key else ""
-        return f"{self.where}: {key}{self.message}"
+        return f"{self.where}: {self.finding}"
+
+    @property
+    def finding(self) -> str:
+        """Key, value where the message does not show it, and message."""
+        value = re.escape(self.value.strip('"'))
+        is_shown = re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", self.message)  # a word of its own: 1024 shows no 4
+        shown = "" if is_shown or not value else f" = {self.value}"
+        return f"{self.key}{shown}: {self.message}" if self.key else self.message
 
     @property
     def place(self) -> tuple[str, int, int]:

@@ -99,7 +99,7 @@ def test_a_config_that_is_neither_path_nor_dict(config: object) -> None:
 
 def test_a_dict_names_the_call() -> None:
     """A fault in a dict from code is located at the call; a value that is no plain value is refused by type."""
-    with pytest.raises(ConfigError, match=r"Accelerator\(config=…\): zero_optimization\.stge: unknown key"):
+    with pytest.raises(ConfigError, match=r"Accelerator\(config=…\): zero_optimization\.stge = 1: unknown key"):
         check_document(document_from_mapping({"zero_optimization": {"stge": 1}}, "Accelerator(config=…)"))
     with pytest.raises(ConfigError, match="fp16: a object is no plain value"):
         document_from_mapping({"fp16": object()}, "Accelerator(config=…)")

@@ -54,7 +54,7 @@ def as_text(findings: Findings) -> str:
     """A line for each problem and one for what to write, then the summary; never broken, so that it can be searched."""
     lines = []
     for problem in findings.problems:
-        lines.append(f"{problem.where}: {problem.severity}: {_headline(problem)}")
+        lines.append(f"{problem.where}: {problem.severity}: {problem.finding}")
         lines += [f"    {line}" for line in problem.fix.splitlines()]
     return "\n".join([*lines, *_skipped(findings), findings.summary])
 
@@ -68,7 +68,7 @@ def print_excerpts(findings: Findings) -> None:
     lines_of = dict(findings.contents)
     for problem in findings.problems:
         style = _STYLES[problem.severity]
-        console.print(Text.assemble((problem.severity, style), (f": {_headline(problem)}", "bold")))
+        console.print(Text.assemble((problem.severity, style), (f": {problem.finding}", "bold")))
         file, row, column = problem.place
         gutter = " " * len(str(row))
         console.print(Text.assemble((f"{gutter}--> ", "blue"), problem.where))
@@ -105,14 +105,6 @@ def as_github(findings: Findings) -> str:
     return "\n".join([*map(_annotation, findings.problems), findings.summary])
 
 
-def _headline(problem: Problem) -> str:
-    """Key, value where the message does not show it, and message."""
-    value = re.escape(problem.value.strip('"'))
-    is_shown = re.search(rf"(?<![\w.]){value}(?!\w|\.\d)", problem.message)  # a word of its own: 1024 shows no 4
-    shown = "" if is_shown or not value else f" = {problem.value}"
-    return f"{problem.key}{shown}: {problem.message}" if problem.key else problem.message
-
-
 def _skipped(findings: Findings) -> Iterator[str]:
     if findings.skipped:
         names = list(findings.skipped[:_MOST_SKIPPED])
@@ -138,7 +130,7 @@ def _annotation(problem: Problem) -> str:
     file, line, column = problem.place
     place = {"file": file, "line": line or 1, "col": column or 1, "title": problem.key or "configuration"}
     properties = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in place.items())
-    text = "\n".join(part for part in (_headline(problem), problem.fix) if part)
+    text = "\n".join(part for part in (problem.finding, problem.fix) if part)
     return f"::{_GITHUB_LEVELS[problem.severity]} {properties}::{_escaped(text)}"
 
 
