@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -185,6 +186,17 @@ def test_set_takes_any_key_as_a_file_would(explain: Explain, text: str, key: str
     assert code == 0, errors
     row = next(row for row in json.loads(output)["values"] if row["path"] == key)
     assert (row["value"], row["kind"], row["where"]) == (value, "flag", f"--set {text.partition('=')[0]}")
+
+
+def test_standard_input(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-` reads it, as the file and as the other one of a difference."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(ZERO3.encode())))
+    code, output, _ = explain("-", "--accelerator=cpu")
+    assert (code, output.splitlines()[0]) == (0, "<standard input>: DeepSpeed on 2 × cpu")
+    assert lines(output)["num_processes"] == ["2", "<standard input>:2"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(ZERO3.replace("num_processes: 2", "").encode())))
+    output = explain("zero3.yaml", "--diff", "-")[1]
+    assert output.startswith("num_processes\n"), output
 
 
 def test_json_tells_the_same(explain: Explain) -> None:

@@ -16,6 +16,7 @@ from zero_plugin.cli.findings import Findings, as_github, as_json, as_text, prin
 from zero_plugin.cli.folders import config_files
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import Document
+from zero_plugin.config.files import STANDARD_INPUT
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
 from zero_plugin.config.read import read_document
 from zero_plugin.config.registry import deepspeed_schema, known_release, yaml_schema
@@ -26,7 +27,6 @@ from zero_plugin.resolve.preflight import find_hopeless
 
 __all__ = ["check"]
 
-_STANDARD_INPUT: Final = "<standard input>"
 _SCHEMAS: Final = {"deepspeed": deepspeed_schema, "yaml": yaml_schema}
 
 
@@ -85,9 +85,9 @@ def _check_all(names: list[str], release: str | None) -> Findings:
     for name in names:
         if name == "-":
             data = sys.stdin.buffer.read()
-            contents[_STANDARD_INPUT] = data.decode("utf-8-sig", "replace")
-            files.append(_STANDARD_INPUT)
-            found += _problems(_STANDARD_INPUT, release, data)
+            contents[STANDARD_INPUT] = data.decode("utf-8-sig", "replace")
+            files.append(STANDARD_INPUT)
+            found += _problems(STANDARD_INPUT, release, data)
         elif Path(name).is_dir():
             configs, others = config_files(Path(name))
             if not configs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
@@ -13,6 +14,7 @@ import typer
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.table import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
+from zero_plugin.config.files import STANDARD_INPUT
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
 from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError, Problem
@@ -78,7 +80,11 @@ def explain(
     ctx: typer.Context,
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="Launch YAML or DeepSpeed JSON; default: launch's.", show_default=False),
+        typer.Argument(
+            metavar="FILE",
+            help="Launch YAML or DeepSpeed JSON, or - for standard input; default: launch's.",
+            show_default=False,
+        ),
     ] = None,
     diff: Annotated[
         str | None, typer.Option("--diff", metavar="OTHER", help="Show only what OTHER resolves differently.")
@@ -144,7 +150,7 @@ def explain_file(
     """Resolve one file against what is known without a run.
 
     Args:
-        file: None for what `launch` would use.
+        file: None for what `launch` would use, `-` for standard input.
         flags: launch flags, as `document_from_flags` takes them.
         assignments: `key=value`, laid over all.
         facts: of the run; processes of 0 are the document's.
@@ -154,7 +160,10 @@ def explain_file(
     Raises:
         ConfigError: everything that no run could mend.
     """
-    document = document_from_flags({**flags, **({} if file is None else {"config_file": file})}, assignments)
+    content = sys.stdin.buffer.read() if file == "-" else None
+    if file is not None:
+        flags = {**flags, "config_file": file if content is None else STANDARD_INPUT}
+    document = document_from_flags(flags, assignments, content)
     _check_processes(document, facts.machine.processes)
     settings = launch_settings(document)
     kind = accelerator or ("cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu")

@@ -11,7 +11,9 @@ from zero_plugin.config.located import Located, syntax_error
 from zero_plugin.config.yaml_reader import parse_yaml
 from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["nearest_file", "parse_file"]
+__all__ = ["STANDARD_INPUT", "nearest_file", "parse_file"]
+
+STANDARD_INPUT: Final = "<standard input>"  # its name in messages, in place of a file's
 
 _MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; this is a data file given by mistake
 _NEAR: Final = 0.75  # likeness of two names, from 0 to 1; two swapped letters of four are 0.75

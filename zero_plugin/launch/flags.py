@@ -37,12 +37,15 @@ _FILE_FLAG: Final = "--deepspeed_config_file"
 _NO_KEY: Final = ("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "rdzv_endpoint")
 
 
-def document_from_flags(flags: Mapping[str, str | bool], assignments: Iterable[str] = ()) -> Document:
+def document_from_flags(
+    flags: Mapping[str, str | bool], assignments: Iterable[str] = (), content: bytes | None = None
+) -> Document:
     """Read the file, lay the flags over it, check the whole.
 
     Args:
         flags: what was typed, by the flag's name with underscores.
         assignments: further keys and values, as `--set` takes them.
+        content: what the config file holds, where that is known; the flag is then only its name.
 
     Raises:
         ConfigError: every problem of the file, of the flags, and between them.
@@ -52,7 +55,7 @@ def document_from_flags(flags: Mapping[str, str | bool], assignments: Iterable[s
             return document_from_flags({**flags, "config_file": str(file)}, assignments)
         except ConfigError as error:
             raise ConfigError(_with_reason(error.problems, file)) from None
-    document = read_document(str(flags["config_file"])) if "config_file" in flags else Document()
+    document = read_document(str(flags["config_file"]), content=content) if "config_file" in flags else Document()
     asks_zero = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
         asks_zero.append("config_file")
