@@ -46,6 +46,7 @@ def test_good_files_are_said_to_be_good(check: Check) -> None:
     Path("g.json").write_text('{"zero_optimization": {"stage": 2}}')
     assert check("fine.yaml", "g.json") == (0, "2 files: no problem found\n", "")
     assert check("fine.yaml") == (0, "fine.yaml: no problem found\n", "")
+    assert check("fine.yaml", "./fine.yaml", ".//fine.yaml") == (0, "fine.yaml: no problem found\n", "")
 
 
 def test_problems_of_all_files_come_in_one_report(check: Check) -> None:
@@ -234,6 +235,7 @@ def test_another_release(check: Check) -> None:
     assert (code, "added in DeepSpeed 0.19.7" in out) == (2, True)
     code, _, err = check("--deepspeed_version", "0.1", "new.json")
     assert (code, "no DeepSpeed release known here" in err) == (2, True)
+    assert "Did you mean 0.17.0?" in check("--deepspeed_version", "0.17", "new.json")[2]
 
 
 @pytest.mark.parametrize("words", [[], ["deepspeed"], ["yaml"]], ids=str)

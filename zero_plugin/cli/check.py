@@ -97,7 +97,7 @@ def _check_all(names: list[str], release: str | None) -> Findings:
             skipped += map(str, others)
             found += [problem for config in configs for problem in _problems(str(config), release)]
         else:
-            files.append(name)
+            files.append(str(Path(name)))  # ./a.yaml is a.yaml, also in what is printed
             found += _problems(name, release)
     # A JSON that a YAML names is checked with it, and perhaps by itself too.
     problems = list(dict.fromkeys(found))

@@ -19,9 +19,10 @@ _HOLDERS: Final = ("properties", "additionalProperties", "items", "allOf", "then
 
 
 def release_order(release: str) -> tuple[int, ...]:
-    """By what releases sort: `0.19.8+cu130` as (0, 19, 8)."""
+    """By what releases sort: `0.19.8+cu130` as (0, 19, 8), `0.17` as (0, 17, 0)."""
     parts = release.split("+")[0].split(".")
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+    numbers = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+    return numbers + (0,) * (3 - len(numbers))
 
 
 def derive_schema(newest: Mapping[str, Any], release: str) -> dict[str, Any]:
