@@ -170,7 +170,7 @@ TABLE: list[tuple[str, dict[str, Any], str | None, str | None]] = [
     ("a parameter of a torch schedule", {"scheduler": {"type": "StepLR", "params": {"stepsize": 3}}}, None, "Did you mean step_size?"),
     ("an enumerated value", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpus"}}}, None, "Did you mean cpu?"),
     ("a key one level too high", {"zero_optimization": {"stage": 3, "nvme_path": "/x"}}, None, "It belongs in zero_optimization.offload_param or zero_optimization.offload_optimizer."),
-    ("a key one level too low", {"fp16": {"enabled": True, "gradient_clipping": 1.0}}, None, "It belongs in the top level."),
+    ("a key one level too low", {"fp16": {"enabled": True, "gradient_clipping": 1.0}}, None, "It belongs at the top level."),
     ("a parameter beside params", {"optimizer": {"type": "AdamW", "lr": 1e-3}}, None, "It belongs in optimizer.params."),
     ("a parameter at the top", {"warmup_num_steps": 3}, None, "It belongs in scheduler.params."),
     ("a parameter of other types", {"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, None, "write another optimizer.type, that has it"),

@@ -36,7 +36,7 @@ def explain_launch_key(name: str, known: list[str], schema: Mapping[str, Any]) -
         return f"Did you mean {near}?"
     homes = _homes(name, (), schema)
     if homes:
-        return f"It belongs in {_either([dotted(('deepspeed_config', *home)) for home in homes])}."
+        return _belongs([("deepspeed_config", *home) for home in homes])
     near = did_you_mean(name, training)
     return f"Did you mean {near}, below deepspeed_config?" if near else _DELETE
 
@@ -67,7 +67,7 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     if types := _types_with(path, schema):
         fix = f"Delete it, or write another {path[0]}.type, that has it: {', '.join(types)}."
     elif homes := _homes(key, path[:-1], schema):
-        fix = f"It belongs in {_either([dotted(home) or 'the top level' for home in homes])}."
+        fix = _belongs(homes)
     elif near := did_you_mean(key, [*known, *(_FIELDS_OF_YAML if is_top and in_yaml else ())]):
         fix = f"Did you mean {near}?"
     elif known and len(known) <= _MANY:
@@ -94,6 +94,9 @@ def _homes(key: str, section: Path, schema: Mapping[str, Any]) -> list[Path]:
     return nearest if len(nearest) <= _FEW else []
 
 
-def _either(names: list[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last
+def _belongs(homes: list[Path]) -> str:
+    *first, last = [dotted(home) for home in homes if home] or [""]
+    places = [f"in {', '.join(first)} or {last}" if first else f"in {last}"] if last else []
+    if () in homes:
+        places.append("at the top level")
+    return f"It belongs {' or '.join(places)}."
