@@ -273,7 +273,7 @@ def test_a_model_folder(explain: Explain, tmp_path: Path) -> None:
     assert found["zero_optimization.reduce_bucket_size"] == ["6400", "auto: all parameters of the model"]
     assert found["zero_optimization.stage3_param_persistence_threshold"] == [
         "10000",
-        "auto: 10 × 64, config.json.text_config.hidden_size, kept within 10000 to 1000000",
+        "auto: 10 × 64, config.json.text_config.hidden_size, kept within 10,000 to 1,000,000",
     ]
 
 

@@ -138,7 +138,7 @@ def _bucket(draft: Draft, share: float, key: str) -> tuple[int, str] | None:
         return _default_of_run(draft, key)
     size = min(max(wanted, _BUCKET_FLOOR), _BUCKET_CEILING)
     if size != wanted:
-        source += f", kept within {_BUCKET_FLOOR:g} to {_BUCKET_CEILING:g} elements"
+        source += f", kept within {_BUCKET_FLOOR:,} to {_BUCKET_CEILING:,} elements"
     if model.parameters and size > model.parameters:
         size, source = model.parameters, "all parameters of the model"
     return size + size % 2, source  # DeepSpeed asserts that the all-gather's is even
@@ -151,7 +151,7 @@ def _persistence_threshold(draft: Draft) -> tuple[int, str] | None:
         return _default_of_run(draft, "stage3_param_persistence_threshold")
     wanted = 10 * model.hidden_size
     size = min(max(wanted, _PERSISTENT_FLOOR), _PERSISTENT_CEILING)
-    clamped = "" if size == wanted else f", kept within {_PERSISTENT_FLOOR} to {_PERSISTENT_CEILING}"
+    clamped = "" if size == wanted else f", kept within {_PERSISTENT_FLOOR:,} to {_PERSISTENT_CEILING:,}"
     return size, f"10 × {model.hidden_size}, {model.hidden_size_reason}{clamped}"
 
 
@@ -164,7 +164,7 @@ def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
     if model is None or not model.parameters:
         return _default_of_run(draft, "sub_group_size")
     partition = model.parameters // draft.facts.machine.processes
-    why = f"a tenth of one process's {partition} elements, so that ratio {ratio:g} can split them"
+    why = f"a tenth of one process's {partition:,} elements, so that ratio {ratio:g} can split them"
     return max(1, partition // 10), why
 
 
