@@ -445,14 +445,17 @@ def test_default_asks_nothing(tmp_path: Path) -> None:
     assert launch.stderr == f"configuration: {file}\n"
 
 
-@pytest.mark.parametrize("place", ["folder", "file/below.yaml"])
-def test_a_place_that_cannot_be_written_is_said_before_the_questions(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("folder", "it is a folder"), ("file/below.yaml", "file is no folder that can be written")],
+)
+def test_a_place_that_cannot_be_written_is_said_before_the_questions(place: str, why: str, tmp_path: Path) -> None:
     """Nobody answers twenty questions to learn that the path was wrong."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     done = run("--config_file", place, folder=tmp_path)
     assert done.returncode == 2
-    assert f"--config_file: {place} cannot be written" in done.stderr
+    assert f"--config_file: {place} cannot be written: {why}\n" in done.stderr
     assert done.stdout == ""
 
 

@@ -57,10 +57,11 @@ def config(
 
 
 def _write(file: Path, default: bool) -> None:
-    blocked = file if file.is_dir() else obstacle(file.parent)
-    if blocked is not None:  # said before the questions, not after them
+    blocked = None if file.is_dir() else obstacle(file.parent)
+    if file.is_dir() or blocked is not None:  # said before the questions, not after them
+        why = "it is a folder" if blocked is None else f"{blocked} is no folder that can be written"
         fix = "Give --config_file the path of a file that can be written."
-        raise ConfigError([Problem("--config_file", "", f"{file} cannot be written, because of {blocked}", fix)])
+        raise ConfigError([Problem("--config_file", "", f"{file} cannot be written: {why}", fix)])
     prompts = prompts_for_terminal()
     if file.exists() and not prompts.confirm(f"{file} exists. Replace it?", default=False):
         print("nothing is written")
