@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from zero_plugin.config.check import check_document
@@ -40,7 +40,7 @@ SHORT = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
-LONG = settings(SHORT, max_examples=10_000, derandomize=False)
+LONG = settings(SHORT, max_examples=4_000, derandomize=False, print_blob=True)
 
 # Wrong for most keys, and what YAML and JSON hand over for slips of the pen.
 STRAY = st.sampled_from(
@@ -206,11 +206,17 @@ def test_a_document_runs_or_is_refused_by_name(mapping: dict[str, Any], known: F
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-@given(mappings(), facts)
-@LONG
-def test_documents_at_length(mapping: dict[str, Any], known: Facts) -> None:
-    """The same with seeds of the day, for long."""
-    hold_a_document_to_its_promises(mapping, known)
+@pytest.mark.parametrize("number", range(1, 9))
+def test_documents_at_length(number: int) -> None:
+    """The same with other seeds, for long."""
+
+    @seed(number)
+    @given(mappings(), facts)
+    @LONG
+    def hold(mapping: dict[str, Any], known: Facts) -> None:
+        hold_a_document_to_its_promises(mapping, known)
+
+    hold()
 
 
 def test_the_documents_reach_the_rules() -> None:
@@ -313,8 +319,8 @@ def read_or_refused(path: Path, content: bytes) -> None:
     assert time.process_time() - start < SECONDS, content
 
 
-def bend_files(folder: Path, count: int, seed: int) -> None:
-    chance = random.Random(seed)
+def bend_files(folder: Path, count: int, number: int) -> None:
+    chance = random.Random(number)
     for _ in range(count):
         text = chance.choice(TEXTS)
         for _ in range(chance.choice((1, 1, 2, 3))):
@@ -324,15 +330,15 @@ def bend_files(folder: Path, count: int, seed: int) -> None:
 
 def test_bent_files(tmp_path: Path) -> None:
     """Real files with bytes flipped, lines swapped, cut off, spliced: read or refused by name, within a second."""
-    bend_files(tmp_path, 250, seed=0)
+    bend_files(tmp_path, 250, number=0)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_bent_files_at_length(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("number", range(1, 9))
+def test_bent_files_at_length(tmp_path: Path, number: int) -> None:
     """The same with other seeds, for long."""
-    bend_files(tmp_path, 4000, seed)
+    bend_files(tmp_path, 4000, number)
 
 
 MARKS = st.text("{}[]:,\"'#/*-&<>|!%@ \n\ta1.e~", max_size=40)
