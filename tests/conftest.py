@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,14 @@ def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
         environment.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_ends_children() -> Iterator[None]:
+    """A shell starts what it puts into the background with SIGINT ignored, and programs inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,7 +42,7 @@ def test_the_public_names() -> None:
 
 def test_the_accelerators_names() -> None:
     """What a loop may call."""
-    assert {name for name in vars(zero_plugin.Accelerator) if not name.startswith("_")} == ACCELERATOR
+    assert {name for name in dir(zero_plugin.Accelerator) if not name.startswith("_")} == ACCELERATOR
 
 
 def test_importing_is_lazy() -> None:

@@ -1,0 +1,1 @@
+"""The parts of the facade by topic; `Accelerator` is made of them."""

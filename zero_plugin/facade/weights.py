@@ -1,0 +1,123 @@
+"""What a script calls for a model's weights: unwrapping, collecting, saving."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zero_plugin import collectives
+from zero_plugin.agreement import collective
+from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_pretrained
+from zero_plugin.config.document import Document
+from zero_plugin.errors import LoopError
+from zero_plugin.run_record import describe_run, write_record
+from zero_plugin.strategies.base import Session, shared_names
+from zero_plugin.strategies.processes import Processes
+from zero_plugin.training import Training
+
+__all__ = ["WeightCalls"]
+
+
+class WeightCalls:
+    """The calls of the facade that concern a model's weights."""
+
+    document: Document
+    _processes: Processes
+    _trainings: list[Training]
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The user's own module inside a prepared model."""
+        session = self._session_of(model)
+        return model if session is None else session.module
+
+    @collective("get_state_dict", meets=True)
+    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Whole weights and buffers in host memory, in the type they are trained in; collective.
+
+        Of a model with PEFT adapters, only the adapters' and what else is trained: the frozen base is not gathered.
+
+        Returns:
+            The dict on the main process, None on the others, whatever the strategy.
+        """
+        state: dict[str, Tensor] = {}
+        for name, tensor in self._named_tensors(model):
+            if self._processes.rank == 0:
+                state[name] = tensor.to("cpu", copy=True)
+        if self._processes.rank != 0:
+            return None
+        return state | {alias: state[name] for alias, name in self._shared_names(model).items() if name in state}
+
+    @collective("save_model", meets=True)
+    def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB") -> None:
+        """Write the weights as a Hugging Face-style folder of safetensors; collective, streaming.
+
+        A transformers model's folder loads with `from_pretrained`; of a model with PEFT adapters only they are written,
+        in PEFT's own layout. Beside them, `resolved_config.json` says how the model was trained: every value and where
+        it came from.
+
+        Args:
+            model: a prepared model.
+            save_directory: made if it is missing.
+            max_shard_size: largest size of one file, e.g. `5GB`.
+        """
+        tensors = self._named_tensors(model)
+        error: list[Any] = [None]
+        if self._processes.rank == 0:
+            try:
+                write_pretrained(
+                    self.unwrap_model(model),
+                    tensors,
+                    save_directory,
+                    max_shard_size=max_shard_size,
+                    tied=self._shared_names(model),
+                )
+                training = next(training for training in self._trainings if training.is_of_model(model))
+                write_record(describe_run(self.document, training.resolved, training.facts), save_directory)
+            except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
+                error = [caught]
+        for _ in tensors:  # the other processes take part in gathering; the main one too, after an error
+            pass
+        collectives.broadcast_object_list(error)
+        if error[0] is not None:
+            raise error[0]
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """`torch.save` on the main process only.
+
+        Args:
+            obj: what to save.
+            f: path, or file opened for writing.
+            safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`.
+        """
+        if self._processes.rank != 0:
+            return
+        if safe_serialization:
+            save_file(obj, f, metadata={"format": "pt"})
+        else:
+            torch.save(obj, f)
+
+    def _named_tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        session = self._session_of(model)
+        if session is None:
+            raise LoopError(f"the {type(model).__name__} is not prepared; pass the model that prepare() returned.")
+        return session.named_tensors(self._saved_names(session.module))
+
+    def _saved_names(self, module: nn.Module) -> Collection[str] | None:
+        """The tensors of a model that are saved, as the main process sees it; None for all."""
+        if not has_adapters(module):
+            return None
+        names: list[Any] = [adapter_names(module) if self._processes.rank == 0 else None]
+        collectives.broadcast_object_list(names)
+        saved: Collection[str] = names[0]
+        return saved
+
+    def _shared_names(self, model: nn.Module) -> dict[str, str]:
+        return shared_names(self.unwrap_model(model))
+
+    def _session_of(self, model: nn.Module) -> Session | None:
+        return next((training.session for training in self._trainings if training.is_of_model(model)), None)
