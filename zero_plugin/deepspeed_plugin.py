@@ -1,0 +1,216 @@
+"""`DeepSpeedPlugin`: a DeepSpeed configuration given in code, and the live view of the one that runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.overlay import overlay_code, same_value
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.tree import AUTO, Entry, Origin, Path, Tree, dotted
+from zero_plugin.config.validation import show
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.hf_deepspeed_config import HfDeepSpeedConfig, parse_configuration
+
+__all__ = ["DeepSpeedPlugin"]
+
+_WHERE: Final = "DeepSpeedPlugin(…)"
+# What scripts look up whether or not it was written.
+_ALWAYS_SHOWN: Final = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+_WHERE_ABSENT: Final = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_stage": 0,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "zero3_save_16bit_model": False,
+}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """A DeepSpeed configuration: a whole one, short fields, or both where they agree.
+
+    What is None or `auto` is filled from the launch configuration and the loop. Once `Accelerator` has it, it shows
+    what runs; what a script writes into `deepspeed_config` until the next `prepare` is followed there.
+
+    Attributes:
+        hf_ds_config: path of a DeepSpeed JSON, a dict, or an `HfDeepSpeedConfig`; afterwards always the last.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        gradient_clipping: largest gradient norm.
+        zero_stage: 0 to 3; 2 where nothing says it.
+        is_train_batch_min: only True: the training loader's batch size counts, whatever the others' are.
+        offload_optimizer_device, offload_param_device: `none`, `cpu` or `nvme`.
+        offload_optimizer_nvme_path, offload_param_nvme_path: folders for `nvme`.
+        zero3_init_flag: at stage 3, have transformers' `from_pretrained` build models partitioned.
+        zero3_save_16bit_model: at stage 3, whether DeepSpeed's own saving gathers the weights.
+        transformer_moe_cls_names: classes of mixture-of-experts layers, comma-separated, beside those found by
+            their structure.
+        enable_msamp, msamp_opt_level: refused; there is no fp8.
+        deepspeed_config: the configuration as a dict with `auto` for open fields.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | str | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse_without_meaning()
+        given = {name: getattr(self, name) for name in (*SHORT_FIELDS, "zero3_init_flag")}
+        given["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
+        training = {name: value for name, value in given.items() if value is not None}
+        if self.hf_ds_config not in (None, "none"):
+            training["deepspeed_config_file"] = parse_configuration(self.hf_ds_config)
+        asked = {"distributed_type": "DEEPSPEED", "deepspeed_config": training}
+        self._document = document_from_mapping(asked, _WHERE)
+        self.deepspeed_config: dict[str, Any] = {}
+        self.hf_ds_config = HfDeepSpeedConfig({})
+        self.hf_ds_config.config = self.deepspeed_config
+        self._selected = False
+        self._load_pretrained: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.show(self._document)
+
+    @classmethod
+    def of_document(cls, document: Document) -> DeepSpeedPlugin:
+        """The view of a run that was configured otherwise."""
+        plugin = cls()
+        plugin.show(document)
+        return plugin
+
+    @property
+    def document(self) -> Document:
+        """What code asks for, with what was written into `deepspeed_config` since."""
+        return self.follow(self._document)
+
+    @property
+    def selected(self) -> bool:
+        """Whether it is the plugin that `prepare` takes."""
+        return self._selected
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Take no notice of a direct call: one of several plugins is chosen by its name.
+
+        Raises:
+            ValueError: always, but for `accelerator.state.select_deepspeed_plugin(name)`.
+        """
+        if not _from_accelerator_state:
+            raise ValueError("call accelerator.state.select_deepspeed_plugin(name) to choose among several plugins.")
+        self._selected = True
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key of the configuration, e.g. `zero_optimization.stage`."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a dotted key is open."""
+        return bool(self.get_value(ds_key_long) == "auto")
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether `from_pretrained` builds models partitioned."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """What transformers' `from_pretrained` makes inside is built whole, or with `enable` partitioned at stage 3."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        try:
+            with self._load_pretrained(enable):
+                yield
+        finally:
+            self.zero3_init_flag = before
+
+    def show(
+        self, document: Document, load_pretrained: Callable[[bool], AbstractContextManager[None]] | None = None
+    ) -> None:
+        """Become the view of `document`, in the same dict as before.
+
+        Args:
+            document: what runs.
+            load_pretrained: see `Strategy.load_pretrained`; None leaves what there is.
+        """
+        config = {**_ALWAYS_SHOWN, **document.to_deepspeed()}
+        self.deepspeed_config.clear()
+        self.deepspeed_config.update(config)
+        for name, path in SHORT_FIELDS.items():
+            setattr(self, name, self.get_value(dotted(path), _WHERE_ABSENT.get(name)))
+        flag = document.launch.value("zero3_init_flag")
+        self.zero3_init_flag = self.zero_stage == 3 if flag in (None, AUTO) else flag
+        self._shown = copy.deepcopy(config)
+        self._load_pretrained = load_pretrained or self._load_pretrained
+
+    def follow(self, document: Document) -> Document:
+        """`document` with what was written into `deepspeed_config` since it was last shown.
+
+        Raises:
+            ConfigError: what was written differs from an explicit value of file or flag; lists every such pair.
+        """
+        before, now = _as_tree(self._shown), _as_tree(self.deepspeed_config)
+        changed = {p: e.value for p, e in now.entries.items() if p not in before or not _same(before.entries[p], e)}
+        gone = [p for p in before if p not in now and not any(p == q[: len(p)] or q == p[: len(q)] for q in changed)]
+        if not changed and not gone:
+            return document
+        training = document.deepspeed
+        problems = []
+        for path in (*changed, *gone):
+            entry = training.get(*path)
+            if entry is None:
+                continue
+            if path in changed and entry.origin.kind not in ("file", "flag"):
+                training = training.without(*path)  # code that corrects what code wrote
+            elif path in gone and entry.value is not AUTO and entry.origin.kind in ("file", "flag"):
+                message = f"deleted in code, but {show(entry.value)} at {entry.origin.where}"
+                fix = "Delete it there, or write auto there."
+                problems.append(Problem(_written(path), dotted(path), message, fix))
+            elif path in gone:
+                training = training.without(*path)
+        if problems:
+            raise ConfigError(problems)
+        values = {("deepspeed", *path): value for path, value in changed.items()}
+        calls = {("deepspeed", *path): _written(path) for path in changed}
+        return overlay_code(replace(document, deepspeed=training), values, calls)
+
+    def _refuse_without_meaning(self) -> None:
+        problems = []
+        if self.enable_msamp:
+            fix = "Leave it out, and write mixed_precision='bf16'."
+            problems.append(Problem("DeepSpeedPlugin(enable_msamp=True)", "", "MS-AMP is not supported", fix))
+        if not self.is_train_batch_min:
+            where, message = "DeepSpeedPlugin(is_train_batch_min=False)", "the training loader's batch size counts"
+            problems.append(Problem(where, "", message, "Leave it out; prepare the training loader first of several."))
+        if problems:
+            raise ConfigError(problems)
+
+
+def _as_tree(config: dict[str, Any]) -> Tree:
+    return Tree.from_nested(config, lambda path: Origin("code", _written(path)))
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    return same_value(one.value, other.value)
+
+
+def _written(path: Path) -> str:
+    return "deepspeed_config" + "".join(f"[{part!r}]" for part in path)
