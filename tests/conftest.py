@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 
 from zero_plugin.strategies.deepspeed.build_lock import find_stale_build_locks
 
-_BUILD_OPS = """
+_OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory")
+_BUILD_OP = """
+import sys
 from deepspeed.accelerator import get_accelerator
-for name in ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory"):
-    get_accelerator().create_op_builder(name + "Builder").load(verbose=False)
+get_accelerator().create_op_builder(sys.argv[1] + "Builder").load(verbose=False)
 """
 
 
@@ -32,11 +34,13 @@ def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ctrl_c_ends_children() -> Iterator[None]:
-    """A shell starts what it puts into the background with SIGINT ignored, and programs inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def _signals_end_children() -> Iterator[None]:
+    """A shell starts what it puts into the background with SIGINT ignored, nohup SIGHUP, and programs inherit that."""
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hangs_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, interrupts)
+    signal.signal(signal.SIGHUP, hangs_up)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,10 +55,14 @@ def built_ops() -> None:
     for lock in find_stale_build_locks():
         lock.unlink()  # of a test run that was killed
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD_OPS], env=environment, capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+
+    def build(op: str) -> None:
+        command = [sys.executable, "-c", _BUILD_OP, op]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # a compiler takes up to 2 GB
+        list(pool.map(build, _OPS))
 
 
 @pytest.fixture

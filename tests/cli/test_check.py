@@ -46,7 +46,11 @@ def test_good_files_are_said_to_be_good(check: Check) -> None:
     Path("g.json").write_text('{"zero_optimization": {"stage": 2}}')
     assert check("fine.yaml", "g.json") == (0, "2 files: no problem found\n", "")
     assert check("fine.yaml") == (0, "fine.yaml: no problem found\n", "")
-    assert check("fine.yaml", "./fine.yaml", ".//fine.yaml") == (0, "fine.yaml: no problem found\n", "")
+    assert check("fine.yaml", "./fine.yaml", ".//fine.yaml", str(Path.cwd() / "fine.yaml")) == (
+        0,
+        "fine.yaml: no problem found\n",
+        "",
+    )
 
 
 def test_problems_of_all_files_come_in_one_report(check: Check) -> None:

@@ -197,6 +197,9 @@ def test_standard_input(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(ZERO3.replace("num_processes: 2", "").encode())))
     output = explain("zero3.yaml", "--diff", "-")[1]
     assert output.startswith("num_processes\n"), output
+    code, _, errors = explain("-", "--diff", "-")
+    assert code == 2
+    assert "standard input can be read once" in errors
 
 
 def test_json_tells_the_same(explain: Explain) -> None:

@@ -82,23 +82,24 @@ def _check_all(names: list[str], release: str | None) -> Findings:
     skipped: list[str] = []
     found: list[Problem] = []
     contents: dict[str, str] = {}
+    seen: set[Path] = set()
     for name in names:
         if name == "-":
             data = sys.stdin.buffer.read()
             contents[STANDARD_INPUT] = data.decode("utf-8-sig", "replace")
             files.append(STANDARD_INPUT)
             found += _problems(STANDARD_INPUT, release, data)
-        elif Path(name).is_dir():
-            configs, others = config_files(Path(name))
-            if not configs:
-                message = "no launch config and no DeepSpeed configuration below this folder"
-                found.append(Problem(name, "", message, "Name the folder that holds them, or the file itself."))
-            files += map(str, configs)
-            skipped += map(str, others)
-            found += [problem for config in configs for problem in _problems(str(config), release)]
-        else:
-            files.append(str(Path(name)))  # ./a.yaml is a.yaml, also in what is printed
-            found += _problems(name, release)
+            continue
+        path = Path(name)  # ./a.yaml is a.yaml, also in what is printed
+        configs, others = config_files(path) if path.is_dir() else ([path], [])
+        if not configs:
+            message = "no launch config and no DeepSpeed configuration below this folder"
+            found.append(Problem(name, "", message, "Name the folder that holds them, or the file itself."))
+        new = [config for config in configs if config.resolve() not in seen]
+        seen.update(config.resolve() for config in new)
+        files += map(str, new)
+        skipped += map(str, others)
+        found += [problem for config in new for problem in _problems(str(config), release)]
     # A JSON that a YAML names is checked with it, and perhaps by itself too.
     problems = list(dict.fromkeys(found))
     order = {file: n for n, file in reversed(list(enumerate(problem.place[0] for problem in problems)))}

@@ -117,6 +117,8 @@ def explain(
     What only a run can tell is shown as open, with the option that would stand for it here. Contradictions, and fields
     that nothing could ever fill, are errors: exit code 2.
     """
+    if file == diff == "-":
+        raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
     facts = Facts(
         loop=LoopFacts(micro_batch, "--micro_batch" if micro_batch else ""),
         machine=MachineFacts(processes=world_size or 0),
