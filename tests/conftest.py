@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,6 +23,11 @@ import sys
 from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder(sys.argv[1] + "Builder").load(verbose=False)
 """
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made stays: every `end_training` collects garbage, and would walk all of it each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
