@@ -5,58 +5,92 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+import torch.distributed as dist
 
-from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.agreement import collective
-from zero_plugin.config.check import check_document
+from zero_plugin.arguments import (
+    choose_accumulation,
+    choose_compiler,
+    choose_loading,
+    choose_plugins,
+    choose_project,
+    choose_rng_types,
+    overlay_arguments,
+    refuse_arguments,
+)
+from zero_plugin.choices import DynamoBackend, RNGType
+from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
-from zero_plugin.config.overlay import overlay_code
-from zero_plugin.config.tree import Path as KeyPath
-from zero_plugin.data.loader import ActiveLoaders, ShardedLoader
+from zero_plugin.configurations import Configurations
+from zero_plugin.data.active import RUNNING
+from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.prepare import ShardIterable
+from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
 from zero_plugin.errors import LoopError
+from zero_plugin.facade.collecting import CollectingCalls
+from zero_plugin.facade.compute import ComputeCalls
 from zero_plugin.facade.data import DataCalls
 from zero_plugin.facade.loop import LoopCalls
+from zero_plugin.facade.prepare import PrepareCalls
 from zero_plugin.facade.processes import ProcessCalls
+from zero_plugin.facade.settings import SettingCalls
 from zero_plugin.facade.weights import WeightCalls
 from zero_plugin.first_steps import FirstSteps
-from zero_plugin.pairing import pair_models
-from zero_plugin.placeholders import DummyOptim, DummyScheduler
-from zero_plugin.prepared import PreparedOptimizer, PreparedScheduler
-from zero_plugin.probe.loop import probe_loop
-from zero_plugin.probe.machine import probe_machine
-from zero_plugin.resolve.facts import Facts, LoopFacts
+from zero_plugin.handlers import sort_handlers
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.plugins import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.processes import start_processes
+from zero_plugin.state import AcceleratorState, show_run
+from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
-from zero_plugin.training import Training, prepare_schedule, start_training
+from zero_plugin.training import Training
 
 __all__ = ["Accelerator"]
 
 
-class Accelerator(ProcessCalls, DataCalls, LoopCalls, WeightCalls):
+class Accelerator(
+    SettingCalls, ProcessCalls, CollectingCalls, DataCalls, PrepareCalls, LoopCalls, ComputeCalls, WeightCalls
+):
     """Trains a model on ZeRO 0-3, DDP or one device, as the configuration says, with one and the same loop.
 
     The configuration comes from the launcher, from `config`, or is empty. Arguments in code fill what it leaves open;
-    an argument that differs from an explicit value is an error.
+    an argument that differs from an explicit value is an error, and so is one that cannot be honoured.
 
     Args:
-        config: path of a launch YAML or a DeepSpeed JSON, or a dict with either content.
+        device_placement: move models and batches to the device of this process.
+        split_batches: the loaders' batch size is that of all processes together.
         mixed_precision: `no`, `fp16`, `bf16`, or `auto` for what the device computes best.
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: compute on the CPU even where there is a GPU.
-        split_batches: the loaders' batch size is that of all processes together.
+        dataloader_config: how loaders are shared out, in one record.
+        deepspeed_plugin: a DeepSpeed configuration in code, or several by name, of which
+            `state.select_deepspeed_plugin(name)` chooses.
+        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config: refused, with what to write instead.
+        rng_types: the generators whose state processes share at each epoch's start: `generator`, `torch`, `cuda`.
+        log_with: trackers, by name or as objects.
+        project_dir: folder of the run.
+        project_config: where the run keeps what it writes, in one record.
+        gradient_accumulation_plugin: how gradients add up, in one record.
+        step_scheduler_with_optimizer: a prepared schedule moves with the optimizer only; else at each of its calls.
+        kwargs_handlers: arguments of torch's own objects; see `zero_plugin.plugins`.
+        dynamo_backend, dynamo_plugin: compile models, by the compiler's name or with all arguments.
+        deepspeed_plugins: the same as `deepspeed_plugin`.
+        config: path of a launch YAML or a DeepSpeed JSON, or a dict with either content.
         even_batches: complete the last step of an epoch with its first samples, so that every process has a full batch.
         shard_iterable: `never` takes iterable data sets to give each process and worker its own samples; `auto` shares
             those out that are not known to.
@@ -65,6 +99,7 @@ class Accelerator(ProcessCalls, DataCalls, LoopCalls, WeightCalls):
         document: what was asked for, with every value's origin.
         resolved: the configuration of the model prepared last, without open fields; None before.
         device: where this process computes.
+        state, gradient_state: what Accelerate's scripts look up.
 
     Raises:
         ConfigError: everything that is wrong with the configuration.
@@ -74,49 +109,124 @@ class Accelerator(ProcessCalls, DataCalls, LoopCalls, WeightCalls):
 
     def __init__(
         self,
-        *,
-        config: str | Path | Mapping[str, Any] | None = None,
+        device_placement: bool = True,
+        split_batches: bool = False,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
-        split_batches: bool = False,
-        even_batches: bool = True,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: None = None,
+        torch_tp_plugin: None = None,
+        megatron_lm_plugin: None = None,
+        rng_types: Iterable[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Iterable[KwargsHandler] | None = None,
+        dynamo_backend: str | DynamoBackend | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: None = None,
+        *,
+        config: str | Path | Mapping[str, Any] | None = None,
+        even_batches: bool | None = None,
         shard_iterable: ShardIterable = "auto",
     ) -> None:
-        arguments: dict[KeyPath, tuple[str, Any]] = {
-            ("mixed_precision",): ("mixed_precision", mixed_precision),
-            ("deepspeed", "gradient_accumulation_steps"): ("gradient_accumulation_steps", gradient_accumulation_steps),
-            ("use_cpu",): ("cpu", cpu),
-        }
-        given = {path: (name, value) for path, (name, value) in arguments.items() if value is not None}
-        self.document = overlay_code(
-            find_document(config, os.environ),
-            {path: value for path, (_, value) in given.items()},
-            {path: f"Accelerator({name}={value!r})" for path, (name, value) in given.items()},
+        refuse_arguments(
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
         )
-        self.document = replace(self.document, notes=check_document(self.document))
-        settings = launch_settings(self.document)
-        self._processes = start_processes(cpu=asks_for_cpu(settings))
-        selection = select_strategy(self.document, settings, self._processes)
-        self._strategy = selection.strategy
-        self.device = self._processes.device
-        self.resolved: Resolved | None = None
-        self.split_batches = split_batches
-        self._even_batches = even_batches
+        self.device_placement = device_placement
+        self.dataloader_config = choose_loading(
+            dataloader_config, split_batches=split_batches, even_batches=even_batches
+        )
+        self.gradient_accumulation_plugin = choose_accumulation(
+            gradient_accumulation_plugin, gradient_accumulation_steps
+        )
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = choose_rng_types(rng_types)
+        self.project_configuration = choose_project(project_config, project_dir)
+        self.log_with = log_with
+        self._handlers = sort_handlers(kwargs_handlers, choose_compiler(dynamo_backend, dynamo_plugin))
         self._shard_iterable: ShardIterable = shard_iterable
-        self._loaders = ActiveLoaders()
+        self._configurations = self._find_configurations(
+            config,
+            choose_plugins(deepspeed_plugin, deepspeed_plugins),
+            lambda document: overlay_arguments(
+                document,
+                mixed_precision=mixed_precision,
+                accumulation=self.gradient_accumulation_plugin,
+                cpu=cpu,
+                scaler=self._handlers.scaler,
+            ),
+        )
+        self._processes = self._join_processes()
+        self.device = self._processes.device
+        self._told: set[str] = set()
+        self._loading = ExitStack()
+        self._use_configuration(self._configurations.document)
+        self.resolved: Resolved | None = None
+        self._dataloaders: list[DataLoaderAdapter] = []
         self._loop = LoopFacts()  # of the loaders prepared last
         self._trainings: list[Training] = []
         self._trained: list[Training] = []  # those with an optimizer
         self._untrained: list[Training] = []
-        self._window: AccumulationWindow | None = None  # of the model whose micro-batch runs, or ran last
-        self._first_steps = FirstSteps(self._trainings, lambda: self._loaders.current, self._say)
+        self._waiting: list[AcceleratedOptimizer] = []  # for their models
+        self._window = self._loose = self._new_window()
+        self._first_steps = FirstSteps(self._trainings, lambda: RUNNING.current, self._say)
         self._ended = False
-        for line in (selection.reason, *(note.headline for note in self.document.notes)):
-            self._say(line)
-        self._loading = ExitStack()
+        self._processes.hold()
+        self.state, self.gradient_state = show_run(self, self.gradient_accumulation_plugin.to_kwargs())
+        self._at_exit = call_at_exit(self.end_training)
+
+    def _find_configurations(
+        self, config: Any, plugins: Mapping[str, DeepSpeedPlugin], overlay: Callable[[Document], Document]
+    ) -> Configurations:
+        newest: Accelerator | None = AcceleratorState._shared_state.get("_run")
+        is_open = config is None and not plugins
+        if is_open and newest is not None and not newest._ended and newest._configurations.in_code:
+            # Scripts that train several models make an Accelerator for each, and pass the plugins to the first.
+            newest._configurations.overlay(overlay)
+            return newest._configurations
+        return Configurations(find_document(config, os.environ), plugins, overlay)
+
+    def _join_processes(self) -> Processes:
+        given = self._handlers.process_group or InitProcessGroupKwargs()
+        if self._handlers.process_group is not None and dist.is_initialized():
+            warnings.warn("InitProcessGroupKwargs has no effect: the process group is there already", stacklevel=3)
+        return start_processes(
+            cpu=asks_for_cpu(launch_settings(self._configurations.document)),
+            backend=given.backend,
+            timeout=given.timeout,
+            init_method=given.init_method,
+        )
+
+    def _use_configuration(self, document: Document) -> None:
+        """Set up what follows from a document: the strategy, and how transformers builds models."""
+        self.document = document
+        selection = select_strategy(document, launch_settings(document), self._processes)
+        self._strategy = selection.strategy
+        self.distributed_type = selection.strategy.distributed_type
+        notes = (note.headline for note in document.notes)
+        for line in (selection.reason, *notes, *self._strategy.accept(self._handlers)):
+            if line not in self._told:
+                self._told.add(line)
+                self._say(line)
+        self._loading.close()
         self._loading.enter_context(self._strategy.load_pretrained())
-        atexit.register(self._end_at_exit)
+        if self.deepspeed_plugin is not None:
+            self.deepspeed_plugin.build_pretrained_by(self._strategy.load_pretrained)
+
+    def _follow_configuration(self) -> None:
+        """Take another plugin that was selected, and what the script wrote into it."""
+        document = self._configurations.follow_edits()
+        if document is not self.document:
+            self._use_configuration(document)
 
     def init_model(self) -> AbstractContextManager[None]:
         """A model made inside is never whole in any process, where the strategy partitions parameters (ZeRO stage 3).
@@ -126,92 +236,11 @@ class Accelerator(ProcessCalls, DataCalls, LoopCalls, WeightCalls):
         """
         return self._strategy.init_model()
 
-    @collective("prepare", meets=True)
-    def prepare(self, *objects: Any) -> Any:
-        """Models, optimizers, loaders and schedules, ready for the loop, in the order given.
-
-        A model and its optimizer (or `DummyOptim`) come in one call; several models may come in one call or in several.
-        A model without an optimizer is not trained. Anything else passes unchanged.
-
-        Raises:
-            ConfigError: open fields that cannot be filled, and contradictions between the configuration and the loop.
-            LoopError: an object prepared twice, a model loaded with `device_map`, models that share parameters, an
-                optimizer without its model, of another model or of several.
-        """
-        loaders = [o for o in objects if isinstance(o, DataLoader)]
-        models = [o for o in objects if isinstance(o, nn.Module)]
-        optimizers = [o for o in objects if isinstance(o, Optimizer | DummyOptim)]
-        schedules = [o for o in objects if isinstance(o, LRScheduler | DummyScheduler)]
-        self._refuse_prepared(objects)
-        pairs = pair_models(models, optimizers, schedules, [training.session.module for training in self._trainings])
-        ready: dict[int, Any] = {id(loader): self.prepare_data_loader(loader) for loader in loaders}
-        if loaders:
-            self._loop = probe_loop(
-                loaders,
-                [ready[id(loader)] for loader in loaders],
-                processes=self.num_processes,
-                split_batches=self.split_batches,
-            )
-        facts = Facts(
-            loop=self._loop,
-            machine=probe_machine("cuda" if self.device.type == "cuda" else "cpu", self.num_processes),
-            split_batches=self.split_batches,
-            strategy=self._strategy.name,
-        )
-        for pair in pairs:
-            training = start_training(
-                self.document, facts, self._strategy, self._processes, lambda: self._loaders.current, pair, self._say
-            )
-            ready[id(pair.model)] = training.session.model
-            if pair.optimizer is not None:
-                ready[id(pair.optimizer)] = training.optimizer
-            self._add(training)
-        for schedule in schedules:
-            training = self._training_of(schedule.optimizer)
-            ready[id(schedule)] = prepare_schedule(training, schedule, self.document, self._processes, self._say)
-            self.resolved = training.resolved
-        prepared = tuple(ready.get(id(o), o) for o in objects)
-        return prepared if len(prepared) != 1 else prepared[0]
-
-    def _add(self, training: Training) -> None:
-        self._trainings.append(training)
-        self.resolved = training.resolved
-        if training.optimizer is None:
-            self._untrained.append(training)
-            return
-        self._trained.append(training)
-        self._window = training.window
-        self._first_steps.pending = True
-        if len({trained.window.steps for trained in self._trained}) > 1:
-            raise LoopError(
-                "the trained models came out with different gradient_accumulation_steps; prepare the training loader "
-                "with the first of them, or write the number into the configuration."
-            )
-        if len(self._trained) > 1:
-            for trained in self._trained:
-                trained.watch_gradients()
-
-    def _training_of(self, optimizer: Any) -> Training:
-        for training in self._trainings:
-            if training.is_of_optimizer(optimizer):
-                return training
-        raise LoopError(
-            "prepare() got a scheduler whose optimizer was not prepared; pass model, optimizer and scheduler together."
-        )
-
-    def _refuse_prepared(self, objects: tuple[Any, ...]) -> None:
-        for position, o in enumerate(objects):
-            if (
-                isinstance(o, ShardedLoader | PreparedOptimizer | PreparedScheduler)
-                or any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self._trainings)
-                or (isinstance(o, nn.Module | Optimizer | DummyOptim) and any(o is p for p in objects[:position]))
-            ):
-                raise LoopError(f"prepare() got a {type(o).__name__} that is prepared already; prepare each once.")
-
     def end_training(self) -> None:
         """Close every session and the process group; collective. It also runs at the end of the process."""
         if not self._ended:
             self._ended = True
+            atexit.unregister(self._at_exit)
             self._first_steps.say_if_none()
             self._close()
 
@@ -224,15 +253,6 @@ class Accelerator(ProcessCalls, DataCalls, LoopCalls, WeightCalls):
         for training in self._trainings:
             training.session.close()
         self._processes.stop(self._strategy.destroy_process_group)
-
-    def _end_at_exit(self) -> None:
-        # After an error the other processes will not come to a barrier; they are ended by the launcher.
-        if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
-            try:
-                self.end_training()
-            except LoopError as error:  # another process is not at its end; Python would exit with 0
-                print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
-                os._exit(1)
 
     def _say(self, line: str) -> None:
         if self.is_main_process:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -90,15 +90,8 @@ class DeepSpeedPlugin:
         self.hf_ds_config = HfDeepSpeedConfig({})
         self.hf_ds_config.config = self.deepspeed_config
         self._selected = False
-        self._load_pretrained: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
+        self._pretrained: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
         self.show(self._document)
-
-    @classmethod
-    def of_document(cls, document: Document) -> DeepSpeedPlugin:
-        """The view of a run that was configured otherwise."""
-        plugin = cls()
-        plugin.show(document)
-        return plugin
 
     @property
     def document(self) -> Document:
@@ -111,14 +104,17 @@ class DeepSpeedPlugin:
         return self._selected
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Take no notice of a direct call: one of several plugins is chosen by its name.
+        """Have the next `prepare` take this plugin; `accelerator.state.select_deepspeed_plugin(name)` does it.
 
         Raises:
-            ValueError: always, but for `accelerator.state.select_deepspeed_plugin(name)`.
+            ValueError: a direct call, which would leave two plugins selected.
         """
         if not _from_accelerator_state:
             raise ValueError("call accelerator.state.select_deepspeed_plugin(name) to choose among several plugins.")
         self._selected = True
+
+    def _unselect(self) -> None:
+        self._selected = False
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """The value of a dotted key of the configuration, e.g. `zero_optimization.stage`."""
@@ -137,21 +133,19 @@ class DeepSpeedPlugin:
         """What transformers' `from_pretrained` makes inside is built whole, or with `enable` partitioned at stage 3."""
         before, self.zero3_init_flag = self.zero3_init_flag, enable
         try:
-            with self._load_pretrained(enable):
+            with self._pretrained(enable):
                 yield
         finally:
             self.zero3_init_flag = before
 
-    def show(
-        self, document: Document, load_pretrained: Callable[[bool], AbstractContextManager[None]] | None = None
-    ) -> None:
+    def show(self, document: Document, filled: Mapping[str, Any] | None = None) -> None:
         """Become the view of `document`, in the same dict as before.
 
         Args:
-            document: what runs.
-            load_pretrained: see `Strategy.load_pretrained`; None leaves what there is.
+            document: what is asked for.
+            filled: its training configuration with open fields filled; None shows them as `auto`.
         """
-        config = {**_ALWAYS_SHOWN, **document.to_deepspeed()}
+        config = {**_ALWAYS_SHOWN, **(document.to_deepspeed() if filled is None else filled)}
         self.deepspeed_config.clear()
         self.deepspeed_config.update(config)
         for name, path in SHORT_FIELDS.items():
@@ -159,7 +153,10 @@ class DeepSpeedPlugin:
         flag = document.launch.value("zero3_init_flag")
         self.zero3_init_flag = self.zero_stage == 3 if flag in (None, AUTO) else flag
         self._shown = copy.deepcopy(config)
-        self._load_pretrained = load_pretrained or self._load_pretrained
+
+    def build_pretrained_by(self, context: Callable[[bool], AbstractContextManager[None]]) -> None:
+        """Have `zero3_init_context_manager` enter `context(enable)`."""
+        self._pretrained = context
 
     def follow(self, document: Document) -> Document:
         """`document` with what was written into `deepspeed_config` since it was last shown.

@@ -88,6 +88,32 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """The arguments of DDP itself, without those of the hook."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
+    def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Have `model` reduce its gradients by the hook that is asked for, if one is.
+
+        Raises:
+            ValueError: a hook or wrapper is not known; names those that are.
+        """
+        hook, wrapper = (_hook_type(name, getattr(self, name)) for name in ("comm_hook", "comm_wrapper"))
+        if hook is DDPCommunicationHookType.NO:
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        calls = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        call: Any = calls[hook]
+        if wrapper is DDPCommunicationHookType.FP16:
+            call = default_hooks.fp16_compress_wrapper(call)
+        elif wrapper is DDPCommunicationHookType.BF16:
+            call = default_hooks.bf16_compress_wrapper(call)
+        has_state = hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if has_state else None
+        model.register_comm_hook(state, call)
+
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
@@ -269,6 +295,9 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         given = self.backend if self.backend is not None else os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+        if str(given).upper() not in DynamoBackend:
+            legal = ", ".join(name.lower() for name in DynamoBackend.list())
+            raise ValueError(f"TorchDynamoPlugin(backend={str(given)!r}): write one of {legal}.")
         self.backend = DynamoBackend(str(given).upper())
         if self.mode is None:
             self.mode = os.environ.get("ACCELERATE_DYNAMO_MODE", "default")
@@ -290,6 +319,13 @@ class TorchDynamoPlugin(KwargsHandler):
     @classmethod
     def _defaults(cls) -> dict[str, Any]:
         return {**super()._defaults(), **cls._WHERE_NOT_SET}
+
+
+def _hook_type(argument: str, value: Any) -> DDPCommunicationHookType:
+    if str(value) not in DDPCommunicationHookType:
+        legal = ", ".join(DDPCommunicationHookType.list())
+        raise ValueError(f"DistributedDataParallelKwargs({argument}={str(value)!r}): write one of {legal}.")
+    return DDPCommunicationHookType(str(value))
 
 
 def _is_set(name: str) -> bool:

@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zero_plugin.config.accelerate_environment import document_from_accelerate
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import from_environment
 from zero_plugin.config.overlay import overlay_code
 from zero_plugin.config.read import document_from_mapping, read_document
+from zero_plugin.config.tree import Tree
 
-__all__ = ["find_document"]
+__all__ = ["find_document", "lay_document"]
 
 
 def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Document:
@@ -21,30 +23,47 @@ def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mappin
 
     Args:
         config: path of a launch YAML or a DeepSpeed JSON, a dict with either content, or None.
-        environ: where a launcher leaves its document.
+        environ: where a launcher leaves its document; without one of this package's, Accelerate's variables count.
 
     Raises:
         ConfigError: the configuration named in code has problems, or says other than the launcher's.
     """
-    launched = from_environment(environ)
+    launched = from_environment(environ) or document_from_accelerate(environ)
     if config is None:
         return launched or Document()
     if isinstance(config, Mapping):
         own = document_from_mapping(config, "Accelerator(config=…)")
     else:
         own = read_document(config)
-    if launched is None:
+    return lay_document(launched or Document(), own)
+
+
+def lay_document(under: Document, own: Document) -> Document:
+    """`own`, a whole document named in code, laid over `under` as arguments in code are; its defaults fill only gaps.
+
+    Raises:
+        ConfigError: `own` has problems, or says other than `under`.
+    """
+    if not under.launch and not under.deepspeed:
         return own
-    check_document(own)  # its problems are its own, also where the launcher's document overrides nothing of it
+    check_document(own)  # its problems are its own, also where `under` overrides nothing of it
     entries = dict(own.launch.entries) | {("deepspeed", *path): entry for path, entry in own.deepspeed.entries.items()}
+    written = {path: entry for path, entry in entries.items() if entry.origin.typed_by_user}
     laid = overlay_code(
-        launched,
-        {path: entry.value for path, entry in entries.items()},
-        {path: f"{entry.origin.where}, named in code" for path, entry in entries.items()},
+        under,
+        {path: entry.value for path, entry in written.items()},
+        {path: f"{entry.origin.where}, named in code" for path, entry in written.items()},
     )
     return replace(
         laid,
-        sources=(*launched.sources, *own.sources),
-        notes=(*launched.notes, *own.notes),
-        sections={**own.sections, **launched.sections},
+        launch=_with_defaults(laid.launch, own.launch),
+        deepspeed=_with_defaults(laid.deepspeed, own.deepspeed),
+        sources=(*under.sources, *own.sources),
+        notes=(*laid.notes, *own.notes),
+        sections={**own.sections, **under.sections},
     )
+
+
+def _with_defaults(laid: Tree, own: Tree) -> Tree:
+    defaults = own.where(lambda path, entry: not entry.origin.typed_by_user and not laid.has_section(*path))
+    return laid.replace(defaults.entries)

@@ -20,7 +20,7 @@ from zero_plugin.resolve.resolved import plain
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["BuildConfig", "partition_at_birth", "partition_pretrained"]
+__all__ = ["BuildConfig", "partition_at_birth", "partition_pretrained", "whole_pretrained"]
 
 # What zero.Init reads of a configuration; the rest waits for the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
@@ -62,6 +62,19 @@ def partition_pretrained(build: BuildConfig) -> Iterator[None]:
 
     before = integration._hf_deepspeed_config_weak_ref
     integration.set_hf_deepspeed_config(build)
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = before
+
+
+@contextmanager
+def whole_pretrained() -> Iterator[None]:
+    """`from_pretrained` and `from_config` build whole models inside."""
+    from transformers.integrations import deepspeed as integration
+
+    before = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
     try:
         yield
     finally:

@@ -1,0 +1,85 @@
+"""What a script reads back of the arguments of `Accelerator`, some of which it may change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from zero_plugin.configurations import Configurations
+from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
+from zero_plugin.handlers import Handlers
+from zero_plugin.plugins import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+
+__all__ = ["SettingCalls"]
+
+
+class SettingCalls:
+    """The attributes of the facade that show how it was made.
+
+    Attributes:
+        project_configuration: where the run keeps what it writes.
+    """
+
+    project_configuration: ProjectConfiguration
+    _configurations: Configurations
+    _handlers: Handlers
+
+    @property
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        """Folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """Folder of local trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint that `save_state` names by itself."""
+        return self.project_configuration.iteration
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed configuration that the next `prepare` follows; None of a run without DeepSpeed.
+
+        What a script writes into its `deepspeed_config` before that is followed.
+        """
+        return self._configurations.plugin
+
+    @property
+    def deepspeed_plugins(self) -> Mapping[str, DeepSpeedPlugin] | None:
+        """All DeepSpeed configurations by name; None of a run without DeepSpeed."""
+        return self._configurations.plugins or None
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The arguments of DistributedDataParallel; None where none were given."""
+        return self._handlers.ddp
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The arguments of the loss scale; None where none were given."""
+        return self._handlers.scaler
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The arguments of the process group; None where none were given."""
+        return self._handlers.process_group
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The arguments of autocast; None where none were given."""
+        return self._handlers.autocast
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """The arguments of the profiler; None where none were given."""
+        return self._handlers.profile
