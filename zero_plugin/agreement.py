@@ -269,6 +269,8 @@ def start_watching(patience: Patience | None = None) -> None:
     _groups_watched += 1  # groups may follow one another in the same store
     store = c10d.PrefixStore(f"zero_plugin/agreement/{_groups_watched}", c10d._get_default_store())
     _agreement, _watched_group = Agreement(store, dist.get_rank(), group.size(), patience or Patience()), group
+    atexit.unregister(_tell_end)
+    atexit.register(_tell_end)
 
 
 def end_watching() -> None:
@@ -283,9 +285,6 @@ def _tell_end() -> None:
     if _agreement is not None:
         _agreement.stop()
         _agreement.tell_end(failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
-
-
-atexit.register(_tell_end)
 
 
 def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:

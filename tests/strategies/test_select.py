@@ -22,7 +22,7 @@ ZERO2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"
 
 def select(world: int, device: str = "cpu", **launch: Any) -> Selection:
     document = document_from_mapping(launch, "config.yaml")
-    processes = Processes(0, 0, world, torch.device(device), owns_group=False, launched=False)
+    processes = Processes(0, 0, world, torch.device(device))
     return select_strategy(document, launch_settings(document), processes)
 
 

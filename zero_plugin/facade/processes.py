@@ -1,19 +1,34 @@
-"""What a script asks of its processes: who it is among them, waiting for them, and collecting from them."""
+"""What a script asks of its processes: who it is among them, who goes first, who does what, and waiting."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from zero_plugin import collectives
-from zero_plugin.errors import LoopError
+import torch
+
+from zero_plugin.agreement import collective
+from zero_plugin.distributed_type import DistributedType
+from zero_plugin.facade.split import split
 from zero_plugin.strategies.processes import Processes
 
 __all__ = ["ProcessCalls"]
 
+Function = Callable[..., Any]
+
 
 class ProcessCalls:
-    """The calls of the facade, and of `PartialState`, that concern processes."""
+    """The calls of `Accelerator`, `PartialState` and `AcceleratorState` that concern processes.
 
+    Attributes:
+        device: where this process computes.
+        distributed_type: how the processes work together.
+    """
+
+    device: torch.device
+    distributed_type: DistributedType
     _processes: Processes
 
     @property
@@ -46,25 +61,95 @@ class ProcessCalls:
         """Whether this is the last process."""
         return self._processes.rank == self._processes.world_size - 1
 
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes run."""
+        return self._processes.world_size > 1
+
     def wait_for_everyone(self) -> None:
         """Return when every process has come here."""
         self._processes.barrier()
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """`print`, on the main process only."""
-        if self.is_main_process:
+        """`print`, once on every machine."""
+        if self.is_local_main_process:
             print(*values, **kwargs)  # noqa: T201 - what it is for
 
-    def gather(self, tree: Any) -> Any:
-        """Tensors of all processes, joined along their first dimension; containers keep their shape."""
-        return collectives.gather(tree)
+    # ---- one after another -----------------------------------------------------------------------------------------
 
-    def reduce(self, tree: Any, reduction: str = "sum") -> Any:
-        """Tensors summed or averaged (`mean`) over all processes."""
-        if reduction not in ("sum", "mean"):
-            raise LoopError(f"reduce(reduction={reduction!r}): write 'sum' or 'mean'.")
-        return collectives.reduce(tree, "sum" if reduction == "sum" else "mean")
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """What is inside runs on the main process, then on all others at once; collective.
 
-    def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along `dim` to the longest among the processes."""
-        return collectives.pad_across_processes(tree, dim, pad_index, pad_first)
+        If it raises on the main process, the others come in all the same, and see for themselves.
+        """
+        return self._goes_first(self.is_main_process, "main_process_first")
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """What is inside runs on each machine's main process, then on all others at once; collective.
+
+        If it raises on a machine's main process, the others come in all the same, and see for themselves.
+        """
+        return self._goes_first(self.is_local_main_process, "local_main_process_first")
+
+    @contextmanager
+    def _goes_first(self, first: bool, call: str) -> Iterator[None]:
+        meet = collective(call)(self._processes.barrier)
+        if not first:
+            meet()
+        try:
+            yield
+        except Exception:  # whoever is interrupted, or exits, leaves at once
+            if first:
+                meet()
+            raise
+        if first:
+            meet()
+
+    # ---- functions that some processes run -------------------------------------------------------------------------
+
+    def on_main_process(self, function: Function | None = None) -> Function:
+        """Decorator: the function runs on the main process; elsewhere it returns None."""
+        return self._on(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Function | None = None) -> Function:
+        """Decorator: the function runs on each machine's main process; elsewhere it returns None."""
+        return self._on(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Function | None = None) -> Function:
+        """Decorator: the function runs on the last process; elsewhere it returns None."""
+        return self._on(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
+        """Decorator: the function runs on process `process_index`, and wherever there is one process only."""
+        return self._on(lambda: not self.use_distributed or self.process_index == process_index, function)
+
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
+        """Decorator: the function runs on each machine's process `local_process_index`, or on the only process."""
+        return self._on(lambda: not self.use_distributed or self.local_process_index == local_process_index, function)
+
+    def _on(self, here: Callable[[], bool], function: Function | None) -> Function:
+        if function is None:  # @accelerator.on_process(process_index=2), or @accelerator.on_main_process()
+            return functools.partial(self._on, here)
+
+        @functools.wraps(function)
+        def run_here(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if here() else None
+
+        return run_here
+
+    # ---- dividing --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's consecutive share of `inputs`, which is the same on every process; not collective.
+
+        Args:
+            inputs: a list, tuple or other sequence, a tensor or array (by its first dimension), a `datasets.Dataset`,
+                or a dict of these, all of one length. Strings are not divided.
+            apply_padding: repeat the last element where a share is shorter, so that results can be gathered; tensors
+                are then on this process's device.
+
+        Raises:
+            LoopError: it cannot be divided, or the values of a dict differ in length.
+        """
+        yield split(inputs, self.process_index, self.num_processes, padded_on=self.device if apply_padding else None)

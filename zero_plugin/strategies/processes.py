@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.agreement import collective, end_watching, start_watching
-from zero_plugin.errors import LaunchError
+from zero_plugin.distributed_type import DistributedType
+from zero_plugin.errors import LaunchError, LoopError
 
-__all__ = ["Processes", "start_processes"]
+__all__ = ["Processes", "call_at_exit", "start_processes"]
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # what a group of one leaves in the environment
@@ -29,41 +36,135 @@ class Processes:
         rank, local_rank: index among all processes, and on this machine.
         world_size: number of processes.
         device: where this process computes.
-        owns_group: whether this package made the process group, and so has to end it.
-        launched: whether a launcher set the environment that describes the group.
     """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
-    owns_group: bool
-    launched: bool
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How these processes work together where no strategy says more."""
+        if self.world_size == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+
+    @property
+    def backend(self) -> str | None:
+        """What carries tensors of this process's device, e.g. `nccl`; None with one process."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return None
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        return backends.get(self.device.type, next(iter(backends.values())))
 
     @collective("wait_for_everyone")
     def barrier(self) -> None:
         """Wait for every process."""
-        if self.world_size > 1:
-            dist.barrier(device_ids=[self.device.index or 0] if self.device.type == "cuda" else None)
+        if self.world_size > 1 and dist.is_initialized():
+            dist.barrier(device_ids=[self.device.index or 0] if "nccl" in dist.get_backend() else None)
+
+    def hold(self) -> None:
+        """Somebody trains with these processes: the group lasts until `stop` was called as often as this."""
+        _own.holders += 1
 
     def stop(self, destroy_group: Callable[[], None]) -> None:
-        """End the process group, if this package made it.
+        """End the process group, if this package made it and nobody else holds it.
 
         Sessions are closed before: gloo aborts at exit while DDP or an engine holds it.
+
+        Args:
+            destroy_group: ends it, or drops what is kept of one that another has ended; called when it ends.
         """
+        _own.holders = max(0, _own.holders - 1)
+        _own.destroyers.append(destroy_group)
+        if not _own.holders:
+            _own.end()
+
+
+class _OwnGroup:
+    """The default process group, where this package made it.
+
+    Attributes:
+        group: it, or None.
+        holders: Accelerators that have not ended.
+        destroyers: how those end it that have.
+        launched: whether a launcher set the environment that describes it.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.holders = 0
+        self.destroyers: list[Callable[[], None]] = []
+        self.launched = False
+        self._groups = 0
+        self._at_exit: Callable[[], None] | None = None
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is the default process group now."""
+        return self.group is not None and dist.is_initialized() and c10d._get_default_group() is self.group
+
+    def make(self, backend: str, device: torch.device, init_method: str | None, timeout: timedelta) -> None:
+        """Make it, as the environment says."""
+        self.launched = init_method is not None or _is_launched()
+        if self.launched:
+            rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+            store = _meet(init_method or "env://", os.environ.get("MASTER_PORT"), rank, world, os.getpid())
+            self._groups += 1  # one group follows another in the same store, and would read what that one left there
+            dist.init_process_group(
+                backend,
+                store=c10d.PrefixStore(f"zero_plugin/group/{self._groups}", store),
+                rank=rank,
+                world_size=world,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+        else:
+            # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
+            # no port, so that any number of single-process runs fit on one machine.
+            os.environ.update(_ALONE)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        self.group, self.holders, self.destroyers = c10d._get_default_group(), 0, []
+
+    def end_at_exit(self) -> None:
+        """End it when this process ends, after all that was started later and before what was started before."""
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        self._at_exit = call_at_exit(self._end_left_over)
+
+    def end(self) -> None:
+        """End it, together with the other processes."""
         # Engines and DDP sit in reference cycles that hold the group, also one that the user made and will end: while
         # four closed stage-3 engines did, one run in eight aborted at its exit; with this, none of 32.
         gc.collect()
-        if self.owns_group and dist.is_initialized():
-            self.barrier()
+        if self.lives:
+            if dist.get_world_size() > 1:
+                dist.barrier()
             end_watching()
-            destroy_group()
+            for destroy in self.destroyers or [dist.destroy_process_group]:
+                destroy()
             if not self.launched:
                 for name in _ALONE:
                     os.environ.pop(name, None)
+        self.group = None
+
+    def _end_left_over(self) -> None:
+        """Nobody who trains has ended it: a script that used `PartialState` alone."""
+        if self.lives:
+            collective("end_training", meets=True)(self.end)()
 
 
-def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta | None = None) -> Processes:
+_own = _OwnGroup()
+
+
+def start_processes(
+    *,
+    cpu: bool,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+) -> Processes:
     """Join the process group that the launcher's environment describes; without a launcher, a group of one.
 
     A group that exists already is taken as it is. There is one with one process too, since a ZeRO engine needs it.
@@ -71,13 +172,12 @@ def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta
     Args:
         cpu: compute on the CPU even where there is a GPU.
         backend: `nccl` or `gloo`; by default NCCL with gloo beside it for CPU tensors, or gloo on CPUs.
-        timeout: how long a collective may wait.
+        timeout: how long a collective may wait; 30 minutes by default.
+        init_method: where the processes meet, as torch takes it; by default what the launcher set.
 
     Raises:
         LaunchError: the environment describes a part of a process group only.
     """
-    owns_group = not dist.is_initialized()
-    launched = owns_group and _is_launched()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and not cpu
     if cuda and local_rank >= torch.cuda.device_count():
@@ -88,18 +188,39 @@ def start_processes(*, cpu: bool, backend: str | None = None, timeout: timedelta
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if owns_group:
+        if _own.lives and not _own.holders and not _own.launched and "cuda" not in dist.get_backend_config():
+            _own.end()  # a group of one that somebody made for the CPU, and left
+    if not dist.is_initialized():
         backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        wait = timeout or timedelta(minutes=30)
-        if launched:
-            dist.init_process_group(backend, timeout=wait, device_id=device if cuda else None)
-        else:
-            # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
-            # no port, so that any number of single-process runs fit on one machine.
-            os.environ.update(_ALONE)
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
+        _own.make(backend, device, init_method, timeout or timedelta(minutes=30))
+        start_watching()  # until the group has ended, so before the next line
+        _own.end_at_exit()
     start_watching()
-    return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device, owns_group, launched)
+    return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
+    """Call `end`, which is collective, when the process ends without an error; returns what `atexit` is given.
+
+    After an error the other processes will not come to a barrier; they are ended by the launcher.
+    """
+
+    def leave() -> None:
+        if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+            try:
+                end()
+            except LoopError as error:  # another process is not at its end; Python would exit with 0
+                print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                os._exit(1)
+
+    atexit.register(leave)
+    return leave
+
+
+@functools.cache
+def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
+    """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
+    return next(iter(rendezvous(init_method, rank, world)))[0]
 
 
 def _is_launched() -> bool:

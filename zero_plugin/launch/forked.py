@@ -1,0 +1,230 @@
+"""Run a function in forked copies of this process, on torchrun's engine, until every one is gone."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from zero_plugin.errors import LaunchError
+from zero_plugin.launch.engine import log_folder, set_log_level
+from zero_plugin.launch.report import describe_failure
+from zero_plugin.launch.spec import LaunchSpec
+from zero_plugin.launch.worker import die_with_launcher
+
+__all__ = ["run_forked"]
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_CUDA_IS_DEAD: Final = 3  # exit code of the trial copy
+_TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for ever
+_TRACEBACK: Final = "traceback"  # file beside torchrun's error file of each worker
+
+
+def run_forked(
+    spec: LaunchSpec, function: Callable[..., Any], args: tuple[Any, ...], *, line_prefix: str | None = None
+) -> None:
+    """Run `function(*args)` in `spec.local_processes` copies of this process.
+
+    When this returns or raises, no copy is left. Environment variables of the spec are set before.
+
+    Args:
+        spec: how many, and where they meet.
+        function: what to run; it needs no name that another process could import.
+        args: its arguments; nothing is pickled.
+        line_prefix: torchrun's `log_line_prefix_template`.
+
+    Raises:
+        LaunchError: this process cannot be copied any more; a copy has failed; the machines of the run did not meet.
+    """
+    threads = _find_threads(int(os.environ["OMP_NUM_THREADS"]))
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    set_log_level(debug=spec.debug)
+    with log_folder(spec.log_dir) as folder, _own_signals(), _no_cuda_here(), _meant_to_fork():
+        config = LaunchConfig(
+            min_nodes=spec.machines,
+            max_nodes=spec.machines,
+            nproc_per_node=spec.local_processes,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            run_id=spec.rendezvous.run_id,
+            rdzv_backend=spec.rendezvous.backend,
+            rdzv_endpoint=spec.rendezvous.endpoint,
+            rdzv_configs=dict(spec.rendezvous.options),
+            max_restarts=spec.max_restarts,
+            monitor_interval=spec.monitor_interval,
+            local_addr=spec.rendezvous.local_address,
+            start_method="fork",
+            log_line_prefix_template=line_prefix,
+        )
+        config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
+        try:
+            elastic_launch(config, _work)(function, args, threads)
+        except ChildFailedError as error:
+            raise LaunchError(_describe(error.failures, Path(folder))) from None
+        except SignalException as error:
+            if error.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise LaunchError(f"stopped by {error.sigval.name}; no worker is left") from None
+        except (RendezvousError, DistError) as error:
+            raise LaunchError(f"the machines did not meet at {spec.rendezvous.endpoint}: {error}") from error
+
+
+# ---- before ----------------------------------------------------------------------------------------------------------
+
+
+def _find_threads(wanted: int) -> int:
+    """How many threads torch may compute with in a copy of this process.
+
+    Raises:
+        LaunchError: a copy could not train.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return wanted
+    if torch.distributed.is_initialized():
+        raise LaunchError(
+            "this process has an Accelerator, a PartialState or another process group already, and copies of it cannot "
+            "share that.\nMake the Accelerator inside the launched function; end this one first with "
+            "accelerator.end_training(), or restart the kernel."
+        )
+    if torch.cuda.is_initialized():
+        raise LaunchError(_on_cuda("has computed on a GPU"))
+    trial = multiprocessing.get_context("fork").Process(target=_try_copy)
+    with _meant_to_fork():
+        trial.start()
+    trial.join(_TRIAL_SECONDS)
+    if trial.exitcode == _CUDA_IS_DEAD:
+        raise LaunchError(_on_cuda("has asked CUDA for its devices, e.g. by torch.cuda.is_available(),"))
+    if trial.exitcode == 0 or wanted == 1:
+        trial.kill()
+        return wanted
+    trial.kill()
+    trial.join()
+    print(  # noqa: T201 - a launcher's word
+        "zero_plugin: torch has computed here with several threads, which hang in a copy of this process; each process "
+        "computes with one. Restart the kernel and launch before anything computes, to have more.",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _on_cuda(what: str) -> str:
+    return (
+        f"this process {what} already, and CUDA does not work in a copy of a process that did.\n"
+        "Restart the kernel, and keep what uses a GPU inside the launched function; so do libraries that look for GPUs "
+        "when they are imported."
+    )
+
+
+def _try_copy() -> None:
+    """In a copy: does CUDA work, and do several threads?"""
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        os._exit(_CUDA_IS_DEAD)
+    torch.set_num_threads(2)
+    torch.ones(2**20).exp_()
+    os._exit(0)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """torchrun's engine sets handlers and leaves them; a notebook needs its own again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # it sets none there
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _no_cuda_here() -> Iterator[None]:
+    """The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name)
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _meant_to_fork() -> Iterator[None]:
+    """Python warns from 3.12 on that a copy of a process with threads may hang; whether it does was tried."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        yield
+
+
+# ---- in the copy -----------------------------------------------------------------------------------------------------
+
+
+def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> None:
+    """Run the function as a process of its own would: nothing of the launcher's goes on, and its end is an end."""
+    die_with_launcher()
+    for number in _SIGNALS:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    os.environ["FORK_LAUNCHED"] = "1"
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(threads)
+    if (state := sys.modules.get("zero_plugin.state")) is not None:
+        state.forget_run()
+    atexit._clear()  # the launcher's, which multiprocessing would not call here either
+    try:
+        function(*args)
+        atexit._run_exitfuncs()  # ends the training with the other processes
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _leave_traceback(end)
+            raise
+        atexit._run_exitfuncs()
+    except Exception as error:
+        _leave_traceback(error)
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _leave_traceback(error: BaseException) -> None:
+    """Where the launcher finds it, with this process's rank in the first line."""
+    own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    lines = traceback.format_exception(type(error), error, own_frames)
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_TRACEBACK)
+    file.write_text("".join([f"{os.environ['RANK']}\n", *lines]))
+
+
+# ---- after -----------------------------------------------------------------------------------------------------------
+
+
+def _describe(failures: Any, folder: Path) -> str:
+    """What happened, with the traceback of the process that failed first."""
+    rank, failure = next(iter(failures.items()))
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: int(attempt.name.partition("_")[2]))
+    files = attempts[-1].glob(f"*/{_TRACEBACK}") if attempts else ()
+    first = min(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+    if first is None or failure.exitcode < 0:
+        return describe_failure(rank, failure.exitcode)
+    number, _, text = first.read_text().partition("\n")
+    return f"process {number} failed first; all are stopped.\n\n{text.rstrip()}"

@@ -1,0 +1,160 @@
+"""Launch a function of a notebook, or of any running program: `notebook_launcher` and `debug_launcher`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from zero_plugin.config.check import check_document
+from zero_plugin.config.document import Document
+from zero_plugin.config.overlay import overlay_code
+from zero_plugin.config.read import document_from_mapping, read_document
+from zero_plugin.config.tree import Path as KeyPath
+from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.engine import configuration_file
+from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
+from zero_plugin.launch.forked import run_forked
+from zero_plugin.launch.machine import look_at_machine
+from zero_plugin.launch.spec import LaunchSpec, Program
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+_ANY_PORT: Final = "29500"  # Accelerate's default: nobody asked for it, and on one machine nobody has to know it
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Iterable[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = _ANY_PORT,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+) -> None:
+    """Run `function(*args)` in several processes, each a copy of this one, and return when all have ended.
+
+    What the function finds here, it has there: names of the notebook, modules, data. What it changes stays there. One
+    process is no copy: the function then runs here. `Accelerator()` belongs inside the function.
+
+    Args:
+        function: the training; also one that is defined in a cell.
+        args: its positional arguments, any iterable.
+        num_processes: on this machine; by default what `config` says, else one for each GPU, else one.
+        mixed_precision: `fp16` or `bf16`; `no` leaves it to `config` and to the function.
+        use_port: where several machines meet, on `master_addr`; on one machine a free port is taken.
+        master_addr: address of machine 0.
+        node_rank: this machine's number.
+        num_nodes: machines; the same call runs on each, with its own `node_rank`.
+        rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: the rendezvous of several machines, in torchrun's terms.
+        max_restarts: how often all processes are started again after a failure.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: torchrun's prefix of lines that it copies.
+        config: path of a launch YAML or a DeepSpeed JSON, or a dict with either content, for every `Accelerator()`.
+
+    Raises:
+        ConfigError: everything about the configuration or the launch that cannot run here.
+        LaunchError: this process cannot be copied any more, or a process has failed; then with its traceback.
+    """
+    values: dict[KeyPath, tuple[str, Any]] = {}
+    if num_processes is not None:
+        values["num_processes",] = (f"num_processes={num_processes}", num_processes * num_nodes)
+    if str(mixed_precision).lower() != "no":
+        values["mixed_precision",] = (f"mixed_precision={mixed_precision!r}", str(mixed_precision))
+    if max_restarts:
+        values["max_restarts",] = (f"max_restarts={max_restarts}", max_restarts)
+    if monitor_interval != 0.1:
+        values["monitor_interval",] = (f"monitor_interval={monitor_interval}", monitor_interval)
+    if num_nodes > 1:
+        options = ",".join(f"{name}={value}" for name, value in (rdzv_conf or {}).items())
+        values["num_machines",] = (f"num_nodes={num_nodes}", num_nodes)
+        values["machine_rank",] = (f"node_rank={node_rank}", node_rank)
+        values["main_process_ip",] = (f"master_addr={master_addr!r}", master_addr)
+        values["rdzv_backend",] = (f"rdzv_backend={rdzv_backend!r}", rdzv_backend)
+        values["rdzv_conf",] = ("rdzv_conf=…", options)
+    if num_nodes > 1 or str(use_port) != _ANY_PORT:
+        values["main_process_port",] = (f"use_port={use_port!r}", int(use_port))
+    spec = _build(function, _document(config, values, "notebook_launcher"), rdzv_endpoint or None)
+    if rdzv_id != "none":
+        spec = replace(spec, rendezvous=replace(spec.rendezvous, run_id=rdzv_id))
+    with _variables(spec):
+        if spec.local_processes * spec.machines == 1:
+            function(*args)
+        else:
+            run_forked(spec, function, tuple(args), line_prefix=log_line_prefix_template)
+
+
+def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> None:
+    """Run `function(*args)` in several processes on the CPU, each a copy of this one.
+
+    Args:
+        function: what to run.
+        args: its positional arguments, any iterable.
+        num_processes: how many.
+
+    Raises:
+        LaunchError: this process cannot be copied any more, or a process has failed; then with its traceback.
+    """
+    values: dict[KeyPath, tuple[str, Any]] = {
+        ("num_processes",): (f"num_processes={num_processes}", num_processes),
+        ("use_cpu",): ("on the CPU", True),
+    }
+    spec = _build(function, _document(None, values, "debug_launcher"), None)
+    with _variables(spec):
+        run_forked(spec, function, tuple(args))
+
+
+def _document(config: Any, values: Mapping[KeyPath, tuple[str, Any]], call: str) -> Document:
+    if config is None:
+        document = Document()
+    elif isinstance(config, Mapping):
+        document = document_from_mapping(config, f"{call}(config=…)")
+    else:
+        document = read_document(str(Path(config)))
+    document = overlay_code(
+        document,
+        {path: value for path, (_, value) in values.items()},
+        {path: f"{call}({told})" for path, (told, _) in values.items()},
+    )
+    return replace(document, notes=check_document(document))
+
+
+def _build(function: Callable[..., Any], document: Document, endpoint: str | None) -> LaunchSpec:
+    program = Program(getattr(function, "__qualname__", repr(function)), kind="function")
+    spec = build_spec(document, program, look_at_machine(), os.environ, rendezvous_endpoint=endpoint)
+    where = "the CPU" if "DS_ACCELERATOR" in spec.environment else "GPUs"
+    reason = f" ({spec.local_processes_reason})" if spec.local_processes_reason else ""
+    line = f"zero_plugin: {program.name} runs in {spec.local_processes} processes on {where}{reason}"
+    print(line if spec.local_processes > 1 else line.replace("processes", "process"), file=sys.stderr, flush=True)  # noqa: T201
+    return spec
+
+
+@contextlib.contextmanager
+def _variables(spec: LaunchSpec) -> Iterator[None]:
+    """The launch's environment variables, here and in what is forked from here, until the launch ends."""
+    names = [*spec.environment, CONFIG_FILE_VARIABLE]
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        os.environ.update({name: setting.value for name, setting in spec.environment.items()})
+        with configuration_file(spec):
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
