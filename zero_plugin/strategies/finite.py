@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ def all_finite(gradients: Sequence[Tensor], factor: float = 1.0) -> bool:
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(dense(gradient))
     for (device, _), tensors in alike.items():
-        found = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), factor, device=device))
-        if found.item():
+        flag = _flag(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, _number(factor, device))
+        if flag.item():
+            flag.zero_()
             return False
     return True
 
@@ -26,3 +28,17 @@ def all_finite(gradients: Sequence[Tensor], factor: float = 1.0) -> bool:
 def dense(gradient: Tensor) -> Tensor:
     """The numbers of a gradient that may be sparse."""
     return gradient._values() if gradient.is_sparse else gradient
+
+
+# Making these two at each step would take longer than the pass over a small model.
+
+
+@cache
+def _flag(device: torch.device) -> Tensor:
+    """Where the kernel writes 1 if something is not finite; 0 between two calls."""
+    return torch.zeros(1, device=device)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((1,), value, device=device)
