@@ -5,7 +5,8 @@ ZeroPluginError
 ├── LaunchError         the launcher could not start or keep the workers
 ├── MachineError        this machine lacks something the run needs (a compiler, libaio, a stale build lock)
 ├── StrategyError       no strategy, or not the one asked for, can run here
-└── LoopError           the training loop calls the layer in an order that has no meaning
+├── LoopError           the training loop calls the layer in an order that has no meaning
+└── CheckpointError     a checkpoint cannot be written, is damaged, or does not fit; names file or tensor
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "LaunchError",
     "LoopError",
@@ -112,3 +114,7 @@ class StrategyError(ZeroPluginError):
 
 class LoopError(ZeroPluginError):
     """The training loop calls the layer in an order that has no meaning; the message shows the right one."""
+
+
+class CheckpointError(ZeroPluginError):
+    """A checkpoint cannot be written, is damaged, or does not fit this run; the message names the file or tensor."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zero_plugin.checkpoint.save_model import write_model_folder
 
-__all__ = ["adapter_names", "has_adapters", "write_pretrained"]
+__all__ = ["adapter_names", "has_adapters", "write_configuration", "write_pretrained"]
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -67,12 +67,14 @@ def write_pretrained(
     unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()  # transformers' positions that a model computes
     kept = ((name, tensor) for name, tensor in tensors if name not in unsaved)
     write_model_folder(kept, folder, max_shard_size=max_shard_size, tied=tied)
+    write_configuration(module, folder)
+
+
+def write_configuration(module: Any, folder: str | Path) -> None:
+    """Write the configuration files of a transformers model; nothing for any other module."""
     modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is not None and isinstance(module, modeling.PreTrainedModel):
-        _write_configuration(module, folder)
-
-
-def _write_configuration(module: Any, folder: str | Path) -> None:
+    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+        return
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     config.dtype = str(module.dtype).removeprefix("torch.")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from zero_plugin.checkpoint.durable import sync_folder, write_text
 from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, write_file
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
@@ -99,7 +99,7 @@ def write_model_folder(
             weight_map = {name: file for file, shard_names in zip(final, names, strict=True) for name in shard_names}
             drafts.append(folder / ".writing-index.json")
             final.append(INDEX_NAME)
-            _write_text(drafts[-1], json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+            write_text(drafts[-1], json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
         return _publish(folder, drafts, final)
     finally:
         for draft in folder.glob(".writing-*"):  # also what an earlier run, killed here, left
@@ -137,13 +137,6 @@ def _cut_into_shards(
     yield shard
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _publish(folder: Path, drafts: list[Path], final: list[str]) -> list[Path]:
     """Give the drafts their names. A reader sees the old model or the new one, never a mixture."""
     old = {p.name for p in folder.iterdir() if p.name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(p.name)}
@@ -154,9 +147,5 @@ def _publish(folder: Path, drafts: list[Path], final: list[str]) -> list[Path]:
         draft.replace(folder / name)
     for name in sorted(old.difference(final), key=lambda name: name != INDEX_NAME):  # the index before its shards
         (folder / name).unlink(missing_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # the names themselves
-    finally:
-        os.close(descriptor)
+    sync_folder(folder)
     return [folder / name for name in final]

@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["DEFAULT_MOST_SKIPS", "LossScale", "most_skips"]
 
 
-def most_skips(initial: float, smallest: float, hysteresis: int) -> int:
+def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float = 0.5) -> int:
     """After how many skipped steps in a row a run stops: a scale would have come down from its start to its smallest.
 
     The first `hysteresis` - 1 skips leave the scale alone, the next log2(initial / smallest) halve it, and one more
@@ -16,7 +16,7 @@ def most_skips(initial: float, smallest: float, hysteresis: int) -> int:
     """
     halvings = 0
     while initial > smallest:
-        initial /= 2
+        initial *= backoff
         halvings += 1
     return halvings + max(1, hysteresis)
 
@@ -26,18 +26,21 @@ DEFAULT_MOST_SKIPS = most_skips(2.0**16, 1.0, 2)
 
 
 class LossScale:
-    """Halved at a skipped step, doubled after a number of good ones; the keys are those of the `fp16` section.
+    """Lowered at a skipped step, raised after a number of good ones; the keys are those of the `fp16` section.
 
     Args:
         section: `loss_scale` (0: dynamic, else fixed), `initial_scale_power`, `loss_scale_window`, `hysteresis`,
             `consecutive_hysteresis`, `min_loss_scale`; what is absent takes DeepSpeed's default.
+        growth, backoff: the factors; DeepSpeed has these alone.
 
     Attributes:
         value: the factor.
         most_skips: see the function.
     """
 
-    def __init__(self, section: Mapping[str, Any]) -> None:
+    def __init__(self, section: Mapping[str, Any], growth: float = 2.0, backoff: float = 0.5) -> None:
+        self._growth = growth
+        self._backoff = backoff
         fixed = float(section.get("loss_scale") or 0.0)
         self._dynamic = fixed == 0.0
         self._window = int(section.get("loss_scale_window", 1000))
@@ -48,7 +51,7 @@ class LossScale:
         self._good = 0  # steps applied since the last skip
         self.value = 2.0 ** int(section.get("initial_scale_power", 16)) if self._dynamic else fixed
         self.most_skips = (
-            most_skips(self.value, self._smallest, self._hysteresis) if self._dynamic else DEFAULT_MOST_SKIPS
+            most_skips(self.value, self._smallest, self._hysteresis, backoff) if self._dynamic else DEFAULT_MOST_SKIPS
         )
 
     def update(self, *, skipped: bool) -> None:
@@ -60,11 +63,21 @@ class LossScale:
             if self._patience > 1:
                 self._patience -= 1
             else:
-                self.value = max(self.value / 2, self._smallest)
+                self.value = max(self.value * self._backoff, self._smallest)
             return
         grows = self._good > 0 and self._good % self._window == 0
         if self._refills or grows:
             self._patience = self._hysteresis
         if grows:
-            self.value *= 2
+            self.value *= self._growth
         self._good += 1
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps: the factor, good steps since the last skip, and skips left until it is halved."""
+        return {"value": self.value, "good_steps": self._good, "patience": self._patience}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from a `state`; a fixed scale stays what the configuration says."""
+        if self._dynamic:
+            self.value, self._good = float(state["value"]), int(state["good_steps"])
+            self._patience = int(state["patience"])

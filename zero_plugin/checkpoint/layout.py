@@ -1,0 +1,141 @@
+"""Which file holds which tensor, and where: the same on every process, computed from the tensors' descriptions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, encode_header, sort_key
+from zero_plugin.checkpoint.save_model import INDEX_NAME, SINGLE_NAME
+from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment
+
+__all__ = ["Description", "Layout", "Place", "describe", "plan_layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One whole tensor: kind and name as in `Fragment`."""
+
+    kind: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a whole tensor is stored.
+
+    Attributes:
+        file: path below the checkpoint's folder.
+        dtype, shape: of the stored tensor.
+        start: its first byte in the file.
+    """
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Layout:
+    """The tensor files of one model.
+
+    Attributes:
+        places: (kind, name) → place.
+        heads: file → its first bytes.
+        sizes: file → bytes.
+        index: text of the weights' index file; None where one file holds all.
+    """
+
+    places: dict[tuple[str, str], Place] = field(default_factory=dict)
+    heads: dict[str, bytes] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    index: str | None = None
+
+
+def describe(fragments: Iterable[Fragment]) -> list[Description]:
+    """The whole tensors that `fragments` are pieces of, each once."""
+    found = {(f.kind, f.name): Description(f.kind, f.name, f.values.dtype, f.shape) for f in fragments}
+    for description in found.values():
+        if description.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{description.name} ({description.kind}) is {description.dtype}, which safetensors files cannot hold."
+            )
+    return list(found.values())
+
+
+def plan_layout(
+    descriptions: Sequence[Description], folder: str, *, max_shard_bytes: int, tied: Mapping[str, str]
+) -> Layout:
+    """Places for one model's tensors.
+
+    Weights are a Hugging Face model folder: `model.safetensors`, or numbered shards with an index. Masters and each
+    optimizer state are one file in `optimizer/`, with the parameters' names for its tensors.
+
+    Args:
+        descriptions: the same on every process.
+        folder: of the model below the checkpoint's, with a slash at its end, or empty.
+        max_shard_bytes: of a weight file; a larger tensor has one to itself.
+        tied: name → the weight whose tensor it shares, kept in the files' metadata.
+    """
+    layout = Layout()
+    shards = _cut_into_shards([d for d in descriptions if d.kind == WEIGHT], max_shard_bytes)
+    total = len(shards)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+        names = {description.name for description in shard}
+        aliases = {alias: kept for alias, kept in tied.items() if kept in names}
+        _add_file(layout, folder + file, shard, {**aliases, "format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if total > 1:
+        size = sum(description.size for shard in shards for description in shard)
+        layout.index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+    for kind in sorted({description.kind for description in descriptions} - {WEIGHT}):
+        file = "masters" if kind == MASTER else kind
+        _add_file(layout, f"{folder}optimizer/{file}.safetensors", [d for d in descriptions if d.kind == kind], {})
+    return layout
+
+
+def index_file(folder: str) -> str:
+    """Path of the weights' index below the checkpoint's folder."""
+    return folder + INDEX_NAME
+
+
+def _cut_into_shards(weights: Sequence[Description], limit: int) -> list[list[Description]]:
+    shards: list[list[Description]] = []
+    filled = 0
+    for weight in weights:
+        if not shards or filled + weight.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(weight)
+        filled += weight.size
+    return shards
+
+
+def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadata: Mapping[str, str]) -> None:
+    ordered = sorted(tensors, key=lambda tensor: sort_key(tensor.name, tensor.dtype))
+    head, ranges = encode_header(((t.name, t.dtype, t.shape) for t in ordered), metadata)
+    layout.heads[file] = head
+    layout.sizes[file] = max((end for _, end in ranges.values()), default=len(head))
+    for tensor in tensors:
+        place = Place(file, tensor.dtype, tensor.shape, ranges[tensor.name][0])
+        layout.places[tensor.kind, tensor.name] = place

@@ -1,0 +1,179 @@
+"""Reads a checkpoint into sessions of any layout: every process just the ranges that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from zero_plugin import collectives
+from zero_plugin.checkpoint.layout import Place
+from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
+from zero_plugin.checkpoint.ranges import open_reader
+from zero_plugin.checkpoint.save import session_fragments
+from zero_plugin.checkpoint.together import all_or_none
+from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.base import Session
+from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment, share_of, with_masters
+from zero_plugin.strategies.optimizer_states import Scalars, create_states
+
+__all__ = ["LoadReport", "load_tensors", "verify_checksums"]
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What `load_state` did.
+
+    Attributes:
+        folder: the checkpoint.
+        steps: optimizer steps that the first model had taken.
+        restored: what was, a phrase each.
+        not_restored: what was not, with the reason.
+        batches: of each prepared loader, how many the interrupted epoch has given; 0 between epochs.
+    """
+
+    folder: Path
+    steps: int = 0
+    restored: list[str] = field(default_factory=list)
+    not_restored: list[str] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: restored {', '.join(self.restored)}; {self.steps} steps were taken"]
+        lines += [f"not restored: {entry}" for entry in self.not_restored]
+        return "\n".join(lines)
+
+
+def load_tensors(
+    folder: Path,
+    session: Session,
+    stored: StoredModel,
+    scalars: Scalars,
+    *,
+    weights: bool,
+    optimizer: bool,
+    strict: bool,
+) -> list[str]:
+    """Read a model's weights, masters and optimizer states. Collective.
+
+    Args:
+        folder: the checkpoint.
+        session: of the model.
+        stored: what the checkpoint has of it.
+        scalars: the optimizer's states that are numbers.
+        weights: else the module keeps its weights, and the optimizer's copies are taken from them.
+        optimizer: whether its states are read.
+        strict: names that only the model or only the checkpoint has are an error.
+
+    Returns:
+        What was not restored.
+
+    Raises:
+        CheckpointError: on every process: names or shapes do not fit, or a file cannot be read.
+    """
+    missing: list[str] = []
+
+    def check() -> None:
+        if weights:
+            missing.extend(_compare(session, stored, strict=strict))
+
+    def read() -> None:
+        pieces = session.optimized_pieces()
+        if optimizer:
+            create_states(pieces, _stored_states(stored), scalars)
+        with open_reader(folder) as reader:
+            for fragment in session_fragments(session):
+                is_state = fragment.kind not in (WEIGHT, MASTER)
+                if (is_state and not optimizer) or (not is_state and not weights):
+                    continue
+                place = _source(fragment, stored)
+                if place is not None:
+                    reader.read(place, fragment)
+                elif is_state:
+                    fragment.values.zero_()
+                    missing.append(f"{fragment.kind} of {fragment.name}, which had none: it is zero")
+
+    all_or_none(check)
+    with session.reading(), torch.no_grad():
+        all_or_none(read)
+        if not weights:
+            session.take_masters_from_weights()
+    return missing
+
+
+def verify_checksums(folder: Path, manifest: Manifest) -> None:
+    """Read everything and compare with the checksums; processes share the work. Collective.
+
+    Raises:
+        CheckpointError: naming every file and tensor that differs.
+    """
+    rank, world_size = collectives.process_index(), collectives.num_processes()
+    places = [(key, place, model) for model in manifest.models for key, place in model.places.items()]
+
+    def sums() -> torch.Tensor:
+        with open_reader(folder) as reader:
+            parts = [reader.sums(place, share_of(_numel(place), rank, world_size)) for _, place, _ in places]
+        return torch.stack([torch.zeros(2, dtype=torch.int64), *parts])
+
+    found = collectives.reduce(all_or_none(sums), "sum")[1:].tolist()
+    damaged = [
+        f"{name} ({kind}) in {place.file}"
+        for ((kind, name), place, model), pair in zip(places, found, strict=True)
+        if tuple(pair) != model.sums[kind, name]
+    ]
+    damaged += [
+        path for path, (_, crc) in manifest.files.items() if crc is not None and checksum_of_file(folder / path) != crc
+    ]
+    if damaged:
+        raise CheckpointError(f"{folder} is damaged: {', '.join(damaged)} differs from its checksum.")
+
+
+def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str]:
+    masters = (piece.weight() for piece in session.optimized_pieces())
+    wanted = {f.name: f for f in with_masters(session.weight_fragments(), masters) if f.kind == WEIGHT}
+    problems: list[str] = []
+    mismatched: list[str] = []
+    for name, fragment in wanted.items():
+        place = _source(fragment, stored)
+        if place is None:
+            problems.append(f"{name} is in the model, not in the checkpoint")
+        elif place.shape != fragment.shape:
+            mismatched.append(f"{name} has shape {list(fragment.shape)} here, {list(place.shape)} in the checkpoint")
+    known = set(wanted) | {stored.tied.get(name, name) for name in wanted}
+    problems += [
+        f"{name} is in the checkpoint, not in the model"
+        for kind, name in stored.places
+        if kind == WEIGHT and name not in known
+    ]
+    if mismatched or (problems and strict):
+        fix = "" if mismatched else "\nload_state(strict=False) leaves such tensors alone."
+        lines = [*mismatched, *(problems if strict else ())]
+        shown = [f"  {line}" for line in lines[:10]] + ([f"  … and {len(lines) - 10} more"] if len(lines) > 10 else [])
+        raise CheckpointError("\n".join([f"the checkpoint is of another model ({stored.kind}):", *shown]) + fix)
+    return problems
+
+
+def _source(fragment: Fragment, stored: StoredModel) -> Place | None:
+    """Where to read a fragment from: of weights and masters, the one of its own type, else the more precise."""
+    names = [fragment.name, stored.tied.get(fragment.name, fragment.name)]
+    if fragment.kind not in (WEIGHT, MASTER):
+        return stored.places.get((fragment.kind, fragment.name))
+    weight = next((stored.places[WEIGHT, name] for name in names if (WEIGHT, name) in stored.places), None)
+    master = next((stored.places[MASTER, name] for name in names if (MASTER, name) in stored.places), None)
+    if fragment.kind == WEIGHT and weight is not None and weight.dtype == fragment.values.dtype:
+        return weight
+    return master or weight
+
+
+def _stored_states(stored: StoredModel) -> Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
+    states: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for (kind, name), place in stored.places.items():
+        if kind not in (WEIGHT, MASTER):
+            states.setdefault(name, {})[kind] = (place.shape, place.dtype)
+    return states
+
+
+def _numel(place: Place) -> int:
+    return place.size // place.dtype.itemsize

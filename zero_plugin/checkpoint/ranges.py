@@ -1,0 +1,146 @@
+"""Writes and reads ranges of tensor files: each process just the bytes that it owns, or needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zero_plugin.checkpoint.checksum import sum_words, word_type
+from zero_plugin.checkpoint.layout import Place
+from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.fragments import Fragment
+
+__all__ = ["RangeReader", "RangeWriter", "open_reader", "open_writer"]
+
+_STAGING_BYTES: Final = 2**25  # what is on a GPU, of another type or not contiguous passes through so much host memory
+
+
+class _Files:
+    """The files of a checkpoint, each opened once."""
+
+    def __init__(self, folder: Path, flags: int) -> None:
+        self.folder = folder
+        self._flags = flags
+        self.open: dict[str, int] = {}
+
+    def descriptor(self, file: str) -> int:
+        if file not in self.open:
+            self.open[file] = os.open(self.folder / file, self._flags)
+        return self.open[file]
+
+    def close(self) -> None:
+        for descriptor in self.open.values():
+            os.close(descriptor)
+        self.open.clear()
+
+
+class RangeWriter:
+    """See `open_writer`."""
+
+    def __init__(self, files: _Files) -> None:
+        self._files = files
+
+    def write(self, fragment: Fragment, place: Place) -> Tensor:
+        """Write what of a fragment is this process' to write; its checksum (`sum_words`), zeros for nothing."""
+        begin, end = fragment.written
+        sums = torch.zeros(2, dtype=torch.int64)
+        if begin == end:
+            return sums
+        flat = fragment.values.reshape(-1)[begin:end]
+        step = flat.numel() if flat.device.type == "cpu" else _STAGING_BYTES // flat.element_size()
+        for offset in range(0, flat.numel(), step):
+            chunk = flat[offset : offset + step].cpu().contiguous()
+            first = fragment.start + begin + offset
+            _write_all(self._files.descriptor(place.file), _bytes_of(chunk), place.start + first * flat.element_size())
+            sums += sum_words(chunk.view(word_type(chunk.dtype)), first)
+        return sums
+
+    def sync(self) -> None:
+        """Wait until the disk has everything that this process wrote."""
+        for descriptor in self._files.open.values():
+            os.fsync(descriptor)
+
+
+class RangeReader:
+    """See `open_reader`."""
+
+    def __init__(self, files: _Files) -> None:
+        self._files = files
+
+    def read(self, place: Place, fragment: Fragment) -> None:
+        """Fill a fragment from the whole tensor of the same shape that is stored at `place`, in whatever type."""
+        target = fragment.values
+        if target.numel() == 0:
+            return
+        if target.is_contiguous() and target.device.type == "cpu" and target.dtype == place.dtype:
+            self._fill(place, fragment.start, target.view(-1))
+            return
+        if not target.is_contiguous():
+            read = torch.empty(target.numel(), dtype=place.dtype)
+            self._fill(place, fragment.start, read)
+            target.copy_(read.view(target.shape))
+            return
+        flat = target.view(-1)
+        staging = torch.empty(min(flat.numel(), _STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
+        for offset in range(0, flat.numel(), staging.numel()):
+            part = flat[offset : offset + staging.numel()]
+            self._fill(place, fragment.start + offset, staging[: part.numel()])
+            part.copy_(staging[: part.numel()])
+
+    def sums(self, place: Place, share: tuple[int, int]) -> Tensor:
+        """The checksum of a range of a stored tensor's elements."""
+        total = torch.zeros(2, dtype=torch.int64)
+        begin, end = share
+        staging = torch.empty(min(max(end - begin, 1), _STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
+        for first in range(begin, end, staging.numel()):
+            part = staging[: min(staging.numel(), end - first)]
+            self._fill(place, first, part)
+            total += sum_words(part.view(word_type(part.dtype)), first)
+        return total
+
+    def _fill(self, place: Place, first: int, flat: Tensor) -> None:
+        _read_all(self._files, place, _bytes_of(flat), place.start + first * flat.element_size())
+
+
+@contextmanager
+def open_writer(folder: Path) -> Iterator[RangeWriter]:
+    """Writes into files below `folder` that exist at full size."""
+    files = _Files(folder, os.O_WRONLY)
+    try:
+        yield RangeWriter(files)
+    finally:
+        files.close()
+
+
+@contextmanager
+def open_reader(folder: Path) -> Iterator[RangeReader]:
+    """Reads from files below `folder`."""
+    files = _Files(folder, os.O_RDONLY)
+    try:
+        yield RangeReader(files)
+    finally:
+        files.close()
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)  # Linux writes 2 GiB at most
+        data, offset = data[written:], offset + written
+
+
+def _read_all(files: _Files, place: Place, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        read = os.preadv(files.descriptor(place.file), [data], offset)
+        if read == 0:
+            raise CheckpointError(f"{files.folder / place.file} ends before byte {offset + data.nbytes}.")
+        data, offset = data[read:], offset + read

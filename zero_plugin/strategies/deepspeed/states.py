@@ -1,0 +1,174 @@
+"""Where the weights, masters and optimizer states of an engine lie in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.base import persistent_tensors
+from zero_plugin.strategies.fragments import WEIGHT, Fragment, share_of, whole_fragment
+from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
+
+__all__ = ["engine_pieces", "engine_weights", "reading_engine", "refuse_unreachable"]
+
+
+def refuse_unreachable(engine: Any) -> None:
+    """Raise where states lie that cannot be told apart, or reached, by parameter name.
+
+    Raises:
+        CheckpointError: see above; it says which setting is the cause.
+    """
+    wrapper = engine.optimizer
+    causes = {
+        "optimizer states on NVMe (offload_optimizer.device: nvme)": getattr(wrapper, "swap_optimizer", False),
+        "parameters on NVMe (offload_param.device: nvme)": getattr(wrapper, "params_in_nvme_and_cpu", False),
+        "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
+        "zenflow": getattr(wrapper, "zenflow", False),
+        "Muon at stage 3": getattr(wrapper, "use_muon", False),
+        "mics_shard_size": type(wrapper).__name__ == "MiCS_Optimizer",
+        "torch_autocast in fp16": engine.torch_autocast_enabled() and engine.fp16_enabled(),
+    }
+    found = [cause for cause, holds in causes.items() if holds]
+    if found:
+        raise CheckpointError(
+            f"save_state and load_state do not reach {found[0]} yet; nothing was written or read.\n"
+            "Train without it, or save the weights alone with accelerator.save_model()."
+        )
+
+
+def engine_weights(engine: Any) -> Iterator[Fragment]:
+    """See `Session.weight_fragments`."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for name, tensor in persistent_tensors(engine.module):
+        if not hasattr(tensor, "ds_id"):
+            yield whole_fragment(name, tensor, rank, world_size)
+            continue
+        partitioned: Any = tensor
+        start, count = _partition(partitioned)
+        values = partitioned.ds_tensor.detach().view(-1)[:count]
+        yield Fragment(WEIGHT, name, tuple(partitioned.ds_shape), start, values, (0, count))
+
+
+def engine_pieces(engine: Any) -> list[OptimizedPiece]:
+    """See `Session.optimized_pieces`."""
+    wrapper, base = engine.optimizer, engine.basic_optimizer
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    if base is None:
+        return []
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        return list(_stage3_pieces(wrapper, names))
+    if isinstance(wrapper, DeepSpeedZeroOptimizer):
+        groups = zip(
+            wrapper.bit16_groups, wrapper.bit16_groups_flat, wrapper.single_partition_of_fp32_groups, strict=True
+        )
+        return list(_flat_pieces(wrapper, groups, names))
+    if isinstance(wrapper, BF16_Optimizer):
+        groups = zip(wrapper.bf16_groups, wrapper.bf16_groups_flat, wrapper.fp32_groups_flat_partition, strict=True)
+        return list(_flat_pieces(wrapper, groups, names))
+    if isinstance(wrapper, FP16_Optimizer):
+        return list(_joined_pieces(wrapper, names))
+    if isinstance(wrapper, FP16_UnfusedOptimizer):
+        return list(_separate_pieces(wrapper, names))
+    return whole_pieces(base, engine.module, dist.get_rank(), dist.get_world_size())
+
+
+@contextmanager
+def reading_engine(engine: Any) -> Iterator[None]:
+    """See `Session.reading`."""
+    wrapper = engine.optimizer
+    offload = getattr(wrapper, "parameter_offload", wrapper)
+    partitions = hasattr(offload, "partition_all_parameters")
+    if partitions:
+        offload.partition_all_parameters()  # else the next forward would use what small parameters were gathered to
+    yield
+    if partitions:
+        if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+            wrapper.invalidate_secondary_tensor()
+        if kept := offload.persistent_parameters:
+            kept[0].all_gather(kept)
+    elif hasattr(wrapper, "_hp_optimizer_states_linked"):
+        wrapper._hp_optimizer_states_linked = False
+        if wrapper.optimizer.state:
+            wrapper._lazy_init_hp_params_optimizer_state()  # for DeepSpeed's safe_get_full_optimizer_state
+
+
+def _partition(parameter: Any) -> tuple[int, int]:
+    """Start and length of this process' part of a partitioned parameter; the last parts are padded."""
+    size = parameter.partition_numel()
+    start = min(size * dist.get_rank(group=parameter.ds_process_group), parameter.ds_numel)
+    return start, min(size, parameter.ds_numel - start)
+
+
+def _stage3_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
+    for index, parameters in enumerate(wrapper.fp16_groups):
+        on_host = not wrapper.offload_optimizer or wrapper.subgroup_to_device[index] == "cpu"
+        optimizer = wrapper.optimizer if on_host else wrapper.backup_optimizer
+        offset = 0
+        for p in parameters:
+            start, count = _partition(p)
+            yield OptimizedPiece(
+                name=names[id(p)],
+                shape=tuple(p.ds_shape),
+                group=wrapper.sub_group_to_group_id[index],
+                start=start,
+                count=count,
+                stepped=wrapper.fp32_partitioned_groups_flat[index],
+                offset=offset,
+                written=(0, count),
+                optimizer=optimizer,
+            )
+            offset += p.partition_numel()
+
+
+def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
+    """Stages 1 and 2: each process steps its part of a flat buffer that joins a group's parameters in some order."""
+    for index, (parameters, flat, part) in enumerate(groups):
+        part_start = part.numel() * dist.get_rank(group=wrapper.real_dp_process_group[index])
+        for p in parameters:
+            begin = _offset_in(flat, p)
+            start = min(max(part_start - begin, 0), p.numel())
+            count = max(0, min(part_start + part.numel(), begin + p.numel()) - (begin + start))
+            offset = begin + start - part_start if count else 0
+            yield OptimizedPiece(
+                names[id(p)], tuple(p.shape), index, start, count, part, offset, (0, count), wrapper.optimizer
+            )
+
+
+def _joined_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
+    """Stage 0 in 16 bits with an elementwise optimizer: every process steps one flat buffer per group."""
+    for index, (parameters, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True)):
+        offset = 0
+        for p in parameters:
+            share = _share(p)
+            yield OptimizedPiece(
+                names[id(p)], tuple(p.shape), index, 0, p.numel(), flat, offset, share, wrapper.optimizer
+            )
+            offset += p.numel()
+
+
+def _separate_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
+    """Stage 0 in 16 bits with any other optimizer: every process steps a master of each parameter."""
+    for index, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
+        for p, master in zip(parameters, masters, strict=True):
+            yield OptimizedPiece(
+                names[id(p)], tuple(p.shape), index, 0, p.numel(), master, 0, _share(p), wrapper.optimizer
+            )
+
+
+def _offset_in(flat: Tensor, parameter: nn.Parameter) -> int:
+    # The addresses tell it for every order and padding that a configuration can ask for (round_robin_gradients, …).
+    return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size() if parameter.numel() else 0
+
+
+def _share(parameter: nn.Parameter) -> tuple[int, int]:
+    return share_of(parameter.numel(), dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,240 @@
+"""The states of an optimizer under the names of the parameters that they belong to, whatever tensors it steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_plugin.errors import CheckpointError
+from zero_plugin.optimizers import describe_optimizer
+from zero_plugin.strategies.fragments import WEIGHT, Fragment, share_of
+
+__all__ = [
+    "OptimizedPiece",
+    "Scalars",
+    "StoredStates",
+    "algorithm_of",
+    "create_states",
+    "describe_groups",
+    "restore_groups",
+    "state_fragments",
+    "state_scalars",
+    "whole_pieces",
+]
+
+# DeepSpeed's CPU kernel has torch's Adagrad under another name.
+_STATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
+# How a machine computes the update, not what it is: each run's own.
+_IMPLEMENTATION: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "bias_correction"})
+
+StoredStates = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+Scalars = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizedPiece:
+    """The piece of one trained parameter in a tensor that the optimizer steps.
+
+    That tensor is the parameter itself, or a flat buffer with pieces of many (ZeRO).
+
+    Attributes:
+        name: of the parameter.
+        shape: of the whole parameter.
+        group: index of its parameter group.
+        start: where the piece begins in the flattened parameter.
+        count: its elements; 0 where this process has none of it.
+        stepped: what the optimizer steps.
+        offset: where the piece begins in the flattened `stepped`.
+        written: the range of the piece that this process writes.
+        optimizer: steps it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    start: int
+    count: int
+    stepped: Tensor
+    offset: int
+    written: tuple[int, int]
+    optimizer: Optimizer
+
+    def weight(self) -> Fragment:
+        """The parameter's own values, as stepped."""
+        return self.of(WEIGHT, self.stepped)
+
+    def of(self, kind: str, tensor: Tensor) -> Fragment:
+        """The same piece of a tensor that lies beside `stepped`, such as a state."""
+        if self.is_whole:
+            return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), self.written)
+        values = tensor.detach().view(-1).narrow(0, self.offset, self.count)
+        return Fragment(kind, self.name, self.shape, self.start, values, self.written)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the optimizer steps the parameter as it is."""
+        return tuple(self.stepped.shape) == self.shape and self.count == self.stepped.numel()
+
+
+def whole_pieces(optimizer: Optimizer, module: nn.Module, rank: int, world_size: int) -> list[OptimizedPiece]:
+    """Of an optimizer that steps the module's parameters as they are, the same in every process.
+
+    A tensor that it trains beside the module's (a weight between losses, say) is named by its place in the groups.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    pieces: list[OptimizedPiece] = []
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, p in enumerate(group["params"]):
+            name = names.get(id(p), f"optimizer.{group_index}.{index}")
+            share = share_of(p.numel(), rank, world_size)
+            pieces.append(OptimizedPiece(name, tuple(p.shape), group_index, 0, p.numel(), p, 0, share, optimizer))
+    return pieces
+
+
+def state_fragments(pieces: Iterable[OptimizedPiece]) -> Iterator[Fragment]:
+    """All states that are tensors, under the names that torch gives them."""
+    for piece in pieces:
+        renamed = _renamed(piece.optimizer)
+        for key, value in sorted(piece.optimizer.state.get(piece.stepped, {}).items()):
+            if not isinstance(value, Tensor) or _is_scalar(key, value, piece.stepped):
+                continue
+            if not piece.is_whole and value.numel() != piece.stepped.numel():
+                raise CheckpointError(
+                    f"{type(piece.optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat buffer "
+                    f"of {piece.stepped.numel()} elements, so nobody can tell what of it belongs to {piece.name}; such "
+                    "an optimizer is stored from stage 0 or DDP only."
+                )
+            yield piece.of(renamed.get(key, key), value)
+
+
+def state_scalars(pieces: Iterable[OptimizedPiece]) -> Scalars:
+    """The states that are numbers (`step`), by parameter; the same in every process."""
+    scalars: Scalars = {}
+    for piece in pieces:
+        for key, value in piece.optimizer.state.get(piece.stepped, {}).items():
+            if isinstance(value, Tensor) and _is_scalar(key, value, piece.stepped):
+                scalars.setdefault(piece.name, {})[key] = value.item()
+            elif isinstance(value, int | float):
+                scalars.setdefault(piece.name, {})[key] = value
+    return scalars
+
+
+def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalars: Scalars) -> None:
+    """Give the optimizer the states that a checkpoint has, so that they can be read into.
+
+    Optimizers make them at their first step. Tensors are zero at first, numbers are those of the checkpoint, each of
+    the type that this optimizer works with. Of parameters that one flat buffer joins, the largest number holds for all:
+    they differ where some got no gradient for a while in a run that stepped them apart.
+
+    Args:
+        pieces: of one optimizer, or of an optimizer and its understudy on another device.
+        stored: parameter → state → shape and type of the whole tensor.
+        scalars: see `state_scalars`.
+    """
+    joined: dict[int, list[OptimizedPiece]] = {}
+    for piece in pieces:
+        joined.setdefault(id(piece.stepped), []).append(piece)
+    for together in joined.values():
+        stepped, optimizer = together[0].stepped, together[0].optimizer
+        present = optimizer.state.pop(stepped, {})
+        shapes = {key: found for piece in together for key, found in stored.get(piece.name, {}).items()}
+        numbers: dict[str, float] = {}
+        for piece in together:
+            for key, number in scalars.get(piece.name, {}).items():
+                numbers[key] = max(number, numbers.get(key, number))
+        if not shapes and not numbers:
+            continue
+        example = present or _try_out(optimizer, together[0].group, stepped)
+        state: dict[str, Any] = {key: _as_in(example.get(key), number) for key, number in numbers.items()}
+        own_names = {name: own for own, name in _renamed(optimizer).items()}
+        for name, (shape, dtype) in shapes.items():
+            key = own_names.get(name, name)
+            size = shape if together[0].is_whole else tuple(stepped.shape)
+            state[key] = _tensor_like(present.get(key), example.get(key), stepped, size, dtype)
+        optimizer.state[stepped] = state
+
+
+def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> list[dict[str, Any]]:
+    """The parameter groups: names of their parameters, and every plain setting (`lr`, `betas`, …)."""
+    members: dict[int, list[str]] = {}
+    for piece in pieces:
+        members.setdefault(piece.group, []).append(piece.name)
+    return [
+        {
+            "params": members.get(index, []),
+            "settings": {key: value for key, value in group.items() if _is_setting(key, value)},
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def restore_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece], saved: Sequence[Mapping[str, Any]]) -> bool:
+    """Give the groups their saved settings; False, and nothing done, where the groups are of other parameters."""
+    present = describe_groups(optimizer, pieces)
+    if [sorted(group["params"]) for group in present] != [sorted(group["params"]) for group in saved]:
+        return False
+    for group, record in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in record["settings"].items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            elif key in group or key == "initial_lr":
+                group[key] = value
+    return True
+
+
+def algorithm_of(optimizer: Optimizer) -> str:
+    """The algorithm's name, the same for each implementation of it."""
+    return describe_optimizer(optimizer).name.removeprefix("flat")
+
+
+def _renamed(optimizer: Optimizer) -> Mapping[str, str]:
+    return _STATE_NAMES.get(type(optimizer).__name__, {})
+
+
+def _is_scalar(key: str, value: Tensor, stepped: Tensor) -> bool:
+    return value.ndim == 0 and (stepped.ndim > 0 or key == "step")
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    if key in _IMPLEMENTATION or key.startswith("_"):
+        return False
+    if isinstance(value, tuple | list):
+        return all(isinstance(item, int | float) for item in value)
+    return value is None or isinstance(value, int | float | str | Tensor)
+
+
+def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any]:
+    """The state that the optimizer makes for a tensor of one element: which types it works with. Empty if it fails."""
+    trial = torch.zeros(1, dtype=stepped.dtype, device=stepped.device, requires_grad=True)
+    trial.grad = torch.zeros_like(trial)
+    groups, states = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = [{**groups[group], "params": [trial]}], defaultdict(dict)
+    try:
+        type(optimizer).step(optimizer)
+        return dict(optimizer.state[trial])
+    except Exception:  # noqa: BLE001 - any optimizer may come here, and its own types are only the better guess
+        return {}
+    finally:
+        optimizer.param_groups, optimizer.state = groups, states
+
+
+def _as_in(example: Any, number: float) -> Any:
+    if isinstance(example, Tensor):
+        return torch.tensor(number, dtype=example.dtype, device=example.device)
+    return type(example)(number) if isinstance(example, int | float) else number
+
+
+def _tensor_like(present: Any, example: Any, stepped: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if isinstance(present, Tensor) and tuple(present.shape) == shape:
+        return present
+    if isinstance(example, Tensor):
+        stepped, dtype = stepped.to(example.device), example.dtype
+    if tuple(stepped.shape) == shape:
+        return torch.zeros_like(stepped, dtype=dtype, requires_grad=False)  # in its memory format
+    return torch.zeros(shape, dtype=dtype, device=stepped.device)
