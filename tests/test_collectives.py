@@ -53,7 +53,11 @@ def check_reduce_and_broadcast(rank: int, world: int) -> None:
     assert own.tolist() == [rank, 1]
     assert collectives.reduce(own.float(), "mean").tolist() == [total / world, 1.0]
     assert collectives.reduce(own, "mean").tolist() == [total / world, 1.0]
+    assert collectives.reduce(own, "max").tolist() == [world - 1, 1]
+    assert collectives.reduce(own.float(), "sum", scale=0.5).tolist() == [total / 2, world / 2]
     assert collectives.reduce(torch.tensor(True), "sum").item() == world
+    assert collectives.reduce({"a": own}, "max")["a"].tolist() == [world - 1, 1]
+    assert collectives.reduce(own, "none").tolist() == [rank, 1]
     assert collectives.broadcast([own], from_process=world - 1)[0].tolist() == [world - 1, 1]
     assert own.tolist() == [rank, 1]
 
@@ -71,6 +75,13 @@ def check_mismatch(rank: int, world: int) -> None:
     with pytest.raises(LoopError, match="pad_across_processes") as caught:
         collectives.gather(torch.ones(2, rank + 1))
     assert f"process {world - 1}: [((2, {world}), 'torch.float32')]" in str(caught.value)
+    for call in (collectives.reduce, collectives.broadcast):
+        with pytest.raises(LoopError, match=rf"{call.__name__}: the processes' tensors differ"):
+            call({"a": torch.ones(2), "b": torch.ones(rank + 1)})
+    with pytest.raises(LoopError, match="pad_across_processes: the processes' tensors differ"):
+        collectives.pad_across_processes(torch.ones([1] * (rank + 1)))
+    with pytest.raises(LoopError, match="reduce: the processes' tensors differ"):
+        collectives.reduce([torch.ones(2)] * (rank + 1))
 
 
 CHECKS = [check_gather, check_objects, check_reduce_and_broadcast, check_padding]
@@ -104,10 +115,17 @@ def test_gather_object_wants_a_list() -> None:
         collectives.gather_object({"a": 1})  # type: ignore[arg-type]
 
 
-def test_reduce_names_its_two_ways() -> None:
-    """Another word than sum or mean is an error, not the default."""
-    with pytest.raises(LoopError, match='"sum" or "mean"'):
-        collectives.reduce(torch.ones(1), "max")  # type: ignore[arg-type]
+def test_reduce_names_its_ways() -> None:
+    """Another word than these four is an error, not the default."""
+    with pytest.raises(LoopError, match='"sum", "mean", "max" or "none"'):
+        collectives.reduce(torch.ones(1), "min")  # type: ignore[arg-type]
+
+
+def test_nested_tensors_are_not_padded() -> None:
+    """There is nothing to pad them to; a warning says so."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    with pytest.warns(collectives.CannotPadNestedTensorWarning, match="padded one first"):
+        assert collectives.pad_across_processes({"x": nested})["x"] is nested
 
 
 if __name__ == "__main__":

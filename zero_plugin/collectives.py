@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from zero_plugin.errors import LoopError
 from zero_plugin.nested import list_leaves, map_leaves
 
 __all__ = [
+    "CannotPadNestedTensorWarning",
+    "Reduction",
     "barrier",
     "broadcast",
     "broadcast_object_list",
@@ -28,6 +31,8 @@ __all__ = [
     "reduce",
     "start_sum",
 ]
+
+Reduction = Literal["sum", "mean", "max", "none"]
 
 
 def num_processes() -> int:
@@ -66,7 +71,11 @@ def gather(tree: Any) -> Any:
     if num_processes() > 1 and leaves:
         headers = _gather_equal(torch.tensor([[leaf.shape[0], _fingerprint(leaf)] for leaf in leaves])).tolist()
         if any(row[1] != first[1] for header in headers for row, first in zip(header, headers[0], strict=True)):
-            _raise_mismatch(leaves)
+            _raise_mismatch(
+                leaves,
+                "gather: the processes' tensors differ in dtype or beyond the first dimension:",
+                "call pad_across_processes(tensor, dim=1) first",
+            )
         leaves = [_concatenate(leaf, [header[i][0] for header in headers]) for i, leaf in enumerate(leaves)]
     gathered = iter(leaves)
     return map_leaves(lambda _: next(gathered), tree)
@@ -85,22 +94,29 @@ def gather_object(items: list[Any]) -> list[Any]:
 
 
 @collective("reduce")
-def reduce(tree: Any, reduction: Literal["sum", "mean"] = "mean") -> Any:
-    """Elementwise sum or mean of the processes' tensors, on every process; shapes must be the same everywhere.
+def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """Elementwise sum, mean or maximum of the processes' tensors, on every process; `none` gives each its own.
 
-    dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating.
+    dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating. The result is
+    multiplied by `scale`.
+
+    Raises:
+        LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
     """
-    if reduction not in ("sum", "mean"):
-        raise LoopError(f'reduce: reduction={reduction!r}; write "sum" or "mean"')
-    _tensors(tree, "reduce")
+    if reduction not in get_args(Reduction):
+        raise LoopError(f'reduce: reduction={reduction!r}; write "sum", "mean", "max" or "none"')
+    leaves = _tensors(tree, "reduce")
+    if reduction != "none":
+        _refuse_mismatch(leaves, "reduce")
 
     def reduce_one(tensor: Tensor) -> Tensor:
         total = tensor.detach().to(torch.int64 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
-        if num_processes() > 1:
+        if num_processes() > 1 and reduction != "none":
             wire = total.to(_wire_device(tensor)).contiguous()
-            dist.all_reduce(wire)
+            dist.all_reduce(wire, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
             total = wire.to(tensor.device)
-        return total / num_processes() if reduction == "mean" else total
+        total = total / num_processes() if reduction == "mean" else total
+        return total if scale == 1.0 else total * scale
 
     return map_leaves(reduce_one, tree)
 
@@ -123,8 +139,12 @@ def _finish_sum(work: Any, sums: Tensor) -> list[int]:
 
 @collective("broadcast")
 def broadcast(tree: Any, from_process: int = 0) -> Any:
-    """Process `from_process`'s tensors on every process; shapes and dtypes must already be the same everywhere."""
-    _tensors(tree, "broadcast")
+    """Process `from_process`'s tensors on every process.
+
+    Raises:
+        LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
+    """
+    _refuse_mismatch(_tensors(tree, "broadcast"), "broadcast")
 
     def broadcast_one(tensor: Tensor) -> Tensor:
         if num_processes() == 1 or tensor.numel() == 0:
@@ -144,19 +164,34 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
     return objects
 
 
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor has no size along a dimension to pad to."""
+
+
 @collective("pad_across_processes")
 def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad every tensor along `dim` with `pad_index` to the largest size on any process, behind or in front.
 
-    A tensor that has no dimension `dim` is returned as it is.
+    A tensor that has no dimension `dim` is returned as it is, and so is a nested tensor, with a warning.
+
+    Raises:
+        LoopError: a leaf is no tensor, or the number of dimensions differs between the processes.
     """
     tensors = _tensors(tree, "pad_across_processes")
-    own = [tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else -1 for tensor in tensors]
+    if any(tensor.is_nested for tensor in tensors):
+        message = "pad_across_processes: a nested tensor is left as it is; turn it into a padded one first"
+        warnings.warn(message, CannotPadNestedTensorWarning, stacklevel=3)
+    _refuse_mismatch(tensors, "pad_across_processes", lambda tensor: tensor.ndim)
+
+    def has_dim(tensor: Tensor) -> bool:
+        return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
+
+    own = [tensor.shape[dim] if has_dim(tensor) else -1 for tensor in tensors]
     largest = iter(_gather_equal(torch.tensor(own, dtype=torch.int64)).amax(0).tolist() if tensors else [])
 
     def pad_one(tensor: Tensor) -> Tensor:
         size = next(largest)
-        if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] == size:
+        if not has_dim(tensor) or tensor.shape[dim] == size:
             return tensor
         shape = list(tensor.shape)
         shape[dim] = size
@@ -210,11 +245,23 @@ def _fingerprint(tensor: Tensor) -> int:
     return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode())
 
 
-def _raise_mismatch(leaves: list[Tensor]) -> None:
-    found = gather_object([[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]])
+def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _refuse_mismatch(leaves: list[Tensor], call: str, told: Callable[[Tensor], Any] = _shape_and_dtype) -> None:
+    """Raise where `told` of the leaves differs between the processes: backends would abort, wait, or mix up numbers."""
+    if num_processes() == 1:
+        return
+    fingerprints = _gather_equal(torch.tensor([zlib.crc32(repr([told(leaf) for leaf in leaves]).encode())]))
+    if (fingerprints != fingerprints[0]).any():
+        _raise_mismatch(leaves, f"{call}: the processes' tensors differ:")
+
+
+def _raise_mismatch(leaves: list[Tensor], *message: str) -> None:
+    found = gather_object([[_shape_and_dtype(leaf) for leaf in leaves]])
     lines = [f"  process {index}: {shapes}" for index, shapes in enumerate(found)]
-    message = "gather: the processes' tensors differ in dtype or beyond the first dimension:"
-    raise LoopError("\n".join([message, *lines, "call pad_across_processes(tensor, dim=1) first"]))
+    raise LoopError("\n".join([message[0], *lines, *message[1:]]))
 
 
 def _concatenate(tensor: Tensor, lengths: list[int]) -> Tensor:

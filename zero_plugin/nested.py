@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
         for key, value in tree.items():
             mapped[key] = map_leaves(function, value, is_leaf)
         return mapped
+    if isinstance(tree, Mapping):
+        return type(tree)({key: map_leaves(function, value, is_leaf) for key, value in tree.items()})  # type: ignore[call-arg]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(function, value, is_leaf) for value in tree))
     if isinstance(tree, list | tuple):

@@ -1,0 +1,50 @@
+"""A dict of tensors is written as safetensors whatever memory they share."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zero_plugin.checkpoint.objects import tensor_storage, without_shared_tensors, write_object
+
+
+def test_the_same_tensor_is_written_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first name is kept; the others are named in one warning."""
+    weight = torch.arange(4.0)
+    with caplog.at_level(logging.WARNING):
+        write_object({"a": weight, "b": weight, "c": weight.view(4)}, tmp_path / "m", safe_serialization=True)
+    assert {name: tensor.tolist() for name, tensor in load_file(tmp_path / "m").items()} == {"a": [0, 1, 2, 3]}
+    assert len(caplog.records) == 1
+    assert "Removed shared tensors ['b', 'c']" in caplog.text
+
+
+def test_parts_of_one_memory_are_all_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Slices and transposes of one tensor are different tensors: none is lost."""
+    whole = torch.arange(6.0)
+    parts = {"head": whole[:2], "tail": whole[2:], "turned": whole.view(2, 3).t(), "strided": whole[::2]}
+    write_object(parts, tmp_path / "m", safe_serialization=True)
+    loaded = load_file(tmp_path / "m")
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {
+        name: tensor.tolist() for name, tensor in parts.items()
+    }
+    assert not caplog.records
+
+
+def test_what_holds_no_memory_is_left_alone() -> None:
+    """Empty tensors, those on the meta device and other values share nothing."""
+    meta = torch.ones(2, device="meta")
+    tensors = {"a": torch.empty(0), "b": torch.empty(0), "c": meta, "d": meta, "e": "text"}
+    assert without_shared_tensors(tensors).keys() == tensors.keys()
+
+
+def test_the_given_dict_is_left_alone() -> None:
+    """Cleaning makes a new dict of contiguous tensors."""
+    turned = torch.ones(2, 3).t()
+    given = {"a": turned, "b": turned}
+    assert without_shared_tensors(given)["a"].is_contiguous()
+    assert given == {"a": turned, "b": turned}
+    assert tensor_storage(given["a"]) == tensor_storage(given["b"])

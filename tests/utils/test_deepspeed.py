@@ -1,0 +1,17 @@
+"""The DeepSpeed configuration that is in use, as scripts ask for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from zero_plugin.utils.deepspeed import get_active_deepspeed_plugin
+
+
+def test_the_active_plugin() -> None:
+    """It is the state's; without DeepSpeed there is none."""
+    plugin = object()
+    assert get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugin=plugin)) is plugin
+    with pytest.raises(ValueError, match="does not use DeepSpeed"):
+        get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugin=None))

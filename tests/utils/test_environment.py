@@ -1,0 +1,207 @@
+"""Environment variables are set, put back and read as scripts expect."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.utils import environment
+from zero_plugin.utils.environment import (
+    CPUInformation,
+    are_libraries_initialized,
+    check_cuda_p2p_ib_support,
+    clear_environment,
+    convert_dict_to_env_variables,
+    get_cpu_distributed_information,
+    get_driver_version,
+    get_gpu_info,
+    get_int_from_env,
+    parse_choice_from_env,
+    parse_flag_from_env,
+    patch_environment,
+    purge_accelerate_environment,
+    set_numa_affinity,
+    str_to_bool,
+)
+
+
+@pytest.mark.parametrize("word", ["y", "Yes", "t", "TRUE", "on", "1"])
+def test_words_for_true(word: str) -> None:
+    """A true word is 1, or True where a boolean is asked for."""
+    assert str_to_bool(word) == 1
+    assert type(str_to_bool(word)) is int
+    assert str_to_bool(word, to_bool=True) is True
+
+
+@pytest.mark.parametrize("word", ["n", "No", "f", "FALSE", "off", "0"])
+def test_words_for_false(word: str) -> None:
+    """A false word is 0, or False where a boolean is asked for."""
+    assert str_to_bool(word) == 0
+    assert str_to_bool(word, to_bool=True) is False
+
+
+def test_another_word_is_an_error() -> None:
+    """Nothing is taken for a truth value by chance."""
+    with pytest.raises(ValueError, match="invalid truth value 'maybe'"):
+        str_to_bool("maybe")
+
+
+def test_reading_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first variable that says something counts; the default where none does."""
+    monkeypatch.setenv("SECOND", "3")
+    monkeypatch.setenv("NEGATIVE", "-2")
+    monkeypatch.setenv("FLAG", "yes")
+    assert get_int_from_env(["FIRST", "NEGATIVE", "SECOND"], 7) == 3
+    assert get_int_from_env(["FIRST"], 7) == 7
+    assert parse_flag_from_env("FLAG") is True
+    assert parse_flag_from_env("FIRST") is False
+    assert parse_flag_from_env("FIRST", default=True) is True
+    assert parse_choice_from_env("FLAG") == "yes"
+    assert parse_choice_from_env("FIRST") == "no"
+
+
+def test_patched_variables_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside they are set, in capitals and as text; afterwards everything is as it was, after an error too."""
+    monkeypatch.setenv("OLD", "before")
+    monkeypatch.delenv("NEW", raising=False)
+    with patch_environment(old=1, NEW=True):
+        assert (os.environ["OLD"], os.environ["NEW"]) == ("1", "True")
+    with pytest.raises(RuntimeError), patch_environment(old=1, NEW=True):
+        raise RuntimeError
+    assert os.environ["OLD"] == "before"
+    assert "NEW" not in os.environ
+
+
+def test_a_cleared_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside there is nothing; what is set there is gone afterwards."""
+    monkeypatch.setenv("OLD", "before")
+    before = dict(os.environ)
+    with clear_environment():
+        assert not os.environ
+        os.environ["OLD"], os.environ["NEW"] = "changed", "x"
+    assert dict(os.environ) == before
+
+
+def test_purging_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate's variables are as before, others stay as the function left them."""
+    monkeypatch.setenv("ACCELERATE_OLD", "before")
+    monkeypatch.setenv("OTHER", "before")
+
+    @purge_accelerate_environment
+    def leave(value: str) -> str:
+        os.environ["ACCELERATE_NEW"] = os.environ["ACCELERATE_OLD"] = os.environ["OTHER"] = value
+        return value
+
+    assert leave("x") == "x"
+    assert "ACCELERATE_NEW" not in os.environ
+    assert os.environ["ACCELERATE_OLD"] == "before"
+    assert os.environ["OTHER"] == "x"
+
+
+@pytest.mark.parametrize("base", [object, unittest.TestCase])
+def test_purging_a_class_and_those_derived_from_it(base: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test method cleans up after itself; other methods are left alone; derived classes keep their own hook."""
+    monkeypatch.delenv("ACCELERATE_NEW", raising=False)
+    seen = []
+
+    @purge_accelerate_environment
+    class Base(base):  # type: ignore[misc]
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            seen.append(cls.__name__)
+
+        def test_base(self) -> None:
+            os.environ["ACCELERATE_NEW"] = "1"
+
+        def helper(self) -> None:
+            os.environ["ACCELERATE_NEW"] = "1"
+
+    class Derived(Base):
+        def test_derived(self) -> None:
+            os.environ["ACCELERATE_NEW"] = "1"
+
+    assert seen == ["Derived"]
+    for instance, names in ((Base(), ["test_base"]), (Derived(), ["test_base", "test_derived"])):
+        for name in names:
+            getattr(instance, name)()
+            assert "ACCELERATE_NEW" not in os.environ
+    Derived().helper()
+    assert os.environ.pop("ACCELERATE_NEW") == "1"
+
+
+def test_lines_for_a_file_of_variables(caplog: pytest.LogCaptureFixture) -> None:
+    """What such a file cannot hold is left out, aloud."""
+    lines = convert_dict_to_env_variables({"GOOD": "1", "BAD": "<x", "EMPTY": "", "ALSO": "2"})
+    assert lines == ["GOOD=1\n", "ALSO=2\n"]
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["BAD=<x", "EMPTY="]
+
+
+def test_loaded_modules() -> None:
+    """Only modules that are loaded are named."""
+    assert are_libraries_initialized("os", "no_such_module") == ["os"]
+
+
+def test_a_launcher_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's and MPI's variables say which process this is; without them there is one."""
+    with clear_environment():
+        assert get_cpu_distributed_information() == CPUInformation(0, 1, 0, 1)
+        os.environ.update(OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_SIZE="4", LOCAL_RANK="1", MPI_LOCALNRANKS="2")
+        assert get_cpu_distributed_information() == CPUInformation(3, 4, 1, 2)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of that name, which says whatever is written into its folder."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncat "{tmp_path}/${{1#--query-gpu=}}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "driver", "supported"),
+    [
+        (["NVIDIA GeForce RTX 4090"] * 2, "535.10", False),
+        (["NVIDIA GeForce RTX 4090"] * 2, "550.40.07", True),
+        (["NVIDIA GeForce RTX 4090"], "535.10", True),
+        (["NVIDIA H100"] * 2, "535.10", True),
+    ],
+)
+def test_gpus_that_cannot_talk_directly(nvidia_smi: Path, names: list[str], driver: str, supported: bool) -> None:
+    """Several RTX 40 need a new driver; one alone, and other GPUs, do not."""
+    (nvidia_smi / "name").write_text("\n".join(names) + "\n")
+    (nvidia_smi / "driver_version").write_text(f"{driver}\n" * len(names))
+    assert get_gpu_info() == (names, len(names))
+    assert get_driver_version() == driver
+    assert check_cuda_p2p_ib_support() is supported
+
+
+def test_no_gpus_have_nothing_to_avoid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without nvidia-smi the answer is yes."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check_cuda_p2p_ib_support()
+
+
+def test_cores_of_a_list() -> None:
+    """The kernel's format, with ranges and single cores."""
+    assert environment._parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert environment._parse_cores("\n") == set()
+
+
+def test_affinity_without_gpus_is_left_alone() -> None:
+    """A process on CPUs keeps the cores that it has."""
+    code = """
+import os
+from zero_plugin.utils import set_numa_affinity
+before = os.sched_getaffinity(0)
+set_numa_affinity(0)
+assert os.sched_getaffinity(0) == before
+"""
+    environment_ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", code], env=environment_, timeout=60, check=True)
+    assert set_numa_affinity.__name__ == "set_numa_affinity"

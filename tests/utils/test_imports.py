@@ -1,0 +1,94 @@
+"""Questions for packages and devices are answered by what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_plugin.utils import imports
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Install a package, without code, of a name and version."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str, version: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    return install
+
+
+@pytest.mark.parametrize("name", sorted(imports.PACKAGES))
+def test_every_package_is_answered_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question is True when the package is there in a new enough version, else False."""
+
+    def nothing(asked: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(asked)
+
+    ask = getattr(imports, f"is_{name}_available")
+    monkeypatch.setattr(importlib.metadata, "version", nothing)
+    assert ask() is False
+    monkeypatch.setattr(importlib.metadata, "version", lambda asked: "3.0")
+    assert ask() is True
+
+
+def test_versions_count(installed) -> None:
+    """A package that is too old, or too new, is not there; a release candidate of a good version is."""
+    installed("aim", "4.0.0")
+    installed("torchao", "0.7.0rc1")
+    assert imports.is_aim_available() is False
+    assert imports.is_torchao_available() is True
+    assert imports.is_fp8_available() is True
+    assert imports.is_numpy_available(min_version="1.0") is True
+    assert imports.is_numpy_available(min_version="99") is False
+
+
+def test_any_of_several_packages(installed) -> None:
+    """mlflow's small distribution is mlflow too."""
+    installed("mlflow-skinny", "2.0")
+    assert imports.is_mlflow_available() is True
+
+
+@pytest.mark.parametrize("name", sorted(set(imports.DEVICES) - {"xpu"}))
+def test_devices_without_their_plugin(name: str) -> None:
+    """A device that nothing adds to torch is not there, whatever is asked."""
+    ask = getattr(imports, f"is_{name}_available")
+    assert ask() is False
+    assert ask(check_device=True) is False
+
+
+def test_this_machine() -> None:
+    """CUDA is there where torch says so, and every machine that the package trains on computes in 16 bits."""
+    assert imports.is_cuda_available() is torch.cuda.is_available()
+    assert imports.is_xpu_available() is torch.xpu.is_available()
+    assert imports.is_rocm_available() is (torch.version.hip is not None and torch.cuda.is_available())
+    assert imports.is_mps_available() is torch.backends.mps.is_available()
+    assert imports.is_fp16_available()
+    assert imports.is_weights_only_available()
+    assert imports.is_torch_distributed_available()
+    assert imports.is_xccl_available() is False
+    assert imports.is_bitsandbytes_multi_backend_available() is False
+    if not torch.cuda.is_available():
+        assert imports.is_bf16_available()
+
+
+def test_torch_xla_can_be_hidden(monkeypatch: pytest.MonkeyPatch, installed) -> None:
+    """`USE_TORCH_XLA=0` runs plain torch where torch_xla is installed."""
+    installed("torch-xla", "2.9")
+    assert imports.is_torch_xla_available()
+    monkeypatch.setenv("USE_TORCH_XLA", "0")
+    assert not imports.is_torch_xla_available()
+
+
+def test_rich_is_wanted_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich is always installed; a script uses it where the user asks for it."""
+    monkeypatch.delenv("ACCELERATE_ENABLE_RICH", raising=False)
+    assert imports.is_rich_available() is False
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "yes")
+    assert imports.is_rich_available() is True

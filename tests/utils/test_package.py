@@ -1,0 +1,57 @@
+"""`zero_plugin.utils` has Accelerate's names, and loads each when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from zero_plugin import utils
+from zero_plugin.utils.imports import DEVICES, PACKAGES
+from zero_plugin.utils.left_out import LEFT_OUT
+
+
+@pytest.mark.parametrize("module", sorted(set(utils._HOME.values())))
+def test_a_module_offers_at_the_top_what_it_offers_itself(module: str) -> None:
+    """The table of names and each module's `__all__` agree, and both give the same object."""
+    names = {name for name, home in utils._HOME.items() if home == module}
+    home = importlib.import_module(f"zero_plugin.utils.{module}")
+    assert names == set(home.__all__)
+    for name in names:
+        assert getattr(utils, name) is getattr(home, name)
+    assert names <= set(dir(utils))
+
+
+def test_importing_is_lazy() -> None:
+    """Neither the package, nor a question to the environment or for a package, loads torch."""
+    code = """
+import sys
+from zero_plugin.utils import is_wandb_available, patch_environment, str_to_bool, is_torch_version
+is_wandb_available(), is_torch_version(">", "1")
+print([m for m in ("torch", "deepspeed", "numpy") if m in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["zero_plugin.utils", "zero_plugin.utils.dataclasses"])
+def test_what_is_left_out_says_why(module: str) -> None:
+    """`from … import` of a name that is Accelerate's alone shows its sentence."""
+    with pytest.raises(ImportError, match=r"FullyShardedDataParallelPlugin is FSDP's; .* DeepSpeed stage 3 config\."):
+        exec(f"from {module} import FullyShardedDataParallelPlugin")
+
+
+def test_nothing_that_is_here_is_left_out() -> None:
+    """No name is both here and among those with a reason for being absent."""
+    here = {*utils._HOME, *(f"is_{name}_available" for name in (*PACKAGES, *DEVICES))}
+    assert here.isdisjoint(LEFT_OUT)
+
+
+@pytest.mark.parametrize("name", ["gatther", "is_nonsense_available"])
+def test_a_name_that_nobody_has(name: str) -> None:
+    """A mistyped name is an AttributeError, as for every module."""
+    assert not hasattr(utils, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        getattr(utils, name)

@@ -1,0 +1,64 @@
+"""What scripts import from `accelerate.utils`, under the same names; loaded when it is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zero_plugin.utils.left_out import missing_name
+
+if TYPE_CHECKING:  # each module's `__all__`, for editors and type checkers
+    from zero_plugin.utils.constants import *  # noqa: F403
+    from zero_plugin.utils.dataclasses import *  # noqa: F403
+    from zero_plugin.utils.deepspeed import *  # noqa: F403
+    from zero_plugin.utils.environment import *  # noqa: F403
+    from zero_plugin.utils.imports import *  # noqa: F403
+    from zero_plugin.utils.memory import *  # noqa: F403
+    from zero_plugin.utils.modeling import *  # noqa: F403
+    from zero_plugin.utils.operations import *  # noqa: F403
+    from zero_plugin.utils.other import *  # noqa: F403
+    from zero_plugin.utils.random import *  # noqa: F403
+    from zero_plugin.utils.versions import *  # noqa: F403
+
+_NAMES = {
+    "constants": """MODEL_NAME PROFILE_PATTERN_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
+        SAFE_WEIGHTS_PATTERN_NAME STR_OPERATION_TO_FUNC TORCH_DYNAMO_MODES WEIGHTS_INDEX_NAME WEIGHTS_NAME
+        WEIGHTS_PATTERN_NAME""",
+    "dataclasses": """AutocastKwargs BaseEnum ComputeEnvironment DDPCommunicationHookType DataLoaderConfiguration
+        DeepSpeedPlugin DistributedDataParallelKwargs DistributedType DynamoBackend EnumWithContains GradScalerKwargs
+        GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType ProfileKwargs
+        ProjectConfiguration RNGType TensorInformation TorchDynamoPlugin""",
+    "deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
+    "environment": """CPUInformation are_libraries_initialized check_cuda_p2p_ib_support clear_environment
+        convert_dict_to_env_variables get_cpu_distributed_information get_driver_version get_gpu_info get_int_from_env
+        override_numa_affinity parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment
+        set_numa_affinity str_to_bool""",
+    "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
+    "modeling": """check_device_map compute_module_sizes convert_file_size_to_int dtype_byte_size find_tied_parameters
+        id_tensor_storage is_peft_model named_module_tensors set_module_tensor_to_device""",
+    "operations": """CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException GatheredParameters
+        broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices
+        find_batch_size find_device gather gather_object get_data_structure get_shape honor_type
+        ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information is_torch_tensor listify
+        pad_across_processes pad_input_tensors recursively_apply reduce send_to_device slice_tensors""",
+    "other": """check_os_kernel clean_state_dict_for_safetensors compile_regions convert_bytes
+        extract_model_from_parallel get_pretty_name has_compiled_regions is_compiled_module is_port_in_use load
+        merge_dicts recursive_getattr save wait_for_everyone write_basic_config""",
+    "random": "set_seed synchronize_rng_state synchronize_rng_states",
+    "versions": "compare_versions is_torch_version",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    # One rule for the questions `is_…_available`, of which there is one for every package that a script may want.
+    home = "imports" if name.startswith("is_") and name.endswith("_available") else _HOME.get(name)
+    if home is None:
+        raise missing_name(__name__, name)
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

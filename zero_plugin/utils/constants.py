@@ -1,0 +1,41 @@
+"""File names and words that `accelerate.utils.constants` gives a name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+__all__ = [
+    "MODEL_NAME",
+    "PROFILE_PATTERN_NAME",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME",
+    "STR_OPERATION_TO_FUNC",
+    "TORCH_DYNAMO_MODES",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
+]
+
+MODEL_NAME: Final = "pytorch_model"
+WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
+WEIGHTS_PATTERN_NAME: Final = f"{MODEL_NAME}{{suffix}}.bin"
+WEIGHTS_INDEX_NAME: Final = f"{WEIGHTS_NAME}.index.json"
+SAFE_MODEL_NAME: Final = "model"
+SAFE_WEIGHTS_NAME: Final = f"{SAFE_MODEL_NAME}.safetensors"
+SAFE_WEIGHTS_PATTERN_NAME: Final = f"{SAFE_MODEL_NAME}{{suffix}}.safetensors"
+SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
+PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
+
+TORCH_DYNAMO_MODES: Final = ["default", "reduce-overhead", "max-autotune"]
+STR_OPERATION_TO_FUNC: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}

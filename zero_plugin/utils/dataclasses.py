@@ -1,0 +1,60 @@
+"""The records and enumerations that scripts import from `accelerate.utils.dataclasses`."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from zero_plugin.choices import (
+    BaseEnum,
+    ComputeEnvironment,
+    DDPCommunicationHookType,
+    DynamoBackend,
+    EnumWithContains,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
+from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
+from zero_plugin.distributed_type import DistributedType
+from zero_plugin.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from zero_plugin.utils.left_out import missing_name
+from zero_plugin.utils.trees import TensorInformation
+
+__all__ = [
+    "AutocastKwargs",
+    "BaseEnum",
+    "ComputeEnvironment",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DynamoBackend",
+    "EnumWithContains",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "TensorInformation",
+    "TorchDynamoPlugin",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise missing_name(__name__, name)

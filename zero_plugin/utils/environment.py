@@ -1,0 +1,263 @@
+"""Environment variables, and what the machine says of itself without starting a device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from packaging.version import parse
+
+__all__ = [
+    "CPUInformation",
+    "are_libraries_initialized",
+    "check_cuda_p2p_ib_support",
+    "clear_environment",
+    "convert_dict_to_env_variables",
+    "get_cpu_distributed_information",
+    "get_driver_version",
+    "get_gpu_info",
+    "get_int_from_env",
+    "override_numa_affinity",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "set_numa_affinity",
+    "str_to_bool",
+]
+
+_logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+_ILLEGAL_IN_ENV_FILE = ";\n<> "
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 for y, yes, t, true, on, 1, and 0 for n, no, f, false, off, 0, in any case; True and False with `to_bool`.
+
+    Raises:
+        ValueError: another word.
+    """
+    word = value.lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"invalid truth value {value!r}; write one of {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first of these variables that is set and not negative."""
+    for key in env_keys:
+        if (value := int(os.environ.get(key, -1))) >= 0:
+            return value
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """The variable as `str_to_bool` reads it.
+
+    Raises:
+        ValueError: it is none of the words for true and false.
+    """
+    return bool(str_to_bool(os.environ.get(key, str(default))))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The variable's text."""
+    return os.environ.get(key, str(default))
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the modules that have been imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Lines `NAME=value` for a file of variables; one that such a file cannot hold is left out with a warning."""
+    lines = []
+    for key, value in current_env.items():
+        if key and value and not set(_ILLEGAL_IN_ENV_FILE) & set(key + value):
+            lines.append(f"{key}={value}\n")
+        else:
+            _logger.warning(f"{key}={value} is left out: it is empty, or holds one of {_ILLEGAL_IN_ENV_FILE!r}")
+    return lines
+
+
+# ---- contexts --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """No environment variables inside; afterwards those of before."""
+    with _restored(lambda _: True):
+        os.environ.clear()
+        yield
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Variables set inside, names in capitals and values as text; afterwards as before."""
+    names = {key.upper() for key in kwargs}
+    with _restored(names.__contains__):
+        os.environ.update({key.upper(): str(value) for key, value in kwargs.items()})
+        yield
+
+
+def purge_accelerate_environment(func_or_cls: _T) -> _T:
+    """Decorator that puts the variables `ACCELERATE_*` back after the function, or after each test of the class.
+
+    Of a class, and of those derived from it, every method whose name begins with `test` is decorated.
+    """
+    if not isinstance(func_or_cls, type):
+        return cast(_T, _purging(func_or_cls))
+    _purge_tests(func_or_cls)
+    decorated: Any = func_or_cls
+    own = decorated.__dict__.get("__init_subclass__")
+
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+        if own is not None:
+            own.__get__(None, cls)(**kwargs)
+        else:
+            super(decorated, cls).__init_subclass__(**kwargs)
+        _purge_tests(cls)
+
+    decorated.__init_subclass__ = classmethod(init_subclass)
+    return func_or_cls
+
+
+def _purging(function: Any) -> Any:
+    @functools.wraps(function)
+    def purged(*args: Any, **kwargs: Any) -> Any:
+        with _restored(lambda name: name.startswith("ACCELERATE_")):
+            return function(*args, **kwargs)
+
+    purged._purges = True  # type: ignore[attr-defined]
+    return purged
+
+
+def _purge_tests(cls: type) -> None:
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if name.startswith("test") and inspect.isfunction(method) and not hasattr(method, "_purges"):
+            setattr(cls, name, _purging(method))
+
+
+@contextmanager
+def _restored(concerns: Callable[[str], bool]) -> Iterator[None]:
+    before = {name: value for name, value in os.environ.items() if concerns(name)}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if concerns(name) and name not in before]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CPUInformation:
+    """This process among the others, as a launcher's variables say.
+
+    Attributes:
+        rank, world_size: among all processes.
+        local_rank, local_world_size: among those of this machine.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """What torchrun, Intel MPI, Open MPI or MVAPICH2 say in the environment; one process where none does."""
+    return CPUInformation(
+        rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
+        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
+        local_rank=get_int_from_env(
+            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
+        ),
+        local_world_size=get_int_from_env(
+            ["LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"], 1
+        ),
+    )
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Names of the NVIDIA GPUs, and how many there are.
+
+    Raises:
+        OSError, CalledProcessError: nvidia-smi is missing or fails.
+    """
+    names = _ask_nvidia_smi("name")
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Version of the NVIDIA driver.
+
+    Raises:
+        OSError, CalledProcessError: nvidia-smi is missing or fails.
+    """
+    return _ask_nvidia_smi("driver_version")[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """False where NCCL must not use P2P or InfiniBand: several RTX 40 on a driver older than 550.40.07."""
+    try:
+        names, count = get_gpu_info()
+        affected = count > 1 and any("RTX 40" in name for name in names)
+        return not affected or parse(get_driver_version()) >= parse("550.40.07")
+    except (OSError, subprocess.SubprocessError):
+        return True  # no NVIDIA GPUs, so nothing to avoid
+
+
+def _ask_nvidia_smi(field: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().splitlines()  # noqa: S603 - fixed words
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its GPU; without GPUs, do nothing.
+
+    Args:
+        local_process_index: index of its GPU.
+        verbose: log the cores; None asks `ACCELERATE_DEBUG_MODE`.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    gpu: Any = torch.cuda.get_device_properties(local_process_index)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    cores = _parse_cores(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text())
+    os.sched_setaffinity(0, cores)
+    if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        _logger.info(f"process {local_process_index} runs on cores {sorted(os.sched_getaffinity(0))}")
+
+
+@functools.cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """`override_numa_affinity`, once for each process index."""
+    override_numa_affinity(local_process_index, verbose)
+
+
+def _parse_cores(text: str) -> set[int]:
+    """The kernel's list format, e.g. `0-3,8` (Linux, Documentation/core-api/kernel-api, "CPU lists")."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -1,0 +1,111 @@
+"""Find a batch size that fits, and give memory back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+
+_logger = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = (
+    " out of memory.",  # CUDA, ROCm
+    "DefaultCPUAllocator: can't allocate memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",  # cuDNN has no algorithm for a batch that large
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return the memory that torch's allocator holds unused to the device.
+
+    Args:
+        garbage_collection: collect garbage first, which takes long.
+    """
+    if garbage_collection:
+        gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage and clear the device's cache; `a, b = release_memory(a, b)` lets go of both.
+
+    Returns:
+        A None for each object. What an object holds is freed when the caller's name for it is gone.
+    """
+    released: list[None] = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return released
+
+
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Whether the error says that memory ran out, on a GPU or a CPU, or that cuDNN cannot do a batch that large."""
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Decorator that calls `function(batch_size, …)` with smaller and smaller batches until memory suffices.
+
+    A later call begins with the batch size that the last one ended with.
+
+        @find_executable_batch_size(starting_batch_size=128)
+        def train(batch_size, model): ...
+
+        train(model)
+
+    Args:
+        function: its first parameter is the batch size, which the caller leaves out.
+        starting_batch_size: the first to try.
+        reduce_batch_size_fn: gives the next batch size; by default nine tenths of the last, rounded down.
+
+    Raises:
+        TypeError: the caller passed the batch size.
+        RuntimeError: not even a batch of one sample fits.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    name = getattr(function, "__name__", repr(function))
+    batch_size = starting_batch_size
+    parameters = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
+        if len(parameters) < len(args) + 1:
+            call = ", ".join(f"{argument}={value!r}" for argument, value in zip(parameters[1:], args[1:], strict=False))
+            raise TypeError(
+                f"Batch size was passed into `{name}` as the first argument when called. The decorator "
+                f"passes it; write `{name}({call})`"
+            )
+        clear_device_cache(garbage_collection=True)
+        while batch_size > 0:
+            try:
+                return function(batch_size, *args, **kwargs)
+            except Exception as error:
+                if not should_reduce_batch_size(error):
+                    raise
+            # Behind the `except`: until its end, the traceback holds the frames that hold the tensors.
+            clear_device_cache(garbage_collection=True)
+            smaller = reduce_batch_size_fn() if reduce_batch_size_fn is not None else int(batch_size * 0.9)
+            _logger.warning(f"{name}: memory does not suffice for batch size {batch_size}; next is {smaller}")
+            batch_size = smaller
+        raise RuntimeError("No executable batch size found, reached zero.")
+
+    return run

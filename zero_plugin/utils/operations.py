@@ -1,0 +1,198 @@
+"""What a script calls on tensors, its own or those of all processes, as `accelerate.utils.operations` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin import collectives
+from zero_plugin.collectives import CannotPadNestedTensorWarning, Reduction
+from zero_plugin.errors import LoopError
+from zero_plugin.nested import list_leaves
+from zero_plugin.state import PartialState
+from zero_plugin.utils.trees import (
+    ConvertOutputsToFp32,
+    concatenate,
+    convert_outputs_to_fp32,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    get_shape,
+    honor_type,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    is_namedtuple,
+    is_tensor_information,
+    is_torch_tensor,
+    listify,
+    pad_input_tensors,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "ConvertOutputsToFp32",
+    "DistributedOperationException",
+    "GatheredParameters",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+]
+
+# What every collective raises where the processes' tensors do not match, in any mode.
+DistributedOperationException = LoopError
+
+
+def gather(tensor: Any) -> Any:
+    """The processes' tensors one after another along the first dimension, on every process; with one, as they are.
+
+    A 0-dimensional tensor counts as one row. First dimensions may differ between the processes.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        LoopError: dtypes or the other dimensions differ between the processes.
+    """
+    if PartialState().num_processes == 1:
+        return tensor
+    return collectives.gather(_only_tensors(tensor, "gather"))
+
+
+def gather_object(object: Any) -> Any:  # noqa: A002 - Accelerate's name for it
+    """The processes' lists of picklable objects as one list, process 0's first; with one process, as it is.
+
+    Raises:
+        LoopError: it is no list, tuple or set, which could be joined.
+    """
+    if PartialState().num_processes == 1:
+        return object
+    return collectives.gather_object(list(object) if isinstance(object, tuple | set | frozenset) else object)
+
+
+def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """Elementwise sum, mean or maximum of the processes' tensors, on every process; `none` gives each its own.
+
+    Args:
+        tensor: containers, or a tensor.
+        reduction: which.
+        scale: what the result is multiplied by.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        LoopError: shapes or dtypes differ between the processes, or `reduction` is another word.
+    """
+    PartialState()
+    return collectives.reduce(_only_tensors(tensor, "reduce"), reduction, scale)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite the tensors, in place, by those of process `from_process`; returns them.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        LoopError: shapes or dtypes differ between the processes.
+    """
+    PartialState()
+    received = iter(list_leaves(collectives.broadcast(_only_tensors(tensor, "broadcast"), from_process)))
+
+    def overwrite(leaf: Tensor) -> Tensor:
+        with torch.no_grad():
+            return leaf.copy_(next(received))
+
+    return recursively_apply(overwrite, tensor)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of the list, in place, by those of process `from_process`; returns the list."""
+    PartialState()
+    return collectives.broadcast_object_list(object_list, from_process)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad every tensor along `dim` with `pad_index` to the largest size on any process, behind or in front.
+
+    A tensor that has no dimension `dim` is returned as it is, and so is a nested tensor, with a warning.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        LoopError: the number of dimensions differs between the processes.
+    """
+    PartialState()
+    return collectives.pad_across_processes(_only_tensors(tensor, "pad_across_processes"), dim, pad_index, pad_first)
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """The tensor that one process passes, on every process; the others pass None and need not know its shape.
+
+    Raises:
+        LoopError: none passes one, or several do.
+    """
+    device = PartialState().device
+    own = None if tensor is None else (tensor.shape, tensor.dtype)
+    told = collectives.gather_object([own])
+    holders = [rank for rank, given in enumerate(told) if given is not None]
+    if len(holders) != 1:
+        raise LoopError(f"copy_tensor_to_devices got a tensor on processes {holders}; pass it on one, None elsewhere")
+    shape, dtype = told[holders[0]]
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    received: Tensor = collectives.broadcast(tensor.to(device), holders[0])
+    return received
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - DeepSpeed's name for it
+    params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """Inside, parameters that ZeRO-3 has partitioned are whole on every process; others are so anyway. Collective.
+
+    Args:
+        params: parameters, or a parameter.
+        modifier_rank: the process whose changes stay; None where none changes them.
+        fwd_module: of a module's forward that gathers what is registered as external.
+        enabled: False does nothing.
+    """
+    given: Iterable[Tensor] = [params] if isinstance(params, Tensor) else list(params)
+    if not (enabled and any(hasattr(p, "ds_id") for p in given)):
+        yield
+        return
+    from zero_plugin.strategies.deepspeed.gathered import gathered_parameters  # imports deepspeed
+
+    with gathered_parameters(given, modifier_rank, fwd_module):
+        yield
+
+
+def _only_tensors(tree: Any, call: str) -> Any:
+    def same(leaf: Tensor) -> Tensor:
+        return leaf
+
+    same.__name__ = call  # the message names it
+    return recursively_apply(same, tree, error_on_other_type=True)

@@ -1,0 +1,7 @@
+"""Seeds, and one state of the random number generators for all processes."""
+
+from __future__ import annotations
+
+from zero_plugin.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
+
+__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]

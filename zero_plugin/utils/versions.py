@@ -1,0 +1,35 @@
+"""Compare the version of an installed package with another."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+from packaging.version import Version, parse
+
+from zero_plugin.utils.constants import STR_OPERATION_TO_FUNC
+
+__all__ = ["compare_versions", "is_torch_version"]
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Whether a version stands to another as `operation` says.
+
+    Args:
+        library_or_version: name of an installed package, or a parsed version.
+        operation: one of `<`, `<=`, `==`, `!=`, `>=`, `>`.
+        requirement_version: what it is compared with.
+
+    Raises:
+        ValueError: another operation.
+        PackageNotFoundError: the package is not installed.
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(f"compare_versions(operation={operation!r}): write one of {list(STR_OPERATION_TO_FUNC)}")
+    if isinstance(library_or_version, str):
+        library_or_version = parse(importlib.metadata.version(library_or_version))
+    return STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether the installed torch stands to `version` as `operation` says; torch itself is not imported."""
+    return compare_versions("torch", operation, version)
