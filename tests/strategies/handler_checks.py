@@ -1,0 +1,205 @@
+"""What a script sets of torch's own objects: it arrives, or is refused or said where a path has no such object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from paths import PAIR, SINGLE, assert_near, checks_on, is_zero, loss_of, make_net, own_batch, raised, running, weights
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_plugin.choices import DDPCommunicationHookType
+from zero_plugin.errors import ConfigError
+from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, TorchDynamoPlugin
+
+STEPS = 3
+
+
+class Branches(nn.Module):
+    """Takes its left or its right layer, by the step: the other one has no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+def check_ddp_arguments(path: str) -> None:
+    """Every argument of DDP arrives at torch's object; what was not given keeps this package's default."""
+    given = DistributedDataParallelKwargs(
+        broadcast_buffers=False, bucket_cap_mb=7, find_unused_parameters=True, static_graph=True
+    )
+    with running(path, kwargs_handlers=[given]) as accelerator:
+        net = make_net()
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert isinstance(model, DistributedDataParallel)
+        assert (model.broadcast_buffers, model.bucket_bytes_cap) == (False, 7 * 2**20)
+        assert (model.find_unused_parameters, model.static_graph) == (True, True)
+        assert model.gradient_as_bucket_view
+        assert accelerator.ddp_handler is given
+
+
+def check_unused_parameters(path: str) -> None:
+    """With `find_unused_parameters`, a branch that sits out is not waited for, also where forwards precede backwards."""
+    for accumulation in (1, 2):
+        with running(
+            path,
+            gradient_accumulation_steps=accumulation,
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        ) as accelerator:
+            net = Branches()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            plain = Branches()
+            sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for step in range(2 * STEPS):
+                x, y = own_batch(step)
+                last = (step + 1) % accumulation == 0
+                loss = (model(x, step % 2 == 0) - y).square().mean()
+                held_out = (model(x, step % 2 == 1) - y).square().mean().detach()  # a second forward before the backward
+                accelerator.backward(loss + 0 * held_out)
+                optimizer.step()
+                optimizer.zero_grad()
+                ((plain(x, step % 2 == 0) - y).square().mean() / accumulation).backward()
+                if last:
+                    for p in plain.parameters():
+                        if p.grad is not None:
+                            dist.all_reduce(p.grad)
+                            p.grad /= dist.get_world_size()
+                    sgd.step()
+                    sgd.zero_grad()
+            assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def check_static_graph(path: str) -> None:
+    """With `static_graph` the loop trains as without; with accumulation it is refused, which torch fails at."""
+    static = [DistributedDataParallelKwargs(static_graph=True)]
+    assert_near(train(path, kwargs_handlers=static), train(path), 1e-6)
+    raised(
+        ConfigError,
+        "static_graph",
+        "2 micro-batches",
+        by=lambda: train(path, gradient_accumulation_steps=2, kwargs_handlers=static),
+    )
+
+
+def check_communication_hook(path: str) -> None:
+    """Gradients are reduced by the hook that was asked for: in half precision, their last digits are gone."""
+    kinds = DDPCommunicationHookType
+    plain = train(path)
+    for how in (
+        {"comm_hook": kinds.FP16},
+        {"comm_hook": kinds.POWER_SGD, "comm_wrapper": kinds.FP16, "comm_state_option": {"start_powerSGD_iter": 2}},
+    ):
+        hooked = train(path, kwargs_handlers=[DistributedDataParallelKwargs(**how)])
+        assert any(not torch.equal(hooked[name], plain[name]) for name in plain)
+        assert_near(hooked, plain, 0.05)
+
+
+def check_loss_scale(path: str) -> None:
+    """The scale begins where it was said, grows and falls by the factors that were said."""
+    given = GradScalerKwargs(init_scale=1024.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=1)
+    with running(path, mixed_precision="fp16", kwargs_handlers=[given]) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-4))
+        scales = []
+        for step in range(5):
+            scales.append(accelerator._trainings[0].session.loss_scale)
+            accelerator.backward(loss_of(model, own_batch(step), scale=1e30 if step >= 3 else 1e-3))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert scales[:4] == [1024.0, 1024.0, 4096.0, 16384.0]
+        assert accelerator._trainings[0].session.loss_scale == 4096.0  # the first skip is forgiven, as by DeepSpeed
+        assert optimizer.step_was_skipped
+
+
+def check_no_loss_scale(path: str) -> None:
+    """`enabled=False` trains in fp16 without a scale."""
+    with running(path, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)]) as accelerator:
+        net = make_net()
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert accelerator._trainings[0].session.loss_scale == 1.0
+
+
+def check_autocast(path: str) -> None:
+    """What the script computes inside is in the run's type, unless it says otherwise; under ZeRO it is inert."""
+    a = torch.ones(4, 4)
+    with running(path, mixed_precision="bf16") as accelerator:
+        with accelerator.autocast():
+            assert (a @ a).dtype == (torch.float32 if is_zero(path) else torch.bfloat16)
+            with accelerator.autocast(AutocastKwargs(enabled=False)):
+                assert (a @ a).dtype == torch.float32
+        assert (a @ a).dtype == torch.float32
+    with running(path) as accelerator, accelerator.autocast():
+        assert (a @ a).dtype == torch.float32
+
+
+def check_autocast_of_models(path: str) -> None:
+    """A handler given at the start is that of prepared models too."""
+    with running(path, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)]) as accelerator:
+        net = nn.Sequential(nn.Linear(8, 8))
+        seen: list[torch.dtype] = []
+        net[0].register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+        model = accelerator.prepare(net)
+        model(torch.ones(2, 8))
+        assert seen == [torch.float32]
+
+
+def check_what_engines_lack(path: str) -> None:
+    """What would train otherwise is refused with every place; what has no use is said."""
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    scale = GradScalerKwargs(growth_factor=3.0)
+    raised(
+        ConfigError,
+        "comm_hook",
+        "communication_data_type",
+        "growth_factor=3.0",
+        by=lambda: running(path, kwargs_handlers=[hook, scale]).__enter__(),
+    )
+    with running(path, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]) as accelerator:
+        assert any("find_unused_parameters" in line and "ZeRO" in line for line in accelerator._told)
+
+
+def check_compiled(path: str) -> None:
+    """A compiled model trains as it does uncompiled, whole or by its blocks, and comes out as the user's own module."""
+    plain = train(path)
+    for plugin in (
+        TorchDynamoPlugin(backend="eager"),
+        TorchDynamoPlugin(backend="eager", use_regional_compilation=True),
+    ):
+        compiled: list[int] = []
+        assert_near(train(path, compiled, dynamo_plugin=plugin), plain, 1e-6)
+        assert compiled == [1]
+
+
+def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dict[str, Tensor]:
+    """The weights after a few steps."""
+    with running(path, **arguments) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        steps = STEPS * accelerator.gradient_accumulation_steps
+        for step in range(steps):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.unwrap_model(model) is net
+        if compiled is not None:
+            compiled.append(sum(module._compiled_call_impl is not None for module in net.modules()))
+        return weights(accelerator, model)
+
+
+CHECKS = {
+    **checks_on(
+        ["ddp"],
+        [check_ddp_arguments, check_unused_parameters, check_static_graph, check_communication_hook],
+    ),
+    **checks_on(["single", "ddp"], [check_loss_scale, check_no_loss_scale, check_autocast_of_models]),
+    **checks_on([*SINGLE, "ddp", "zero3"], [check_autocast]),
+    **checks_on(["zero2", "zero3"], [check_what_engines_lack]),
+    **checks_on([*SINGLE, *PAIR], [check_compiled]),
+}
