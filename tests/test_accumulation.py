@@ -23,7 +23,7 @@ class FakeEpoch:
         return self.length - self.batch - 1 if self.known else None
 
     @property
-    def on_last_batch(self) -> bool:
+    def end_of_dataloader(self) -> bool:
         return self.batch == self.length - 1
 
 

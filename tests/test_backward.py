@@ -13,7 +13,7 @@ from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
 from zero_plugin.backward import run_backward
 from zero_plugin.errors import LoopError
 from zero_plugin.first_steps import find_unprepared
-from zero_plugin.prepared import PreparedOptimizer
+from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.training import Training
@@ -29,7 +29,8 @@ def make_trainings(count: int, steps: int = 1) -> list[Training]:
         session = TorchSession(model, model, sgd, precision="no", clipping=None)
         window = AccumulationWindow(steps)
         resolved: Any = SimpleNamespace(precision="no")
-        optimizer = PreparedOptimizer(session, window)
+        optimizer = AcceleratedOptimizer(sgd)
+        optimizer.run_in(session, window)
         parameters = tuple(model.parameters())
         trainings.append(Training(session, Facts(), resolved, window, parameters, sgd, optimizer))
     if count > 1:

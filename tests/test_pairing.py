@@ -33,7 +33,6 @@ def test_what_cannot_be_paired() -> None:
     """An optimizer of no model, of several, of a stranger; two of one model; models that share parameters."""
     one, two = nn.Linear(2, 2), nn.Sequential(nn.Linear(3, 3))
     cases: list[tuple[list[nn.Module], list[Any], list[nn.Module], str]] = [
-        ([], [sgd(one)], [], "without its model"),
         ([one, two], [sgd(one, two)], [], "several models"),
         ([one, two], [sgd(nn.Linear(1, 1))], [], "2 of 2 parameters are not the model's"),
         ([one], [sgd(one), sgd(one)], [], "two optimizers"),

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -34,9 +35,11 @@ from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.prepare import ShardIterable
 from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
 from zero_plugin.errors import LoopError
+from zero_plugin.facade.checkpoints import CheckpointCalls, LoadHook, SaveHook
 from zero_plugin.facade.collecting import CollectingCalls
 from zero_plugin.facade.compute import ComputeCalls
 from zero_plugin.facade.data import DataCalls
+from zero_plugin.facade.gradients import GradientCalls
 from zero_plugin.facade.loop import LoopCalls
 from zero_plugin.facade.prepare import PrepareCalls
 from zero_plugin.facade.processes import ProcessCalls
@@ -64,7 +67,16 @@ __all__ = ["Accelerator"]
 
 
 class Accelerator(
-    SettingCalls, ProcessCalls, CollectingCalls, DataCalls, PrepareCalls, LoopCalls, ComputeCalls, WeightCalls
+    SettingCalls,
+    ProcessCalls,
+    CollectingCalls,
+    DataCalls,
+    PrepareCalls,
+    LoopCalls,
+    GradientCalls,
+    ComputeCalls,
+    WeightCalls,
+    CheckpointCalls,
 ):
     """Trains a model on ZeRO 0-3, DDP or one device, as the configuration says, with one and the same loop.
 
@@ -177,6 +189,9 @@ class Accelerator(
         self._trained: list[Training] = []  # those with an optimizer
         self._untrained: list[Training] = []
         self._waiting: list[AcceleratedOptimizer] = []  # for their models
+        self._custom_objects: list[Any] = []
+        self._save_model_state_pre_hook: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_model_state_pre_hook: OrderedDict[int, LoadHook] = OrderedDict()
         self._window = self._loose = self._new_window()
         self._first_steps = FirstSteps(self._trainings, lambda: RUNNING.current, self._say)
         self._ended = False

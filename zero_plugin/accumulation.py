@@ -17,15 +17,16 @@ class Epoch(Protocol):
     def batches_left(self) -> int | None:
         """Batches still to come in this epoch after the current one; None where the length is unknown."""
 
-    on_last_batch: bool
+    end_of_dataloader: bool
     """Whether the current batch is the epoch's last."""
 
 
 class AccumulationWindow:
     """Counts one model's micro-batches into windows of `steps`; the last window of an epoch may be shorter.
 
-    A loop tells its micro-batches in one of two ways. Under `accumulate()`, which hands out the window as a context
-    manager, each entry is one (`enter_batch`). By hand, each `backward` is one (`count_backward`).
+    A loop tells its micro-batches in one of three ways. Under `accumulate()`, which hands out the window as a context
+    manager, each entry is one (`enter_batch`). By hand, each `backward` is one (`count_backward`). Or it says itself,
+    by `decide`, whether the window ends, and no micro-batch is counted until the next `accumulate()`.
 
     The loss of each micro-batch is divided by the window's true size, where the loader knows its length when the window
     opens. Where it does not, the loss is divided by `steps`, and `correction` tells by what the summed gradients have
@@ -49,7 +50,8 @@ class AccumulationWindow:
         self._running_epoch = running_epoch
         self._size = steps  # micro-batches of the window, as far as known
         self._batches = 0  # of them seen so far
-        self.ends_here = False
+        self._decided: bool | None = None  # what the script said of the window's end
+        self.ends_here = True  # before the first micro-batch, as after a window
         self._stepped = False  # the window ended and was applied; the next micro-batch opens a new one
         self._told_by_context = False  # this window's micro-batches come from accumulate()
         self._since_step = 0  # backwards since the loop last called step()
@@ -78,6 +80,8 @@ class AccumulationWindow:
 
         Loops also call it first thing, or after each of their micro-batches; there it means nothing.
         """
+        if self._decided is False:
+            return False
         if self.in_context or (self._told_by_context and not self.ends_here):
             return self._since_step > self._backwards == 0  # left by another model's loss, after the last window's step
         return self._since_step > 0
@@ -86,6 +90,7 @@ class AccumulationWindow:
         """`accumulate()` was entered: one more micro-batch."""
         if self.in_context:
             raise LoopError("accumulate() is entered inside accumulate(); leave the first one before the next batch.")
+        self._decided = None
         if self.ends_here:
             self._open()
         self.in_context = self._told_by_context = True
@@ -113,7 +118,7 @@ class AccumulationWindow:
             return
         if self._told_by_context or self._stepped or self.steps == 1:
             self._open()
-        elif self._batches >= self._size:
+        elif self._batches >= self._size and self._decided is None:
             raise LoopError(
                 f"backward() ran {self._since_step} times without optimizer.step(), but gradient_accumulation_steps is "
                 f"{self.steps}.\nCall optimizer.step() after every backward (it acts on every {self.steps}th), or set "
@@ -133,9 +138,9 @@ class AccumulationWindow:
             LoopError: by hand, steps come at a cadence that is neither every micro-batch nor every window.
         """
         # Without accumulation every step applies whatever was added up, however many backwards that took.
-        applies = self.ends_here or (self.steps == 1 and not self.in_context)
+        applies = self.ends_here or (self.steps == 1 and not self.in_context and self._decided is None)
         since, self._since_step = self._since_step, 0
-        if not applies and not self._told_by_context and since > 1:
+        if not applies and not self._told_by_context and self._decided is None and since > 1:
             raise LoopError(
                 f"optimizer.step() comes after {since} backwards, but gradient_accumulation_steps is {self.steps}.\n"
                 f"Set gradient_accumulation_steps to {since}, or wrap each micro-batch in "
@@ -143,6 +148,16 @@ class AccumulationWindow:
             )
         self._stepped = applies
         return applies
+
+    def decide(self, ends: bool) -> None:
+        """The script says whether the micro-batches from now on end their window, until the next `accumulate()`."""
+        self._decided = self.ends_here = ends
+
+    def resize(self, steps: int) -> None:
+        """Windows have `steps` micro-batches, from the next one on."""
+        self.steps = steps
+        if self._batches == 0 or self._stepped:
+            self._size = steps
 
     def restart(self) -> None:
         """The gradients were dropped."""
@@ -167,10 +182,12 @@ class AccumulationWindow:
         self.ends_here = self._is_end(self._batches)
 
     def _is_end(self, batches: int) -> bool:
+        if self._decided is not None:
+            return self._decided
         if batches >= self._size:
             return True
         epoch = self._running_epoch()
-        return batches > 0 and epoch is not None and epoch.on_last_batch
+        return batches > 0 and epoch is not None and epoch.end_of_dataloader
 
 
 class TogetherWindows:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.errors import LoopError
 from zero_plugin.training import Training
 
-__all__ = ["run_backward"]
+__all__ = ["run_backward", "run_loose_backward"]
 
 
 def run_backward(
@@ -45,12 +46,27 @@ def run_backward(
     return reached
 
 
+def run_loose_backward(window: AccumulationWindow, loss: Tensor, *, counts: bool, **kwargs: Any) -> None:
+    """Torch's own backward, of a loss that trains nothing that was prepared with its optimizer.
+
+    Args:
+        window: its number of micro-batches divides the loss.
+        loss: scalar.
+        counts: whether an optimizer steps by this window, so that outside `accumulate()` backwards are counted.
+        **kwargs: for `torch.autograd.backward`.
+    """
+    if counts or window.in_context:
+        window.count_backward()
+    divisor = window.divisor
+    torch.autograd.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+
+
 def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: Any) -> Sequence[Training]:
     _share_loss_scale(trainings)
     steps = trainings[0].window.steps
     for training in trainings:
         training.reached = False
-        training.session.open_backward(ends_window=training.window.next_backward_ends)
+        training.session.open_backward(ends_window=training.window.next_backward_ends, loss=loss)
     try:
         scaled = trainings[0].session.scale_loss(loss)
         torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zero_plugin.accumulation import Epoch
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.base import Strategy
 from zero_plugin.training import Training
 
 __all__ = ["FirstSteps", "find_unprepared"]
@@ -34,7 +35,19 @@ class FirstSteps:
         self._running_epoch = running_epoch
         self._say = say
         self._epoch_ended = False  # a backward of an epoch's last batch was seen
-        self._said = False
+        self._said = self._said_loose = False
+
+    def may_run_loose(self, strategy: Strategy, processes: int) -> bool:
+        """Whether a backward may run though nothing is prepared with its optimizer; said once.
+
+        Not where it would train something else than it seems to: partitioned models, copies that are not averaged.
+        """
+        may = strategy.optimizer_may_follow and (processes == 1 or bool(self._trainings))
+        if may and not self._said_loose:
+            self._said_loose = True
+            alone = "" if processes == 1 else "; where a model is not prepared, its gradients stay with their process"
+            self._say(f"no model is prepared with its optimizer: backward() is torch's own{alone}")
+        return may
 
     def look_at(self, loss: Tensor) -> None:
         """A backward of `loss` is about to run.
@@ -47,7 +60,7 @@ class FirstSteps:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
         self._refuse_unprepared(loss)
         epoch = self._running_epoch()
-        last_batch = epoch is not None and epoch.on_last_batch
+        last_batch = epoch is not None and epoch.end_of_dataloader
         if self._epoch_ended and not last_batch:
             self.say_if_none()
         self._epoch_ended = last_batch
@@ -55,7 +68,7 @@ class FirstSteps:
 
     def say_if_none(self) -> None:
         """At an epoch's end: say it if no optimizer was ever asked to step."""
-        acted = any(t.optimizer is not None and t.optimizer.acted for t in self._trainings)
+        acted = any(o.applied_steps or o.skipped_in_a_row for t in self._trainings if (o := t.optimizer) is not None)
         if self._epoch_ended and not acted and not self._said:
             self._said = True
             self._say(

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from zero_plugin.errors import LoopError
 from zero_plugin.placeholders import DummyOptim
 
-__all__ = ["Pair", "pair_models"]
+__all__ = ["Pair", "holds_any", "pair_models"]
 
 
 class Pair(NamedTuple):
@@ -56,9 +56,13 @@ def pair_models(
     ]
 
 
+def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:
+    """Whether the optimizer holds a parameter of the model."""
+    held = {id(p) for p in _parameters(optimizer)}
+    return any(id(p) in held for p in model.parameters())
+
+
 def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) -> nn.Module:
-    if not models:
-        raise LoopError("prepare() got an optimizer without its model; pass both in the same call.")
     held = {id(p) for p in _parameters(optimizer)}
     counts = [sum(id(p) in held for p in model.parameters()) for model in models]
     most = max(range(len(models)), key=counts.__getitem__)

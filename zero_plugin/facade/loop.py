@@ -1,19 +1,24 @@
-"""What a script calls in its loop: backward, accumulation, clipping."""
+"""What a script calls in its loop: backward and accumulation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
-from zero_plugin.backward import run_backward
+from zero_plugin.backward import run_backward, run_loose_backward
 from zero_plugin.config.document import Document
-from zero_plugin.errors import LoopError
+from zero_plugin.config.tree import AUTO
+from zero_plugin.configurations import Configurations
+from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.first_steps import FirstSteps
+from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.strategies.base import Strategy
+from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
 
 __all__ = ["LoopCalls"]
@@ -24,19 +29,39 @@ class LoopCalls:
 
     document: Document
     resolved: Resolved | None
-    _trainings: list[Training]
-    _trained: list[Training]
-    _untrained: list[Training]
-    _window: AccumulationWindow | None
+    _configurations: Configurations
     _first_steps: FirstSteps
+    _loose: AccumulationWindow
+    _processes: Processes
+    _say: Callable[[str], None]
+    _strategy: Strategy
+    _trained: list[Training]
+    _trainings: list[Training]
+    _untrained: list[Training]
+    _waiting: list[AcceleratedOptimizer]
+    _window: AccumulationWindow
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        if self._window is not None:
-            return self._window.steps
-        asked = self.document.deepspeed.value("gradient_accumulation_steps")
-        return asked if isinstance(asked, int) else 1
+        """Micro-batches per optimizer step; settable, from the next window on.
+
+        Raises:
+            ConfigError: it is set to another number than file or flag say.
+        """
+        return self._window.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        key, call = "gradient_accumulation_steps", f"accelerator.gradient_accumulation_steps = {steps}"
+        before = self.document.deepspeed.get(key)
+        if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
+            message = f"{steps} in code, but {before.value} at {before.origin.where}"
+            raise ConfigError([Problem(call, key, message, "Write auto in the file to set it in code.")])
+        path = ("deepspeed", key)
+        self._configurations.overlay(lambda d: d.overlay({path: steps}, kind="code", where={path: call}))
+        self.document = self._configurations.document
+        for window in self._windows():
+            window.resize(steps)
 
     @property
     def sync_gradients(self) -> bool:
@@ -44,26 +69,28 @@ class LoopCalls:
 
         Of several models, it is said of the one whose micro-batch this is: named in `accumulate`, or reached by the
         last `backward`.
-        """
-        return self._window is not None and self._window.ends_here
 
-    @property
-    def mixed_precision(self) -> str:
-        """`no`, `fp16` or `bf16`; before `prepare`, what the configuration says."""
-        if self.resolved is not None:
-            return self.resolved.precision
-        return str(self.document.launch.value("mixed_precision", default="no"))
+        A loop may set it, instead of calling `accumulate`: False before a micro-batch that does not end the window, and
+        True before the one that does.
+        """
+        return self._window.ends_here
+
+    @sync_gradients.setter
+    def sync_gradients(self, ends: bool) -> None:
+        for window in self._windows():
+            window.decide(ends)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was skipped."""
-        return any(t.optimizer is not None and t.optimizer.step_was_skipped for t in self._trainings)
+        return any(t.optimizer is not None and t.optimizer.step_was_skipped for t in self._trained)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of `loss`, divided by the size of the accumulation window. It never steps.
 
         Every prepared model whose trained parameters the loss depends on gets its gradients, and keeps them until its
-        optimizer's `step` or `zero_grad`, as in plain torch.
+        optimizer's `step` or `zero_grad`, as in plain torch. Where none was prepared with its optimizer, this is
+        torch's own backward, said once.
 
         Args:
             loss: scalar.
@@ -74,6 +101,10 @@ class LoopCalls:
                 one; with accumulation and without `accumulate`, it reaches several models.
         """
         if self._first_steps.pending:
+            if not self._trained and self._first_steps.may_run_loose(self._strategy, self._processes.world_size):
+                self._window = self._loose
+                run_loose_backward(self._loose, loss, counts=bool(self._waiting), **kwargs)
+                return
             self._first_steps.look_at(loss)
         self._window = run_backward(self._trained, self._untrained, loss, **kwargs)[0].window
 
@@ -87,53 +118,29 @@ class LoopCalls:
         Raises:
             LoopError: of several trained models, one is named that is not prepared.
         """
+        if not self._trained:
+            self._window = self._loose
+            return self._loose
         trained = self._named(models)
         self._window = trained[0].window
         return trained[0].window if len(trained) == 1 else TogetherWindows([t.window for t in trained])
 
-    @contextmanager
-    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Backwards inside stay local where the strategy can; harmless where it cannot."""
-        with ExitStack() as stack:
-            for training in self._trainings:
-                if model is None or model is training.session.model:
-                    stack.enter_context(training.session.no_sync())
-            yield
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the coming step's gradients and return their norm before clipping (scalar, fp32), at once.
-
-        Called inside a window, where the step's gradients are not complete, it does nothing and returns nan.
-
-        Args:
-            parameters: of one prepared model.
-            max_norm: largest norm; `inf` only measures.
-            norm_type: 2, or under DDP and on one device any other.
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> NoReturn:  # noqa: ARG002
+        """Refuse: LOMO updates weights within backward, where nothing is averaged, accumulated or clipped.
 
         Raises:
-            ConfigError: the configuration's `gradient_clipping` is another number.
-            LoopError: the parameters are not a prepared model's, or under ZeRO a part of them or another norm.
+            LoopError: always.
         """
-        given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if len(self._trained) > 1:
-            ids = {id(p) for p in given}
-            owners = [training for training in self._trained if any(id(p) in ids for p in training.parameters)]
-            if len(owners) > 1:
-                raise LoopError(
-                    f"clip_grad_norm_ got parameters of {len(owners)} prepared models; call it once for each."
-                )
-        for training in self._trained:
-            norm = training.clip(given, float(max_norm), float(norm_type))
-            if norm is not None:
-                return norm
         raise LoopError(
-            "clip_grad_norm_ got parameters of no prepared model; pass model.parameters() of the model from prepare()."
+            "lomo_backward() is not supported: LOMO changes weights within backward, and here optimizer.step() does.\n"
+            "Where optimizer states do not fit, use ZeRO with offload_optimizer."
         )
+
+    def _windows(self) -> list[AccumulationWindow]:
+        return [self._loose, *(training.window for training in self._trained)]
 
     def _named(self, models: tuple[nn.Module, ...]) -> list[Training]:
         """The trained ones among `models`; all if none is among them, or only one is trained."""
-        if not self._trained:
-            raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) first.")
         if len(self._trained) == 1:
             return self._trained
         for model in models:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.distributed_type import DistributedType
+from zero_plugin.errors import LoopError
+from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
+from zero_plugin.plugins import AutocastKwargs
 from zero_plugin.resolve.facts import StrategyName
 from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.lone import LoneOptimizer
+from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.processes import Processes
 
 __all__ = ["DIRECT_BACKWARD", "LATE_BACKWARD", "Session", "SessionRequest", "Strategy"]
@@ -41,6 +49,8 @@ class SessionRequest:
         schedules: the learning-rate schedules that were built on `optimizer`. A strategy that replaces the optimizer
             object moves them to the new one.
         say: prints a line.
+        is_placed: whether the model goes to this process' device; else it stays where the script has put it.
+        only_evaluates: whether the model is never trained; else one without an optimizer may still get one.
     """
 
     model: nn.Module
@@ -48,6 +58,8 @@ class SessionRequest:
     resolved: Resolved
     schedules: tuple[Any, ...]
     say: Callable[[str], None]
+    is_placed: bool = True
+    only_evaluates: bool = False
 
 
 class Session(ABC):
@@ -61,7 +73,11 @@ class Session(ABC):
         module: the user's own module inside it.
         optimizer: the torch optimizer whose `param_groups` are live; None for a model that is not trained.
         most_skips: skipped steps in a row after which the run stops.
+        whole_gradients: whether `p.grad` of the user's own parameters are the step's gradients, whole, as in plain
+            torch; not where they are partitioned.
     """
+
+    whole_gradients = True
 
     model: nn.Module
     module: nn.Module
@@ -70,7 +86,7 @@ class Session(ABC):
 
     def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
         """Add the gradients of `loss`, a scalar that no other trained model takes part in; never steps."""
-        self.open_backward(ends_window=ends_window)
+        self.open_backward(ends_window=ends_window, loss=loss)
         try:
             torch.autograd.backward(self.scale_loss(loss), **kwargs)
         except BaseException:
@@ -79,13 +95,14 @@ class Session(ABC):
         self.close_backward(reached=True)
 
     @abstractmethod
-    def open_backward(self, *, ends_window: bool) -> None:
+    def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         """A backward that may reach this model is about to run; then `close_backward` or `abandon_backward`.
 
         Not for a model that is not trained.
 
         Args:
             ends_window: whether it is the last before `step`, if it reaches this model.
+            loss: where it begins.
 
         Raises:
             LoopError: gradients are there that no opened backward made.
@@ -163,6 +180,38 @@ class Session(ABC):
             only: the names that are wanted, the same on all ranks; None for all.
         """
 
+    @abstractmethod
+    def weight_fragments(self) -> Iterator[Fragment]:
+        """The module's parameters and buffers, as they lie in this process; `weight` kind. Not collective.
+
+        Raises:
+            CheckpointError: they lie where a checkpoint cannot reach them yet.
+        """
+
+    @abstractmethod
+    def optimized_pieces(self) -> list[OptimizedPiece]:
+        """The trained parameters, as they lie in what the optimizer steps; none of a model that is not trained.
+
+        Raises:
+            CheckpointError: as for `weight_fragments`.
+        """
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[None]:
+        """Inside, weights, masters and optimizer states are replaced in their fragments; collective."""
+
+    @abstractmethod
+    def take_masters_from_weights(self) -> None:
+        """The module's weights were changed otherwise: go on from them."""
+
+    @abstractmethod
+    def scale_state(self) -> dict[str, float]:
+        """Where the loss scale stands: see `LossScale.state`; empty where there is none."""
+
+    @abstractmethod
+    def restore_scale(self, state: Mapping[str, float]) -> None:
+        """Go on from a `scale_state`, if this session scales at all and the scale is not fixed by the configuration."""
+
     @property
     @abstractmethod
     def loss_scale(self) -> float:
@@ -174,9 +223,19 @@ class Session(ABC):
 
 
 class Strategy(ABC):
-    """A way of training. It decides whether it can run here, and builds sessions."""
+    """A way of training. It decides whether it can run here, and builds sessions.
+
+    Attributes:
+        distributed_type: what scripts written for Accelerate call it.
+        handlers: what a script set of torch's own objects; see `accept`.
+        optimizer_may_follow: whether a model prepared without its optimizer can still get it, in `add_optimizer`, and
+            has its gradients averaged over the processes until then.
+    """
 
     name: StrategyName
+    distributed_type: DistributedType
+    handlers = Handlers()
+    optimizer_may_follow = False
 
     @abstractmethod
     def refuse(self) -> str | None:
@@ -186,16 +245,70 @@ class Strategy(ABC):
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """A complete session for `request`."""
 
+    def add_optimizer(self, session: Session, request: SessionRequest) -> None:  # noqa: ARG002
+        """Train the model of `session`, which was built without an optimizer, with the request's.
+
+        Raises:
+            LoopError: it cannot be done any more.
+        """
+        raise LoopError(
+            f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model; under "
+            "ZeRO both are partitioned together.\nPass them in one call: model, optimizer = prepare(model, optimizer)."
+        )
+
+    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
+        """What an optimizer steps with whose model is not prepared yet."""
+        return LoneOptimizer(optimizer, window, steps=False)
+
+    def reduce_next_backward(self, session: Session) -> AbstractContextManager[None]:  # noqa: ARG002
+        """The next backward inside averages the gradients, also those of forwards that ran inside `no_sync`."""
+        return nullcontext()
+
+    def join(self, joinables: list[Any], *, enable: bool) -> AbstractContextManager[Any] | None:  # noqa: ARG002
+        """Let processes that have fewer batches follow the others' collectives; None where that cannot be had.
+
+        Args:
+            joinables: models that know how to follow.
+            enable: False does nothing.
+        """
+        return None
+
+    def accept(self, handlers: Handlers) -> list[str]:
+        """Build sessions with what a script set of torch's own objects.
+
+        Returns:
+            Lines on what has no effect here.
+
+        Raises:
+            ConfigError: this strategy cannot honour it.
+        """
+        self.handlers = handlers
+        return []
+
+    def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """What a script computes inside, it computes as prepared models do.
+
+        Args:
+            precision: `no`, `fp16` or `bf16`.
+            handler: arguments of `torch.autocast`.
+        """
+        return nullcontext()
+
     def init_model(self) -> AbstractContextManager[None]:
         """A model made inside is never whole in any process, where the strategy partitions parameters."""
         return nullcontext()
 
     def destroy_process_group(self) -> None:
         """End the process group, with whatever keeps hold of it."""
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else another strategy of this process has ended it
+            dist.destroy_process_group()
 
-    def load_pretrained(self) -> AbstractContextManager[None]:
-        """The same for what transformers' `from_pretrained` makes inside; entered for the whole run."""
+    def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
+        """The same for what transformers' `from_pretrained` makes inside; entered for the whole run.
+
+        Args:
+            partitioned: whether it does so inside; None as the configuration says.
+        """
         return nullcontext()
 
 

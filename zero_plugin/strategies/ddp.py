@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_plugin.errors import ConfigError, LoopError, Problem
+from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import keep_weights_in_fp32, torch_optimizer, torch_session
+from zero_plugin.strategies.torch_session import autocast_as, keep_weights_in_fp32, torch_optimizer, torch_session
 
 __all__ = ["DdpStrategy"]
 
@@ -16,9 +25,11 @@ class DdpStrategy(Strategy):
     """DistributedDataParallel over NCCL on GPUs, gloo on CPUs."""
 
     name = "ddp"
+    optimizer_may_follow = True
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
+        self.distributed_type = processes.distributed_type
 
     def refuse(self) -> str | None:
         """See `Strategy.refuse`."""
@@ -27,19 +38,73 @@ class DdpStrategy(Strategy):
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`."""
         keep_weights_in_fp32(request)
-        module = request.model.to(processes.device)
+        module = request.model.to(processes.device) if request.is_placed else request.model
         for layer in find_expert_layers(module, ()):
             reach_every_expert(layer, with_gradients=True)
         optimizer = torch_optimizer(request)
-        trains = optimizer is not None and any(p.requires_grad for p in module.parameters())
-        model = (
-            DistributedDataParallel(
-                module,
-                device_ids=[processes.device] if processes.device.type == "cuda" else None,
-                # Gradients are views into the buckets: no second copy of them, and none to make each step.
-                gradient_as_bucket_view=True,
+        trains = not request.only_evaluates and any(p.requires_grad for p in module.parameters())
+        if trains and optimizer is None:
+            request.say(
+                f"the {type(module).__name__} came without an optimizer: DDP keeps room for its gradients until one "
+                "comes; prepare_model(model, evaluation_mode=True) does without, and so does a frozen model"
             )
-            if trains
-            else module
+        model = self._wrap(module, request.is_placed, request.resolved.accumulation) if trains else module
+        return torch_session(model, request, optimizer, self.handlers)
+
+    def _wrap(self, module: nn.Module, is_placed: bool, accumulation: int) -> DistributedDataParallel:
+        given = self.handlers.ddp or DistributedDataParallelKwargs()
+        if given.static_graph and accumulation > 1:
+            where = "DistributedDataParallelKwargs(static_graph=True)"
+            message = f"torch has no static graph of windows of {accumulation} micro-batches"
+            raise ConfigError([Problem(where, "", message, "Leave it out, or accumulate 1.")])
+        ddp = DistributedDataParallel(
+            module,
+            device_ids=[self._processes.device] if is_placed and self._processes.device.type == "cuda" else None,
+            # Gradients are views into the buckets: no second copy of them, and none to make each step.
+            **{"gradient_as_bucket_view": True, **given.to_kwargs()},
         )
-        return torch_session(model, request, optimizer)
+        given.register_comm_hook(ddp)
+        return ddp
+
+    def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
+        """See `Strategy.autocast`."""
+        return autocast_as(precision, self._processes.device.type, handler)
+
+    def add_optimizer(self, session: Session, request: SessionRequest) -> None:
+        """See `Strategy.add_optimizer`.
+
+        Raises:
+            LoopError: the weights are in 16 bits, or the model was prepared for evaluation.
+        """
+        if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in request.model.parameters()):
+            raise LoopError(
+                f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model, "
+                "whose weights are in 16 bits: they are trained in fp32, which had to be known then.\n"
+                "Pass them in one call: model, optimizer = prepare(model, optimizer)."
+            )
+        if any(p.requires_grad for p in request.model.parameters()) and session.model is session.module:
+            raise LoopError(
+                f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model, "
+                "which was prepared frozen or for evaluation only.\nPass them in one call."
+            )
+        session.optimizer = torch_optimizer(request)
+
+    @contextmanager
+    def reduce_next_backward(self, session: Session) -> Iterator[None]:
+        """See `Strategy.reduce_next_backward`."""
+        ddp = session.model
+        if not isinstance(ddp, DistributedDataParallel):
+            yield
+            return
+        before = ddp.require_backward_grad_sync
+        ddp.require_backward_grad_sync = True
+        ddp.reducer._rebuild_buckets()
+        ddp.reducer.prepare_for_backward([])  # DDP does so in a forward, but not in one that is to stay local
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync = before
+
+    def join(self, joinables: list[Any], *, enable: bool) -> AbstractContextManager[Any]:
+        """See `Strategy.join`."""
+        return Join(joinables, enable=enable) if joinables else nullcontext()

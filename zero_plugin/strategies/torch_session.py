@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,17 +11,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero_plugin.collectives import num_processes, process_index
+from zero_plugin.compilation import compile_in_place
 from zero_plugin.errors import LoopError
+from zero_plugin.handlers import Handlers
 from zero_plugin.nested import map_leaves, to_fp32
 from zero_plugin.optimizers import build_optimizer
 from zero_plugin.placeholders import DummyOptim
+from zero_plugin.plugins import AutocastKwargs, GradScalerKwargs
 from zero_plugin.resolve.facts import Precision
-from zero_plugin.resolve.resolved import OptimizerSection
+from zero_plugin.resolve.resolved import OptimizerSection, Resolved
 from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session, SessionRequest, persistent_tensors
 from zero_plugin.strategies.finite import all_finite, dense
+from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
+from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 
-__all__ = ["TorchSession", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
+__all__ = ["TorchSession", "autocast_as", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,6 +43,7 @@ class TorchSession(Session):
         clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
         scale: the loss scale of `fp16`.
         skips: whether a step whose gradients are not finite is skipped.
+        autocast: arguments of the autocast that forwards run under.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class TorchSession(Session):
         clipping: float | None,
         scale: LossScale | None = None,
         skips: bool = True,
+        autocast: AutocastKwargs | None = None,
     ) -> None:
         self.model = model
         self.module = module
@@ -68,17 +76,21 @@ class TorchSession(Session):
         if precision != "no":
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             self._plain_forward = module.forward
-            module.forward = _under_autocast(module.forward, device.type, _AUTOCAST[precision])
+            module.forward = _under_autocast(module.forward, lambda: autocast_as(precision, device.type, autocast))
 
-    def open_backward(self, *, ends_window: bool) -> None:
+    def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         """See `Session.open_backward`."""
         if not self._has_gradients and self._has_strays():
             raise LoopError(DIRECT_BACKWARD)
-        if self._ddp is not None and ends_window and not self._local_only and not self._reduces:
+        if self._ddp is None or not ends_window or self._local_only:
+            return
+        finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
+        if not self._reduces or finds_unused:
             # DDP gets ready in a forward, for one backward. Where several forwards came before it, or the window's end
-            # was not known yet, it would keep these gradients local without a word.
+            # was not known yet, it would keep these gradients local without a word; and it would look for unused
+            # parameters in the last forward alone, which need not be this loss's.
             self._ddp.reducer._rebuild_buckets()
-            self._ddp.reducer.prepare_for_backward([])
+            self._ddp.reducer.prepare_for_backward([loss] if finds_unused else [])
 
     def close_backward(self, *, reached: bool) -> None:
         """See `Session.close_backward`."""
@@ -184,6 +196,34 @@ class TorchSession(Session):
         for name, tensor in persistent_tensors(self.module, only):
             yield name, tensor.detach()
 
+    def weight_fragments(self) -> Iterator[Fragment]:
+        """See `Session.weight_fragments`."""
+        rank, world_size = process_index(), num_processes()
+        for name, tensor in persistent_tensors(self.module):
+            yield whole_fragment(name, tensor, rank, world_size)
+
+    def optimized_pieces(self) -> list[OptimizedPiece]:
+        """See `Session.optimized_pieces`."""
+        if self.optimizer is None:
+            return []
+        return whole_pieces(self.optimizer, self.module, process_index(), num_processes())
+
+    def reading(self) -> AbstractContextManager[None]:
+        """See `Session.reading`."""
+        return nullcontext()
+
+    def take_masters_from_weights(self) -> None:
+        """See `Session.take_masters_from_weights`: here the weights are the masters."""
+
+    def scale_state(self) -> dict[str, float]:
+        """See `Session.scale_state`."""
+        return {} if self._scale is None else self._scale.state()
+
+    def restore_scale(self, state: Mapping[str, float]) -> None:
+        """See `Session.restore_scale`."""
+        if self._scale is not None and state:
+            self._scale.restore(state)
+
     @property
     def loss_scale(self) -> float:
         """See `Session.loss_scale`."""
@@ -225,18 +265,35 @@ class TorchSession(Session):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def torch_session(model: nn.Module, request: SessionRequest, optimizer: Optimizer | None) -> TorchSession:
+def torch_session(
+    model: nn.Module, request: SessionRequest, optimizer: Optimizer | None, handlers: Handlers
+) -> TorchSession:
     """The session of a request on `model`, which is the request's own or wraps it."""
     resolved = request.resolved
+    if handlers.compiles:
+        compile_in_place(request.model, handlers.compiler)
     return TorchSession(
         model,
         request.model,
         optimizer,
         precision=resolved.precision,
         clipping=resolved.clipping,
-        scale=LossScale(resolved.tree.section("fp16").nested()) if resolved.precision == "fp16" else None,
+        scale=_loss_scale(resolved, handlers.scaler) if resolved.precision == "fp16" else None,
         skips=resolved.precision != "bf16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
+        autocast=handlers.autocast,
     )
+
+
+def _loss_scale(resolved: Resolved, given: GradScalerKwargs | None) -> LossScale:
+    section = resolved.tree.section("fp16").nested()
+    return LossScale(section) if given is None else LossScale(section, given.growth_factor, given.backoff_factor)
+
+
+def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
+    """`torch.autocast` to the type of `precision`; nothing for `no`."""
+    if precision == "no":
+        return nullcontext()
+    return torch.autocast(device_type, _AUTOCAST[precision], **({} if handler is None else handler.to_kwargs()))
 
 
 def keep_weights_in_fp32(request: SessionRequest) -> None:
@@ -281,9 +338,11 @@ def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
     return OptimizerSection(section.type, {**section.params, "fused": True})
 
 
-def _under_autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
+def _under_autocast(
+    forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
     def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype):
+        with autocast():
             outputs = forward(*args, **kwargs)
         return map_leaves(to_fp32, outputs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,10 @@ from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session,
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
+from zero_plugin.strategies.deepspeed.states import engine_pieces, engine_weights, reading_engine, refuse_unreachable
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
+from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.optimizer_states import OptimizedPiece
 
 __all__ = ["EngineSession"]
 
@@ -37,6 +40,8 @@ class EngineSession(Session):
         clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
         swap_folders: this engine's own folders of NVMe files, removed at the end.
     """
+
+    whole_gradients = False
 
     def __init__(self, engine: Any, *, clipping: float | None, swap_folders: tuple[Path, ...]) -> None:
         self.engine = engine
@@ -60,7 +65,7 @@ class EngineSession(Session):
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
 
-    def open_backward(self, *, ends_window: bool) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in the step
+    def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
         """See `Session.open_backward`."""
         self._gradients.before_backward(self._micro_batches)
         self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
@@ -176,6 +181,48 @@ class EngineSession(Session):
                 batch, elements = [], 0
         yield from _gathered(batch)
 
+    def weight_fragments(self) -> Iterator[Fragment]:
+        """See `Session.weight_fragments`."""
+        refuse_unreachable(self.engine)
+        return engine_weights(self.engine)
+
+    def optimized_pieces(self) -> list[OptimizedPiece]:
+        """See `Session.optimized_pieces`."""
+        refuse_unreachable(self.engine)
+        return engine_pieces(self.engine)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """See `Session.reading`."""
+        return reading_engine(self.engine)
+
+    def take_masters_from_weights(self) -> None:
+        """See `Session.take_masters_from_weights`."""
+        refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
+        if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
+            refresh()
+
+    def scale_state(self) -> dict[str, float]:
+        """See `Session.scale_state`."""
+        scaler = self._dynamic_scaler()
+        if scaler is None:
+            return {}
+        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {
+            "value": float(scaler.cur_scale),
+            "good_steps": good_steps,
+            "patience": getattr(scaler, "cur_hysteresis", 1),
+        }
+
+    def restore_scale(self, state: Mapping[str, float]) -> None:
+        """See `Session.restore_scale`."""
+        scaler = self._dynamic_scaler()
+        if scaler is None or not state:
+            return
+        scaler.cur_scale = float(state["value"])
+        scaler.last_overflow_iter, scaler.cur_iter = -1, int(state["good_steps"])
+        if hasattr(scaler, "cur_hysteresis"):
+            scaler.cur_hysteresis = int(state["patience"])
+
     @property
     def loss_scale(self) -> float:
         """See `Session.loss_scale`."""
@@ -192,6 +239,13 @@ class EngineSession(Session):
         if self._swap_folders:
             dist.barrier()  # another process may still be writing the last step's states
             remove_swap_folders(self._swap_folders)
+
+    def _dynamic_scaler(self) -> Any:
+        """DeepSpeed's own, of stage 0 in fp16 or of ZeRO in fp16; None where the scale is fixed, or there is none."""
+        wrapper = self.engine.optimizer
+        scaler = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+        is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
+        return scaler if is_dynamic else None
 
     def _finalize(self) -> None:
         if not self._finalized:

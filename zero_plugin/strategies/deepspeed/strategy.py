@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_plugin.compilation import compile_in_place
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import MachineError
+from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
 from zero_plugin.strategies.deepspeed.casting import compute_in
+from zero_plugin.strategies.deepspeed.handlers import unused_handlers
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.processes import Processes
@@ -41,6 +45,7 @@ class DeepSpeedStrategy(Strategy):
     """
 
     name = "deepspeed"
+    distributed_type = DistributedType.DEEPSPEED
 
     def __init__(self, document: Document, settings: LaunchSettings, processes: Processes) -> None:
         self._document = document
@@ -52,6 +57,11 @@ class DeepSpeedStrategy(Strategy):
         if self._processes.device.type not in ("cpu", "cuda"):
             return f"DeepSpeed does not run on {self._processes.device.type}"
         return None
+
+    def accept(self, handlers: Handlers) -> list[str]:
+        """See `Strategy.accept`: there is no DDP, no autocast, and a loss scale that doubles and halves only."""
+        super().accept(handlers)
+        return unused_handlers(handlers)
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`.
@@ -65,6 +75,8 @@ class DeepSpeedStrategy(Strategy):
             # Nothing to shard without an optimizer below stage 3; DeepSpeed refuses such an engine.
             module = _cast_parameters(request.model, resolved.precision).to(processes.device)
             compute_in(module, _DTYPES[resolved.precision])
+            if self.handlers.compiles:
+                compile_in_place(module, self.handlers.compiler)
             return TorchSession(module, module, None, precision="no", clipping=None)
         deepspeed = _import_deepspeed(processes)
         refuse_stale_build_locks()
@@ -99,6 +111,8 @@ class DeepSpeedStrategy(Strategy):
             )
         if resolved.zero_stage == 0 and resolved.precision != "no":
             _undo_first_step(engine)
+        if self.handlers.compiles:
+            compile_in_place(engine.module, self.handlers.compiler)
         return EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders)
 
     @contextmanager
@@ -120,15 +134,18 @@ class DeepSpeedStrategy(Strategy):
         if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
             groups._release_process_group_references()
 
-    def load_pretrained(self) -> AbstractContextManager[None]:
+    def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:
         """See `Strategy.load_pretrained`; where transformers is imported by now, and `zero3_init_flag` is not false."""
-        wanted = self._asks_for_partitions and self._settings.zero3_init_flag is not False
-        if not wanted or "transformers" not in sys.modules:
+        if not self._asks_for_partitions or "transformers" not in sys.modules:
             return nullcontext()
         _import_deepspeed(self._processes)
 
-        from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_pretrained
+        from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_pretrained, whole_pretrained
 
+        if partitioned is False:
+            return whole_pretrained()
+        if partitioned is None and self._settings.zero3_init_flag is False:
+            return nullcontext()
         return partition_pretrained(BuildConfig(self._document, self._processes))
 
     @property

@@ -1,18 +1,19 @@
-"""A prepared optimizer is a torch optimizer for whoever asks; a prepared scheduler follows its steps."""
+"""A prepared optimizer is a torch optimizer for whoever asks, and steps where windows end."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.errors import LoopError
-from zero_plugin.prepared import PreparedOptimizer, PreparedScheduler
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.torch_session import TorchSession
 
 
@@ -25,7 +26,8 @@ class Loop:
         self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
         self.window = AccumulationWindow(steps)
         self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
-        self.optimizer = PreparedOptimizer(self.session, self.window)
+        self.optimizer = AcceleratedOptimizer(self.sgd)
+        self.optimizer.run_in(self.session, self.window)
 
     def backward(self, gradient: float = 1.0) -> None:
         self.window.count_backward()
@@ -98,10 +100,77 @@ def test_a_clipped_window_that_was_dropped_is_forgotten() -> None:
     assert loop.value == 0.5
 
 
-def test_it_is_not_pickled() -> None:
-    """A checkpoint holds states, not live sessions."""
-    with pytest.raises(LoopError, match="save_state"):
-        pickle.dumps(Loop().optimizer)
+@pytest.mark.parametrize("copied", [lambda o: pickle.loads(pickle.dumps(o)), copy.deepcopy])
+def test_a_copy_stands_by_itself(copied: Callable[[AcceleratedOptimizer], AcceleratedOptimizer]) -> None:
+    """It has copies of parameters and states, and steps as torch's own."""
+    loop = Loop()
+    loop.backward()
+    loop.optimizer.step()
+    twin = copied(loop.optimizer)
+    assert twin.waits
+    (weight,) = twin.param_groups[0]["params"]
+    assert weight is not loop.weight.weight
+    weight.grad = torch.ones(1, 1)
+    twin.step()
+    twin.zero_grad()
+    assert weight.grad is None
+    assert float(weight.detach()) == 0.5 - 0.5 * (1 + 0.5)  # with the momentum of the first step
+    assert loop.value == 0.5
+
+
+def test_by_itself() -> None:
+    """Without a model it is a torch optimizer: it clips, steps and drops; another scaler than ours is refused."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), device_placement=False)
+    model(torch.tensor([4.0])).sum().backward()
+    assert float(optimizer.clip(1.0, norm_type=2.0, only=None)) == 4.0
+    optimizer.step()
+    assert float(model.weight.detach()) == pytest.approx(0.5)
+    assert (optimizer.applied_steps, optimizer.step_was_skipped, optimizer.loss_scale) == (1, False, 1.0)
+    with pytest.raises(LoopError, match="scaler"):
+        AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), scaler=object())  # type: ignore[arg-type]
+
+
+def test_what_may_not_step() -> None:
+    """An optimizer whose model has to be prepared says so, instead of training it as it is."""
+    optimizer = Loop().optimizer
+    optimizer.run_in(LoneOptimizer(Loop().sgd, AccumulationWindow(1), steps=False), AccumulationWindow(1))
+    with pytest.raises(LoopError, match="the model of this SGD was not prepared"):
+        optimizer.step()
+
+
+def test_its_parts_may_be_set() -> None:
+    """Groups, states and defaults are written through, and groups added."""
+    loop = Loop()
+    groups, state = loop.sgd.param_groups, loop.sgd.state
+    more = torch.nn.Parameter(torch.zeros(1))
+    loop.optimizer.add_param_group({"params": [more], "lr": 2.0})
+    assert [group["lr"] for group in loop.sgd.param_groups] == [0.5, 2.0]
+    loop.optimizer.param_groups, loop.optimizer.state, loop.optimizer.defaults = groups[:1], state, {"lr": 3.0}
+    assert (loop.sgd.param_groups, loop.sgd.defaults) == (groups[:1], {"lr": 3.0})
+
+
+def test_schedule_free_optimizers_change_weights() -> None:
+    """`train` and `eval` reach the optimizer that has them, also below a wrapper, and are harmless on others."""
+
+    class Free(torch.optim.SGD):
+        mode = ""
+
+        def train(self) -> None:
+            self.mode = "train"
+
+        def eval(self) -> None:
+            self.mode = "eval"
+
+    free = Free([torch.zeros(1)], lr=0.1)
+    optimizer = AcceleratedOptimizer(AcceleratedOptimizer(free))
+    optimizer.train()
+    assert free.mode == "train"
+    optimizer.eval()
+    assert free.mode == "eval"
+    Loop().optimizer.train()
+    Loop().optimizer.eval()
 
 
 def test_after_the_end() -> None:
@@ -123,62 +192,3 @@ def test_torchs_schedules_take_it_for_an_optimizer() -> None:
         loop.backward()
         loop.optimizer.step()
         schedule.step()
-
-
-def run(scheduler: Any, loop: Loop, times: int, steps: int) -> list[float]:
-    """Rates applied at each step of a loop under a prepared scheduler."""
-    prepared = PreparedScheduler(scheduler, loop.optimizer, times=times)
-    rates = []
-    for _ in range(steps):
-        rates.extend(prepared.get_last_lr())
-        loop.backward()
-        loop.optimizer.step()
-        prepared.step()
-    return rates
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_schedule_advances_with_applied_steps(times: int) -> None:
-    """`times` per applied step; a call inside a window, or after a skipped step, does not count."""
-    loop = Loop(steps=2, lr=1.0)
-    rates = run(LambdaLR(loop.sgd, lambda step: 1 / (1 + step)), loop, times, steps=4)
-    assert rates == pytest.approx([1, 1, 1 / (1 + times), 1 / (1 + times)])
-
-
-def test_a_skipped_step_does_not_advance() -> None:
-    """After an overflow the schedule stays."""
-    loop = Loop()
-    schedule = LambdaLR(loop.sgd, lambda step: 1.0)
-    prepared = PreparedScheduler(schedule, loop.optimizer, times=1)
-    for skipped, expected in ((True, 0), (False, 1)):
-        loop.backward()
-        loop.optimizer.step()
-        loop.optimizer.step_was_skipped = skipped
-        prepared.step()
-        assert schedule.last_epoch == expected
-
-
-@pytest.mark.parametrize("times", [2, 3, 4])
-def test_one_cycle_ends_at_its_end(times: int) -> None:
-    """Several advances per step neither raise nor pass the last value, where torch's rate would rise again."""
-    loop = Loop()
-    schedule = OneCycleLR(loop.sgd, max_lr=1.0, total_steps=10)
-    rates = run(schedule, loop, times, steps=8)
-    assert rates[-1] == min(rates)
-    assert schedule.last_epoch == 9
-
-
-def test_a_plateau_counts_measurements() -> None:
-    """However many processes: one call is one measurement, and the metric is passed on."""
-    loop = Loop(lr=1.0)
-    prepared = PreparedScheduler(ReduceLROnPlateau(loop.sgd, factor=0.1, patience=1), loop.optimizer, times=4)
-    rates = []
-    for _ in range(4):
-        loop.backward()
-        loop.optimizer.step()
-        prepared.step(1.0)
-        rates.extend(prepared.get_last_lr())
-    assert rates == pytest.approx([1.0, 1.0, 0.1, 0.1])
-    state = prepared.state_dict()
-    prepared.load_state_dict({**state, "num_bad_epochs": 7})
-    assert prepared.num_bad_epochs == 7

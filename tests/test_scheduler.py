@@ -1,0 +1,126 @@
+"""A prepared schedule follows the steps of its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.scheduler import AcceleratedScheduler
+from zero_plugin.strategies.torch_session import TorchSession
+
+
+class Loop:
+    """One weight of 1.0 on one device, with the window and the session that the facade would give it."""
+
+    def __init__(self, steps: int = 1, lr: float = 0.5) -> None:
+        self.weight = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.weight.weight)
+        self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
+        self.window = AccumulationWindow(steps)
+        self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
+        self.optimizer = AcceleratedOptimizer(self.sgd)
+        self.optimizer.run_in(self.session, self.window)
+
+    def backward(self, gradient: float = 1.0) -> None:
+        self.window.count_backward()
+        self.session.backward(self.weight(torch.tensor([gradient])).sum() / self.window.divisor)
+
+    @property
+    def value(self) -> float:
+        return float(self.weight.weight.detach())
+
+
+def run(scheduler: Any, loop: Loop, times: int, steps: int) -> list[float]:
+    """Rates applied at each step of a loop under a prepared scheduler."""
+    prepared = AcceleratedScheduler(scheduler, loop.optimizer, times=times)
+    rates = []
+    for _ in range(steps):
+        rates.extend(prepared.get_last_lr())
+        loop.backward()
+        loop.optimizer.step()
+        prepared.step()
+    return rates
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_schedule_advances_with_applied_steps(times: int) -> None:
+    """`times` per applied step; a call inside a window, or after a skipped step, does not count."""
+    loop = Loop(steps=2, lr=1.0)
+    rates = run(LambdaLR(loop.sgd, lambda step: 1 / (1 + step)), loop, times, steps=4)
+    assert rates == pytest.approx([1, 1, 1 / (1 + times), 1 / (1 + times)])
+
+
+def test_a_skipped_step_does_not_advance() -> None:
+    """After an overflow the schedule stays."""
+    loop = Loop()
+    schedule = LambdaLR(loop.sgd, lambda step: 1.0)
+    prepared = AcceleratedScheduler(schedule, loop.optimizer, times=1)
+    for skipped, expected in ((True, 0), (False, 1)):
+        loop.backward()
+        loop.optimizer.step()
+        loop.optimizer._is_overflow = skipped
+        prepared.step()
+        assert schedule.last_epoch == expected
+
+
+@pytest.mark.parametrize("times", [2, 3, 4])
+def test_one_cycle_ends_at_its_end(times: int) -> None:
+    """Several advances per step neither raise nor pass the last value, where torch's rate would rise again."""
+    loop = Loop()
+    schedule = OneCycleLR(loop.sgd, max_lr=1.0, total_steps=10)
+    rates = run(schedule, loop, times, steps=8)
+    assert rates[-1] == min(rates)
+    assert schedule.last_epoch == 9
+
+
+def test_a_plateau_counts_measurements() -> None:
+    """However many processes: one call is one measurement, and the metric is passed on."""
+    loop = Loop(lr=1.0)
+    prepared = AcceleratedScheduler(ReduceLROnPlateau(loop.sgd, factor=0.1, patience=1), loop.optimizer, times=4)
+    rates = []
+    for _ in range(4):
+        loop.backward()
+        loop.optimizer.step()
+        prepared.step(1.0)
+        rates.extend(prepared.get_last_lr())
+    assert rates == pytest.approx([1.0, 1.0, 0.1, 0.1])
+    state = prepared.state_dict()
+    prepared.load_state_dict({**state, "num_bad_epochs": 7})
+    assert prepared.num_bad_epochs == 7
+
+
+def test_it_may_move_by_itself() -> None:
+    """Without a link to the optimizer every call counts once, also inside a window."""
+    loop = Loop(steps=2, lr=1.0)
+    schedule = LambdaLR(loop.sgd, lambda step: 0.5**step)
+    prepared = AcceleratedScheduler(schedule, loop.optimizer, step_with_optimizer=False, times=4)
+    for expected in (0.5, 0.25):
+        loop.backward()
+        loop.optimizer.step()
+        prepared.step()
+        assert prepared.get_last_lr() == [expected]
+
+
+def test_by_itself() -> None:
+    """Built by a script on several optimizers, it waits for all of them, and moves before any has stepped."""
+    one, two = Loop(steps=2), Loop()
+    schedule = LambdaLR(one.sgd, lambda step: 1.0)
+    prepared = AcceleratedScheduler(schedule, [one.optimizer, two.optimizer], split_batches=True)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):  # torch's own advice
+        prepared.step()
+    assert prepared.last_epoch == 1
+    for loop in (one, two):
+        loop.backward()
+        loop.optimizer.step()
+    prepared.step()
+    assert prepared.last_epoch == 1
+    one.backward()
+    one.optimizer.step()
+    prepared.step()
+    assert prepared.last_epoch == 2
+    assert one.optimizer.schedules == two.optimizer.schedules == [prepared]

@@ -1,0 +1,276 @@
+"""What `prepare` returns for an optimizer: torch's own calls, acting where accumulation windows end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.announce import announce
+from zero_plugin.collectives import num_processes
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.base import Session
+from zero_plugin.strategies.lone import LoneOptimizer
+
+if TYPE_CHECKING:
+    from zero_plugin.scheduler import AcceleratedScheduler
+
+__all__ = ["AcceleratedOptimizer"]
+
+
+class AcceleratedOptimizer(Optimizer):
+    """The one place where parameters change: `step` applies the gradients where an accumulation window ends.
+
+    It is a torch optimizer for whoever asks, also for a schedule that is built on it; its groups and states are those
+    of the optimizer that runs.
+
+    A step whose gradients are not finite (under fp16: an overflow) is skipped on every path: weights, optimizer states
+    and schedules stay. After `session.most_skips` in a row the run stops.
+
+    Args:
+        optimizer: the torch optimizer. Until its model is prepared, it steps as torch's own on one device, and refuses
+            to under several processes.
+        device_placement: has no effect, for scripts that give it: states are where the parameters are.
+        scaler: None; the loss scale of fp16 is the session's.
+
+    Attributes:
+        session: runs it.
+        skipped_in_a_row: how many of the last steps were skipped.
+        applied_steps: how many were not.
+        acted: False if the last call of `step` stood inside a window, where it does nothing.
+        schedules: those prepared for it.
+
+    Raises:
+        LoopError: a scaler is given.
+    """
+
+    _is_accelerate_prepared = True  # what scripts look for, under Accelerate's name
+
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: None = None) -> None:  # noqa: ARG002
+        # Optimizer.__init__ is not called: groups and state live in the optimizer that runs.
+        if scaler is not None:
+            raise LoopError(
+                "AcceleratedOptimizer(scaler=…): the loss is scaled by Accelerator(mixed_precision='fp16')."
+            )
+        self.skipped_in_a_row = 0
+        self.applied_steps = 0
+        self.schedules: list[AcceleratedScheduler] = []
+        self.last_norm: Tensor | None = None
+        self.acted = True
+        self._window = AccumulationWindow(1)
+        self.session: Session | LoneOptimizer = LoneOptimizer(optimizer, self._window, steps=num_processes() == 1)
+        self._is_overflow = False  # Accelerate's name, which tests of schedules set
+        self._corrected = False
+        self._told_of_skips = False
+        self._after_step: list[Callable[[], None]] = []
+
+    def run_in(self, session: Session | LoneOptimizer, window: AccumulationWindow) -> None:
+        """Step with `session` from now on, where `window` ends."""
+        self.session, self._window = session, window
+
+    @property
+    def waits(self) -> bool:
+        """Whether its model has not been prepared yet."""
+        return isinstance(self.session, LoneOptimizer)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer that runs."""
+        if self.session.optimizer is None:
+            raise LoopError("this optimizer's training has ended (end_training() or free_memory() was called)")
+        return self.session.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self._changeable("param_groups").param_groups = param_groups
+
+    @property
+    def state(self) -> Any:
+        """The live states."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._changeable("state").state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's own defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that required gradients when their model was prepared.
+
+        Raises:
+            LoopError: the optimizer's parameters are partitioned.
+        """
+        self._changeable("add_param_group()").add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the running optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Have a schedule-free optimizer put the training weights in place; others do nothing."""
+        self._call_if_there("train")
+
+    def eval(self) -> None:
+        """Have a schedule-free optimizer put the averaged weights in place; others do nothing."""
+        self._call_if_there("eval")
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Apply the window's gradients if the window ends here; otherwise nothing.
+
+        Raises:
+            LoopError: a closure is given, or steps come at a cadence that is not the accumulation's.
+        """
+        if closure is not None:
+            raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
+        _ = self.optimizer  # raises once training has ended
+        self.acted = self._window.count_step()
+        if not self.acted:
+            return
+        self._correct()
+        last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
+        culprit = self.session.first_nonfinite() if last_chance else None
+        self._is_overflow = not self.session.step()
+        self._corrected = False
+        if self._is_overflow:
+            self._count_skip(culprit)
+            return
+        self.skipped_in_a_row = 0
+        self.applied_steps += 1
+        for call in self._after_step:
+            call()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step` that ended a window was skipped for non-finite gradients."""
+        return self._is_overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss under fp16; 1.0 otherwise."""
+        return self.session.loss_scale
+
+    def zero_grad(self, set_to_none: bool | None = True) -> None:  # noqa: ARG002 - torch's signature
+        """Drop the gradients if this stands between a backward and its step; elsewhere it has nothing to do.
+
+        Args:
+            set_to_none: accepted as torch's; gradients are always set to None.
+        """
+        if self._window.dropping_is_meant:
+            self.session.drop_gradients()
+            self._corrected = False
+            self._window.restart()
+        else:
+            self.session.drop_strays()
+
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
+        """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens."""
+        if not self._window.ends_here:
+            return torch.tensor(float("nan"))
+        self._correct()
+        self.last_norm = self.session.clip(max_norm, norm_type=norm_type, only=only)
+        return self.last_norm
+
+    def clip_values(self, parameters: list[Tensor], largest: float) -> None:
+        """Clamp each number of the coming step's gradients to ±`largest`; inside a window, nothing happens.
+
+        Raises:
+            LoopError: gradients are partitioned.
+        """
+        if not self.session.whole_gradients:
+            raise LoopError(
+                "clip_grad_value_ under ZeRO: its gradients are partitioned, and DeepSpeed clips by norm only.\n"
+                "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
+            )
+        if self._window.ends_here:
+            # Takes the loss scale out, and finds what is not finite before it is cut.
+            self.clip(float("inf"), norm_type=2.0, only=None)
+            torch.nn.utils.clip_grad_value_(parameters, largest)
+
+    def unscale(self) -> None:
+        """Take the loss scale out of the coming step's gradients, where the script can see them."""
+        if self.session.whole_gradients and self.session.loss_scale != 1.0:
+            self.clip(float("inf"), norm_type=2.0, only=None)
+
+    def call_after_step(self, call: Callable[[], None]) -> None:
+        """Run `call` after every applied step."""
+        self._after_step.append(call)
+
+    def _count_skip(self, culprit: str | None) -> None:
+        self.skipped_in_a_row += 1
+        if not self._told_of_skips and self.session.loss_scale == 1.0:
+            self._told_of_skips = True  # under fp16 skips are part of finding the scale
+            announce(
+                f"the step after {self.applied_steps} was skipped, since its gradients are not finite; the weights "
+                f"stay as they were. After {self.session.most_skips} skips in a row the run stops."
+            )
+        if self.skipped_in_a_row >= self.session.most_skips:
+            named = f"the first is that of {culprit}" if culprit else "the parameter is not found"
+            raise LoopError(
+                f"{self.skipped_in_a_row} steps in a row were skipped, after {self.applied_steps} applied ones: their "
+                f"gradients are not finite; {named}. The loss scale is {self.session.loss_scale:g}.\n"
+                "Look at that layer's inputs and at the loss (a division by 0, log(0), an empty batch), or lower the "
+                "learning rate; torch.autograd.set_detect_anomaly(True) finds the operation."
+            )
+
+    def _correct(self) -> None:
+        """Make up for a window that proved shorter than the number its losses were divided by."""
+        if not self._corrected and self._window.correction != 1.0:
+            self.session.scale_gradients(self._window.correction)
+        self._corrected = True
+
+    def _changeable(self, what: str) -> Optimizer:
+        if not self.session.whole_gradients:
+            raise LoopError(
+                f"optimizer.{what}: ZeRO has partitioned the optimizer as it was given to prepare().\n"
+                "Build all its groups before prepare()."
+            )
+        return self.optimizer
+
+    def _call_if_there(self, name: str) -> None:
+        optimizer: Any = self.optimizer
+        while optimizer is not None:  # wrappers of other libraries hold theirs under the same name
+            if callable(method := getattr(optimizer, name, None)):
+                method()
+                return
+            optimizer = getattr(optimizer, "optimizer", None)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.session.optimizer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not found here: attributes of the running optimizer, such as a third-party class' own methods.
+        if name.startswith("_") or name == "session":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is an optimizer by itself, on copies of the parameters.
+        if not self.session.whole_gradients:
+            raise LoopError(
+                "an optimizer that ZeRO has partitioned cannot be pickled; save with accelerator.save_state()"
+            )
+        return {"optimizer": self.optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["optimizer"])  # type: ignore[misc]

@@ -1,0 +1,217 @@
+"""Makes trainings: resolves the configuration for a model, builds its session, its optimizer and its schedules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero_plugin.accumulation import AccumulationWindow, Epoch
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.errors import LoopError
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.optimizers import describe_optimizer
+from zero_plugin.pairing import Pair
+from zero_plugin.placeholders import DummyOptim, DummyScheduler
+from zero_plugin.probe.model import probe_model
+from zero_plugin.resolve.facts import Facts, OptimizerFacts, SchedulerFacts
+from zero_plugin.resolve.resolve import resolve
+from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.run_record import describe_run, keep_record
+from zero_plugin.scheduler import AcceleratedScheduler
+from zero_plugin.schedules import build_schedule
+from zero_plugin.strategies.base import SessionRequest, Strategy
+from zero_plugin.strategies.processes import Processes
+from zero_plugin.training import Training
+
+__all__ = ["add_optimizer", "begin_steps", "prepare_schedule", "start_training"]
+
+
+def start_training(
+    document: Document,
+    facts: Facts,
+    strategy: Strategy,
+    processes: Processes,
+    window: AccumulationWindow,
+    pair: Pair,
+    say: Callable[[str], None],
+    **how: bool,
+) -> Training:
+    """Resolve the configuration for a model and build its session.
+
+    Args:
+        document: what was asked for.
+        facts: of the loop and the machine; those of the model, the optimizer and the schedule are added here.
+        strategy: builds the session.
+        processes: this process and its peers.
+        window: counts the micro-batches of all that has no optimizer.
+        pair: the user's module, with its optimizer and schedules.
+        say: prints a line.
+        **how: `is_placed` and `only_evaluates` of `SessionRequest`.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    model, optimizer, schedules = pair
+    facts = replace(facts, model=probe_model(model))
+    facts, resolved = _resolve(document, facts, optimizer, schedules)
+    _tell(document, facts, resolved, processes, say)
+    real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, say, **how), processes)
+    parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
+    training = Training(session, facts, resolved, window, parameters)
+    session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
+    return training
+
+
+def add_optimizer(
+    training: Training,
+    document: Document,
+    strategy: Strategy,
+    processes: Processes,
+    pair: Pair,
+    say: Callable[[str], None],
+) -> None:
+    """Train from now on, with the pair's optimizer, what was prepared without one.
+
+    Raises:
+        ConfigError: see `resolve`.
+        LoopError: see `Strategy.add_optimizer`; or parameters are to be trained that were frozen before.
+    """
+    model, optimizer, schedules = pair
+    known = {id(p) for p in training.parameters}
+    if any(p.requires_grad and id(p) not in known for p in model.parameters()):
+        raise LoopError(
+            f"prepare() got the optimizer of the {type(model).__name__} in a later call than the model, of which some "
+            "parameters were frozen then.\nPass them in one call, or have all require gradients before the first."
+        )
+    told = training.resolved.said_aloud
+    training.facts, training.resolved = _resolve(document, training.facts, optimizer, schedules)
+    _tell(document, training.facts, training.resolved, processes, say, told)
+    real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real, say))
+
+
+def begin_steps(
+    training: Training,
+    given: Optimizer | DummyOptim,
+    held: AcceleratedOptimizer | None,
+    running_epoch: Callable[[], Epoch | None],
+    schedules: Sequence[Any],
+    say: Callable[[str], None],
+) -> AcceleratedOptimizer:
+    """Give the user an optimizer for a session that has one.
+
+    Args:
+        training: whose.
+        given: what was passed to `prepare`.
+        held: what the user has for it already, from an earlier `prepare`.
+        running_epoch: the prepared loader that is being iterated.
+        schedules: what comes for it in this `prepare`.
+        say: prints a line.
+    """
+    training.window = AccumulationWindow(training.resolved.accumulation, running_epoch)
+    assert training.session.optimizer is not None, "the session has just been given one"
+    optimizer = AcceleratedOptimizer(training.session.optimizer) if held is None else held
+    optimizer.run_in(training.session, training.window)
+    training.given_optimizer, training.optimizer = given, optimizer
+    for schedule in optimizer.schedules:  # prepared before
+        _say_learning_rate(schedule, training.resolved, training.facts, say)
+    section = training.resolved.scheduler
+    if section is not None and not schedules and not optimizer.schedules:
+        # A section whose schedule the loop never asked for still is what the user wrote.
+        schedule = AcceleratedScheduler(build_schedule(section, optimizer.optimizer), optimizer, times=1)
+        optimizer.call_after_step(schedule.step)
+        _say_learning_rate(schedule, training.resolved, training.facts, say)
+        say("the configuration's schedule steps by itself, since no scheduler was prepared")
+    return optimizer
+
+
+def prepare_schedule(
+    training: Training,
+    schedule: Any,
+    document: Document,
+    processes: Processes,
+    say: Callable[[str], None],
+    *,
+    step_with_optimizer: bool = True,
+) -> AcceleratedScheduler:
+    """The schedule on the training's running optimizer, a placeholder replaced by what the configuration describes.
+
+    Args:
+        training: whose optimizer it drives.
+        schedule: as the script made it.
+        document: what was asked for.
+        processes: this process and its peers.
+        say: prints a line.
+        step_with_optimizer: see `AcceleratedScheduler`.
+    """
+    optimizer = training.optimizer
+    assert optimizer is not None, "a schedule is found by its optimizer"
+    by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
+    counted = training.facts.machine.processes if by_process else 1
+    if not isinstance(schedule, DummyScheduler):
+        prepared = AcceleratedScheduler(schedule, optimizer, step_with_optimizer, times=counted)
+    elif schedule.lr_scheduler_callable is not None:
+        real = schedule.lr_scheduler_callable(optimizer.optimizer)
+        prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1)
+    else:
+        if training.facts.scheduler is None or not training.facts.scheduler.placeholder:  # prepared after its model
+            told = training.resolved.said_aloud
+            training.facts = replace(training.facts, scheduler=schedule.describe())
+            training.resolved = resolve(document, training.facts)
+            _tell(document, training.facts, training.resolved, processes, say, told)
+        assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
+        real = build_schedule(training.resolved.scheduler, optimizer.optimizer)
+        typed = counted if schedule.total_num_steps is not None else 1  # a section's numbers are optimizer steps
+        prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1, typed_per_step=typed)
+    _say_learning_rate(prepared, training.resolved, training.facts, say)
+    return prepared
+
+
+def _resolve(
+    document: Document, facts: Facts, optimizer: Optimizer | DummyOptim | None, schedules: Sequence[Any]
+) -> tuple[Facts, Resolved]:
+    placeholder = next((s for s in schedules if isinstance(s, DummyScheduler)), None)
+    facts = replace(
+        facts,
+        optimizer=None if optimizer is None else _describe(optimizer),
+        scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedules else None,
+    )
+    return facts, resolve(document, facts)
+
+
+def _tell(
+    document: Document,
+    facts: Facts,
+    resolved: Resolved,
+    processes: Processes,
+    say: Callable[[str], None],
+    told: Sequence[str] = (),
+) -> None:
+    """Say what was chosen for the user and changes training, and where the whole configuration is kept."""
+    for line in resolved.said_aloud:
+        if line not in told:
+            say(line)
+    if processes.rank == 0:
+        log_dir = launch_settings(document).log_dir
+        say(keep_record(describe_run(document, resolved, facts), log_dir, os.environ))
+
+
+def _say_learning_rate(
+    schedule: AcceleratedScheduler, resolved: Resolved, facts: Facts, say: Callable[[str], None]
+) -> None:
+    batches = facts.loop.batches_per_epoch
+    epoch = None if batches is None else -(-batches // resolved.accumulation)
+    line = schedule.describe(resolved.scheduler, facts.scheduler, epoch)
+    if line is not None:
+        say(line)
+
+
+def _describe(optimizer: Optimizer | DummyOptim) -> OptimizerFacts:
+    return optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)

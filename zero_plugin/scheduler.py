@@ -1,0 +1,107 @@
+"""What `prepare` returns for a schedule: it advances with applied optimizer steps only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from zero_plugin.announce import announce
+from zero_plugin.collectives import num_processes
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.resolve.facts import SchedulerFacts
+from zero_plugin.resolve.resolved import SchedulerSection
+from zero_plugin.schedule_report import ScheduleLength, describe_section, describe_torch_schedule
+from zero_plugin.schedules import CurveLR
+
+__all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler:
+    """A schedule that advances only with applied optimizer steps.
+
+    Args:
+        scheduler: the torch schedule.
+        optimizers: the prepared optimizer that it drives, or several, which all have to step.
+        step_with_optimizer: False: every call of `step` advances it once, whatever the optimizer did.
+        split_batches: the loader's batch size is that of all processes, so that an applied step counts once.
+        times: how many times it advances per applied step; absent: as Accelerate counts, the number of processes, or
+            once with `split_batches`.
+        typed_per_step: how many of the steps that the script counts are one applied step, where it is not `times`.
+
+    Attributes:
+        length: compares it with the loop's.
+    """
+
+    _is_accelerate_prepared = True  # what scripts look for, under Accelerate's name
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        times: int | None = None,
+        typed_per_step: int | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
+        self.step_with_optimizer = step_with_optimizer
+        self.split_batches = split_batches
+        if times is None:
+            times = 1 if split_batches else num_processes()
+        # A plateau schedule counts measurements, which are as many as calls, whoever counts steps.
+        self._times = 1 if isinstance(scheduler, ReduceLROnPlateau) or not step_with_optimizer else times
+        self.length = ScheduleLength(scheduler, self._times, typed_per_step or self._times)
+        for optimizer in self.optimizers:
+            optimizer.schedules.append(self)
+        if not step_with_optimizer and (driven := getattr(scheduler, "optimizer", None)) is not None:
+            driven._opt_called = True  # else torch's schedule warns that it moves ahead of its optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance, if the optimizer's last `step` was applied."""
+        if self.step_with_optimizer:
+            for optimizer in self.optimizers:
+                if not optimizer.acted or optimizer.step_was_skipped:
+                    return
+        if (line := self.length.count()) is not None:
+            announce(line)
+        for _ in range(self._times):
+            total = getattr(self.scheduler, "total_steps", None)
+            if self._times > 1 and total is not None and self.scheduler.last_epoch + 1 >= total:
+                break  # W steps at a time may overshoot OneCycleLR's end, where its rate rises again, then it raises
+            self.scheduler.step(*args, **kwargs)
+
+    def describe(
+        self, section: SchedulerSection | None, facts: SchedulerFacts | None, steps_per_epoch: int | None
+    ) -> str | None:
+        """The line on its learning rates that is printed at start; see `describe_section`."""
+        if isinstance(self.scheduler, CurveLR) and section is not None:
+            rates = self.scheduler.base_lrs
+            return describe_section(section, [float(rate) for rate in rates], facts, steps_per_epoch)
+        return describe_torch_schedule(self.scheduler, self._times, steps_per_epoch)
+
+    def describe_end(self) -> str | None:
+        """A line where the loop has ended before the schedule."""
+        return self.length.at_end(self.get_last_lr()[0])
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each group for the coming step."""
+        return [float(group["lr"]) for optimizer in self.optimizers[:1] for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the schedule's state."""
+        self.scheduler.load_state_dict(state_dict)
+        self.length.resume(self.scheduler.last_epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
