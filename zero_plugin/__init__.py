@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_plugin.accelerator import Accelerator
-    from zero_plugin.data.loader import skip_first_batches
+    from zero_plugin.data.skip import skip_first_batches
     from zero_plugin.launch.basic_config import write_basic_config
     from zero_plugin.placeholders import DummyOptim, DummyScheduler
     from zero_plugin.progress import Progress
@@ -31,7 +31,7 @@ _HOME = {
     "DummyScheduler": "zero_plugin.placeholders",
     "Progress": "zero_plugin.progress",
     "set_seed": "zero_plugin.seeding",
-    "skip_first_batches": "zero_plugin.data.loader",
+    "skip_first_batches": "zero_plugin.data.skip",
     "write_basic_config": "zero_plugin.launch.basic_config",
 }
 

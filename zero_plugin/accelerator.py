@@ -34,7 +34,6 @@ from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.prepare import ShardIterable
 from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
-from zero_plugin.errors import LoopError
 from zero_plugin.facade.checkpoints import CheckpointCalls, LoadHook, SaveHook
 from zero_plugin.facade.collecting import CollectingCalls
 from zero_plugin.facade.compute import ComputeCalls
@@ -44,9 +43,11 @@ from zero_plugin.facade.loop import LoopCalls
 from zero_plugin.facade.prepare import PrepareCalls
 from zero_plugin.facade.processes import ProcessCalls
 from zero_plugin.facade.settings import SettingCalls
+from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.handlers import sort_handlers
+from zero_plugin.meter import Meter
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.plugins import (
     DataLoaderConfiguration,
@@ -61,6 +62,7 @@ from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.state import AcceleratorState, show_run
 from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
+from zero_plugin.tracking import GeneralTracker, choose_trackers
 from zero_plugin.training import Training
 
 __all__ = ["Accelerator"]
@@ -77,6 +79,7 @@ class Accelerator(
     ComputeCalls,
     WeightCalls,
     CheckpointCalls,
+    TrackingCalls,
 ):
     """Trains a model on ZeRO 0-3, DDP or one device, as the configuration says, with one and the same loop.
 
@@ -163,7 +166,8 @@ class Accelerator(
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = choose_rng_types(rng_types)
         self.project_configuration = choose_project(project_config, project_dir)
-        self.log_with = log_with
+        self.log_with = choose_trackers(log_with, self.project_configuration.logging_dir)
+        self.trackers: list[GeneralTracker] = []
         self._handlers = sort_handlers(kwargs_handlers, choose_compiler(dynamo_backend, dynamo_plugin))
         self._shard_iterable: ShardIterable = shard_iterable
         self._configurations = self._find_configurations(
@@ -179,6 +183,7 @@ class Accelerator(
         )
         self._processes = self._join_processes()
         self.device = self._processes.device
+        self._meter = Meter(self._processes.world_size, self.device)
         self._told: set[str] = set()
         self._loading = ExitStack()
         self._use_configuration(self._configurations.document)
@@ -261,6 +266,7 @@ class Accelerator(
 
     @collective("end_training", meets=True)
     def _close(self) -> None:
+        self._finish_trackers()
         self._loading.close()
         for training in self._trained:
             for line in training.describe_end():

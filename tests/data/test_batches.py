@@ -7,7 +7,8 @@ from itertools import chain, cycle, islice
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from zero_plugin.data.batches import BatchShard, Share, Sharing, share_batches
+from zero_plugin.data.batch_sampler import BatchSamplerShard
+from zero_plugin.data.batches import Share, Sharing, share_batches
 from zero_plugin.errors import LoopError
 
 WORLDS = [1, 2, 3, 4]
@@ -94,11 +95,10 @@ def test_drop_last_leaves_out_the_incomplete_step(even: bool) -> None:
         assert dropped == []
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_one_process_is_plain_torch(even: bool) -> None:
+def test_one_process_is_plain_torch() -> None:
     """Alone, the batches are the loader's, the shorter last one too."""
     batches = batches_of(10, 4)
-    shares, dropped = all_shares(batches, 1, batch_size=4, even=even)
+    shares, dropped = all_shares(batches, 1, batch_size=4, even=False)
     assert [share.indices for share in shares[0]] == batches
     assert dropped == []
 
@@ -133,13 +133,13 @@ def test_splitting_wants_full_batches(batches: list[list[int]]) -> None:
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_length_is_the_number_of_batches(world: int, split: bool, even: bool, drop_last: bool) -> None:
+@pytest.mark.parametrize("report", [None, lambda _: None], ids=["by hand", "prepared"])
+def test_the_length_is_the_number_of_batches(world: int, split: bool, even: bool, drop_last: bool, report) -> None:
     """len() is what iteration yields, for every size and way of sharing, with batches skipped too."""
     for batch_size in BATCH_SIZES:
         for samples in SAMPLES:
             sampler = BatchSampler(SequentialSampler(range(samples)), batch_size * (world if split else 1), drop_last)
-            how = Sharing(world - 1, world, batch_size, even, split, drop_last)
-            shard = BatchShard(sampler, how, lambda _: None)
+            shard = BatchSamplerShard(sampler, world, world - 1, split, even and world > 1, report_dropped=report)
             drawn = list(shard)
             assert len(shard) == len(drawn)
             assert len(shard.counts) == len(drawn)

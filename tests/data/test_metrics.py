@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zero_plugin.collectives import barrier, num_processes, process_index
-from zero_plugin.data.loader import ShardedLoader
+from zero_plugin.data.loader import DataLoaderShard
 from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import LoopError
@@ -60,11 +60,11 @@ class RankSampler:
         return iter(range(self.rank, self.size, self.num_replicas))
 
 
-def prepared(loader: DataLoader, **options) -> ShardedLoader:
+def prepared(loader: DataLoader, **options) -> DataLoaderShard:
     return prepare_loader(loader, rank=process_index(), world_size=num_processes(), device=None, **options)
 
 
-def collect(loader: ShardedLoader) -> tuple[list[int], int]:
+def collect(loader: DataLoaderShard) -> tuple[list[int], int]:
     """What an evaluation loop gets: the samples, checked as tensors, nested, and objects; and values per batch."""
     seen, batch_values = [], 0
     for batch in loader:

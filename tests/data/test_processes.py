@@ -21,8 +21,9 @@ from torch.utils.data import (
 )
 
 from zero_plugin.collectives import barrier, gather, gather_object
-from zero_plugin.data.loader import ShardedLoader, skip_first_batches
+from zero_plugin.data.loader import DataLoaderShard
 from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.data.skip import skip_first_batches
 from zero_plugin.errors import LoopError
 
 
@@ -39,7 +40,7 @@ class PythonShuffle(Sampler):
         return iter(random.sample(range(self.size), self.size))
 
 
-def prepared(loader: DataLoader, **options) -> ShardedLoader:
+def prepared(loader: DataLoader, **options) -> DataLoaderShard:
     rank, world = dist.get_rank(), dist.get_world_size()
     return prepare_loader(loader, rank=rank, world_size=world, device=torch.device("cpu"), **options)
 
@@ -70,7 +71,7 @@ def check_the_order_is_process_0_s() -> None:
         assert epochs == alone, f"loader {index}: what one process with process 0's random state sees"
 
 
-def union(loader: ShardedLoader) -> list[int]:
+def union(loader: DataLoaderShard) -> list[int]:
     """What the processes see together in an epoch, step by step in the order of ranks, repeats left out."""
     steps = gather_object([[batch.tolist()[: loader.real_samples] for batch in loader]])
     return [value for step in zip(*steps, strict=True) for part in step for value in part]
@@ -85,7 +86,7 @@ class OwnStream(IterableDataset):
 
 def check_streams_of_different_length_stop_together() -> None:
     loader = prepared(DataLoader(OwnStream(), batch_size=2))
-    flags = [loader.on_last_batch for _ in loader]
+    flags = [loader.end_of_dataloader for _ in loader]
     assert flags == [False] * (len(flags) - 1) + [True]
     assert len(set(gather_object([len(flags)]))) == 1
     assert gather(torch.tensor(len(flags))).shape == (dist.get_world_size(),)
@@ -150,7 +151,7 @@ def check_loops_inside_loops() -> None:
         for _ in evaluation:
             if step == 1:
                 break
-        flags.append((training.on_last_batch, training.batches_left == 0))
+        flags.append((training.end_of_dataloader, training.batches_left == 0))
         assert union(evaluation) == list(range(9))
     assert flags == [(False, False)] * (len(flags) - 1) + [(True, True)]
     assert sorted(n for part in gather_object(whole) for n in part) == list(range(21))

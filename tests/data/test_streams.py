@@ -18,8 +18,9 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from zero_plugin.collectives import barrier, gather_object, num_processes, process_index
 from zero_plugin.data.draws import SameDraws
-from zero_plugin.data.loader import ShardedLoader, skip_first_batches
+from zero_plugin.data.loader import DataLoaderShard
 from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.data.skip import skip_first_batches
 from zero_plugin.errors import LoopError
 
 WORKERS = 3
@@ -128,11 +129,11 @@ def shuffle_with_torch(numbers: list[int]) -> None:
     numbers[:] = [numbers[i] for i in torch.randperm(len(numbers)).tolist()]
 
 
-def prepared(loader: DataLoader, **options) -> ShardedLoader:
+def prepared(loader: DataLoader, **options) -> DataLoaderShard:
     return prepare_loader(loader, rank=process_index(), world_size=num_processes(), device=None, **options)
 
 
-def union(loader: ShardedLoader, *, limit: int | None = None) -> list[int]:
+def union(loader: DataLoaderShard, *, limit: int | None = None) -> list[int]:
     """What the processes see together in an epoch, step by step in the order of ranks, repeats left out."""
     parts = []
     for batch in loader:
@@ -292,7 +293,7 @@ def test_who_is_known_to_divide_is_not_skipped_through(
     stream = type("Source", (Range,), {"__module__": module, **attributes})(8)
     with caplog.at_level(logging.WARNING):
         loader = prepare_loader(DataLoader(stream, batch_size=4), rank=1, world_size=2, device=None)
-    own = [portion.batch.tolist() for portion in loader._portions()]
+    own = [portion.batch.tolist() for portion in loader._read(0)]
     assert own == ([[4, 5, 6, 7]] if told else [[0, 1, 2, 3], [4, 5, 6, 7]])
     assert caplog.records == []
     prepare_loader(DataLoader(stream, batch_size=4), rank=0, world_size=2, device=None)

@@ -1,16 +1,18 @@
-"""Random numbers that the copies of a data set draw alike, without disturbing anybody else's."""
+"""Random numbers drawn alike by several copies of a data set, or a second time, without disturbing anybody else's."""
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-__all__ = ["SameDraws"]
+__all__ = ["Draws", "SameDraws", "undisturbed"]
 
 
 class _Generator(NamedTuple):
@@ -60,6 +62,52 @@ class SameDraws:
             used = [pickle.dumps(a) != pickle.dumps(b) for a, b in zip(before, self._inside, strict=True)]
             self._generators = tuple(g for g, is_used in zip(self._generators, used, strict=True) if is_used)
             self._inside = [state for state, is_used in zip(self._inside, used, strict=True) if is_used]
+
+
+class Draws(NamedTuple):
+    """What an epoch's order is drawn from.
+
+    Attributes:
+        shared: states of Python's, NumPy's and torch's global generators.
+        own: state of the sampler's own generator; None without one.
+    """
+
+    shared: list[Any]
+    own: Any
+
+    @classmethod
+    def of(cls, sampler: Any) -> Draws:
+        """As they stand now."""
+        own = _own_generator(sampler)
+        return cls([generator.get() for generator in _GENERATORS], None if own is None else own.get_state())
+
+    def begin(self, batches: Iterator[Any], sampler: Any) -> Iterator[Any]:
+        """The batches of `sampler`, the first drawn from here; the global generators stay as they are.
+
+        torch's samplers draw all that they take of the global generators before their first batch.
+        """
+        own = _own_generator(sampler)
+        if own is not None and self.own is not None:
+            own.set_state(self.own)
+        with undisturbed():
+            _restore(_GENERATORS, self.shared)
+            first = list(islice(batches, 1))
+        return chain(first, batches)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Python's, NumPy's and torch's global generators go on afterwards as if nothing had been drawn inside."""
+    outside = [generator.get() for generator in _GENERATORS]
+    try:
+        yield
+    finally:
+        _restore(_GENERATORS, outside)
+
+
+def _own_generator(sampler: Any) -> torch.Generator | None:
+    own = getattr(sampler, "generator", None)
+    return own if isinstance(own, torch.Generator) else None
 
 
 def _restore(generators: tuple[_Generator, ...], states: list[Any]) -> None:

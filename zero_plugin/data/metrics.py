@@ -7,73 +7,93 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_plugin.collectives import gather, gather_object
-from zero_plugin.data.loader import ShardedLoader
+from zero_plugin.collectives import gather, gather_object, num_processes
+from zero_plugin.data.active import DataLoaderStateMixin
+from zero_plugin.data.rows import is_object_column
 from zero_plugin.errors import LoopError
-from zero_plugin.nested import list_leaves, map_leaves
+from zero_plugin.nested import map_leaves
 
 __all__ = ["gather_for_metrics"]
 
 _logger = logging.getLogger(__name__)
 
 
-def gather_for_metrics(tree: Any, loader: ShardedLoader | None, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gather_object: bool = False) -> Any:
     """The processes' per-sample values for the current batch, in the order of the single-process loader.
 
     Every process cuts off the samples that were repeated to make its batch even, then the rest is gathered. What a
     whole loop collects so is exactly the data set, once each, in order.
 
-    A 0-dimensional tensor is one value for the batch: gathered, there is one per batch of the single-process loader,
-    since a process whose batch holds repeated samples only gives none. A mean over a batch of which a part is repeated
-    counts those samples too; that is logged, and values per sample are the exact way.
+    A list without tensors, or a plain tuple of anything but containers, holds one object per sample, and comes back as
+    a list; other containers keep their shape.
+
+    A 0-dimensional tensor or a single object is one value for the batch: gathered, there is one per batch of the
+    single-process loader, since a process whose batch holds repeated samples only gives none. A mean over a batch of
+    which a part is repeated counts those samples too; that is logged, and values per sample are the exact way.
 
     Args:
-        tree: tensors with one row per sample of the batch, or 0-dimensional, in any containers; or a list with one
-            object per sample.
+        tree: tensors with one row per sample of the batch, or 0-dimensional; lists with one object per sample; single
+            objects; in any containers.
         loader: the loader that is being iterated; None where there is none.
-        use_gather_object: gather `tree` as a list of objects even if it holds tensors.
+        use_gather_object: lists of tensors, too, hold one per sample, of any sizes; and of a tensor, come the rows as a
+            list.
 
     Raises:
-        LoopError: outside a loop over a prepared loader, or the values do not have one row per sample, or the samples
-            come from a sampler that may repeat some unseen: what is padding in them cannot be known.
+        LoopError: with several processes outside a loop over a prepared loader, or the values do not have one row per
+            sample, or the samples come from a sampler that may repeat some unseen: what is padding in them cannot be
+            known.
     """
     if loader is None:
-        raise LoopError(
-            "gather_for_metrics: no prepared loader is being iterated, so nothing says which samples are repeated; "
-            "call it inside `for batch in loader:` with a loader from prepare(), or use gather()"
-        )
+        if num_processes() > 1:
+            raise LoopError(
+                "gather_for_metrics: no prepared loader is being iterated, so nothing says which samples are repeated; "
+                "call it inside `for batch in loader:` with a loader from prepare(), or use gather()"
+            )
+        loader = DataLoaderStateMixin()
     if loader.repeats_unseen is not None:
         raise LoopError(
             f"gather_for_metrics: the loader's {loader.repeats_unseen} shares the samples among the processes, and may "
             "repeat some to make all even; leave it out, so that prepare() shares them, or use gather()"
         )
-    leaves = list_leaves(tree)
-    if not use_gather_object and any(isinstance(leaf, Tensor) for leaf in leaves):
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                _check_tensor(leaf, loader)
-        return gather(map_leaves(lambda leaf: _cut(leaf, loader) if isinstance(leaf, Tensor) else leaf, tree))
-    if not isinstance(tree, list):
-        raise LoopError(
-            f"gather_for_metrics: found a {type(tree).__name__}; give tensors with one row per sample, "
-            "or a list with one object per sample"
-        )
-    _check_rows(f"a list of {len(tree)}", len(tree), loader)
-    return gather_object(tree[: loader.real_samples])
+
+    def is_column(node: Any) -> bool:
+        return is_object_column(node, with_tensors=use_gather_object)
+
+    columns: list[Any] = []
+    map_leaves(columns.append, tree, is_leaf=is_column)
+    own = [_cut(column, loader) for column in columns]
+    if use_gather_object:
+        own = [list(column) if isinstance(column, Tensor) else column for column in map(_to_cpu, own)]
+    tensors = iter(gather([column for column in own if isinstance(column, Tensor)]))
+    objects = [column for column in own if not isinstance(column, Tensor)]
+    everybodys = zip(*gather_object([objects]), strict=True) if objects else ()
+    lists = iter([[value for part in parts for value in part] for parts in everybodys])
+    gathered = iter([next(tensors if isinstance(column, Tensor) else lists) for column in own])
+    return map_leaves(lambda _: next(gathered), tree, is_leaf=is_column)
 
 
-def _cut(tensor: Tensor, loader: ShardedLoader) -> Tensor:
+def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
+    """The real samples' part; of a value for the batch as a whole, one row or none."""
     real = loader.real_samples
-    if tensor.ndim:
-        return tensor if real is None else tensor[:real]
-    return tensor.reshape(1)[: 0 if real == 0 else 1]
+    if isinstance(column, Tensor) and column.ndim:
+        _check_rows(f"a tensor of shape {tuple(column.shape)}", column.shape[0], loader)
+    elif isinstance(column, list | tuple):
+        _check_rows(f"a {type(column).__name__} of {len(column)}", len(column), loader)
+    else:
+        _warn_of_repeats(loader)
+        one = column.reshape(1) if isinstance(column, Tensor) else [column]
+        return one[: 0 if real == 0 else 1]
+    return column if real is None else column[:real]
 
 
-def _check_tensor(tensor: Tensor, loader: ShardedLoader) -> None:
+def _to_cpu(column: Any) -> Any:
+    """Objects travel by pickle: a tensor on a GPU would come back on the sender's."""
+    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, column)
+
+
+def _warn_of_repeats(loader: DataLoaderStateMixin) -> None:
     samples, real = loader.batch_samples, loader.real_samples
-    if tensor.ndim:
-        _check_rows(f"a tensor of shape {tuple(tensor.shape)}", tensor.shape[0], loader)
-    elif samples is not None and real is not None and 0 < real < samples:
+    if samples is not None and real is not None and 0 < real < samples:
         _logger.warning(
             "gather_for_metrics: a value for the batch as a whole counts %d repeated samples of %d; "
             "gather one value per sample to leave them out",
@@ -82,7 +102,7 @@ def _check_tensor(tensor: Tensor, loader: ShardedLoader) -> None:
         )
 
 
-def _check_rows(what: str, rows: int, loader: ShardedLoader) -> None:
+def _check_rows(what: str, rows: int, loader: DataLoaderStateMixin) -> None:
     """At every step, not only the last: a mistake shows in the first minute, and on all processes at once."""
     samples = loader.batch_samples
     # `loss.repeat(batch_size)` is common, also where the last batch is shorter: then its first rows are meant.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterDataPipe, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.graph_settings import apply_sharding
 
 from zero_plugin.data.batches import Sharing
@@ -20,7 +20,7 @@ from zero_plugin.data.portion import Portion
 from zero_plugin.data.worker import watch_worker
 from zero_plugin.nested import list_leaves
 
-__all__ = ["CountingCollate", "Division", "StreamShard"]
+__all__ = ["CountingCollate", "Division", "IterableDatasetShard", "StreamShard"]
 
 _FINGERPRINTED_BYTES = 4096  # of each leaf
 
@@ -132,6 +132,81 @@ class StreamShard:
         if isinstance(epoch, int) and epoch >= 0 and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         return dataset
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of an iterable data set that are one process's, by skipping the others'.
+
+    With W processes, of every W × `batch_size` samples process r gets the r-th `batch_size`, or with `split_batches` of
+    every `batch_size` samples the r-th part. An incomplete end is completed from the first samples, round and round, or
+    dropped. `prepare` shares streams itself, over the loader's workers too, and counts the repeated samples.
+
+    Args:
+        dataset: the same on every process.
+        batch_size: of one process, or with `split_batches` of all.
+        drop_last: leave out an incomplete end.
+        num_processes: processes that share the data.
+        process_index: this process.
+        split_batches: what `batch_size` counts.
+
+    Raises:
+        ValueError: `split_batches` with a batch size that `num_processes` does not divide.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size % num_processes:
+            raise ValueError(
+                f"split_batches: the batch size {batch_size} cannot be split among {num_processes} processes; "
+                "make it a multiple of their number"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the data set, if it wants to know; one with a generator instead gets that seeded by the epoch."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Samples of this process; TypeError where the data set has no length."""
+        step, own = self._sizes()
+        samples = len(self.dataset)
+        return (samples // step if self.drop_last else -(-samples // step)) * own
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+        step, own = self._sizes()
+        samples, first = iter(self.dataset), list[Any]()
+        mine = slice(self.process_index * own, (self.process_index + 1) * own)
+        while drawn := list(islice(samples, step)):
+            first = first or drawn
+            if len(drawn) < step:
+                if self.drop_last:
+                    return
+                drawn += islice(cycle(list(first)), step - len(drawn))
+            yield from drawn[mine]
+
+    def _sizes(self) -> tuple[int, int]:
+        """Samples of a step, and this process's of them."""
+        if self.split_batches:
+            return self.batch_size, self.batch_size // self.num_processes
+        return self.batch_size * self.num_processes, self.batch_size
 
 
 class CountingCollate:

@@ -1,0 +1,273 @@
+"""What all prepared loaders share: a DataLoader around another, read one batch ahead of the loop."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from zero_plugin.collectives import broadcast
+from zero_plugin.data.active import DataLoaderStateMixin
+from zero_plugin.data.batch_sampler import BatchSamplerShard
+from zero_plugin.data.batches import Sharing
+from zero_plugin.data.device import move_batch
+from zero_plugin.data.draws import Draws, undisturbed
+from zero_plugin.data.epochs import Epochs
+from zero_plugin.data.portion import Portion
+from zero_plugin.data.stream import StreamShard
+from zero_plugin.errors import LoopError
+from zero_plugin.seeding import synchronize_rng_states
+
+__all__ = ["DataLoaderAdapter", "Delivery", "copy_loader", "shard_of"]
+
+_SEEDS = 2**62
+
+_Adapter = TypeVar("_Adapter", bound="DataLoaderAdapter")
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How batches reach the loop.
+
+    Attributes:
+        device: where they go; None leaves them where the loader makes them.
+        non_blocking: do not wait for the copy; on CUDA it never is.
+        rng_types: random states that every process gets from process 0 at the start of each epoch.
+        generator: what `generator` among them means: the data set's own.
+    """
+
+    device: torch.device | None = None
+    non_blocking: bool = False
+    rng_types: tuple[str | Enum, ...] = ()
+    generator: torch.Generator | None = None
+
+    def begin_epoch(self) -> None:
+        """Give every process the random states of process 0; collective if there are any."""
+        known = [kind for kind in self.rng_types if self.generator is not None or str(kind) != "generator"]
+        synchronize_rng_states(known, self.generator)
+
+
+class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
+    """A DataLoader around another; iterate it, as often as there are epochs.
+
+    What is not listed here (`num_workers`, `sampler`, `collate_fn`, …) is the wrapped DataLoader's.
+
+    Attributes:
+        base_dataloader: the wrapped one.
+        dataset: the user's data set.
+        batch_size: samples per process and batch; None where batches have no common size.
+        total_batch_size: samples per step over all processes; None likewise.
+        drop_last: whether an incomplete last step is left out.
+        device: where batches go; None leaves them where they are.
+    """
+
+    _is_accelerate_prepared = True  # what libraries written for Accelerate ask
+
+    def _wrap(self, base: DataLoader[Any], how: Sharing, delivery: Delivery) -> None:
+        # Not DataLoader's constructor: it would make samplers of its own, and everything it sets is the base's.
+        self.base_dataloader = base
+        self._how = how
+        self._delivery = delivery
+        self._stream: StreamShard | None = base.dataset if isinstance(base.dataset, StreamShard) else None
+        self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
+        self._shard = shard_of(base)
+        self._drawing = self._shard  # the running epoch's
+        outer = base.batch_sampler if self._shard is None else self._shard.batch_sampler
+        self._epochs = Epochs([self.dataset, outer, getattr(outer, "sampler", None)])
+        self._workers_epoch: int | None = None  # what lasting workers' copies of the data set were told
+        self._skip = 0  # at the beginning of every epoch
+        self._first = 0  # the running epoch's first batch
+        self._resumed: tuple[int, Draws | None] | None = None
+        self._batches: int | None = None  # of the running epoch
+        self.batch_size = how.batch_size if how.batched else None
+        self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
+        self.drop_last = how.drop_last
+        self.device = delivery.device
+        self.remainder = -1
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @cached_property
+    def gradient_state(self) -> Any:
+        """The state of the running loops, as Accelerate's scripts look it up."""
+        from zero_plugin.state import GradientState  # it shows the loaders, so it imports them
+
+        return GradientState()
+
+    @property  # type: ignore[misc]  # torch's can be set
+    def multiprocessing_context(self) -> Any:
+        """How workers are started."""
+        return self.base_dataloader.multiprocessing_context
+
+    @abstractmethod
+    def _portions(self, skip: int) -> Iterator[Portion]:
+        """This process's batches of an epoch, without the first `skip`."""
+
+    @abstractmethod
+    def _count_steps(self) -> int:
+        """Batches of a whole epoch on this process; TypeError for a stream without a length."""
+
+    def __len__(self) -> int:
+        """Batches per epoch on this process; TypeError for a stream without a length."""
+        return max(0, self._count_steps() - self._skip)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the data set, over all processes; TypeError for a stream without a length."""
+        return len(self.dataset)
+
+    @property
+    def batches_left(self) -> int | None:
+        """Batches to come in this epoch after the current one; None where that is not known before the last one.
+
+        A stream's own `__len__` is not relied on: worker processes and filters make it wrong.
+        """
+        if self.end_of_dataloader:
+            return 0
+        if self.position < 0:
+            return self._count_batches(self._skip)
+        return None if self._batches is None else max(1, self._batches - self.position - 1)
+
+    def skipping(self: _Adapter, count: int) -> _Adapter:
+        """What `skip_first_batches` returns."""
+        later = copy.copy(self)
+        later._skip = self._skip + count
+        self._resumed = None  # the interrupted epoch is the one that begins later
+        return later
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's data set, batch sampler and sampler the epoch that begins next, each where it wants to know.
+
+        A loop that never calls it gets the next epoch at each start.
+        """
+        self._epochs.choose(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        device, non_blocking = self.device, self._delivery.non_blocking
+        self._first = self._begin_epoch()
+        portions = self._portions(self._first)
+        self._batches = self._count_batches(self._first)
+        self.begin()
+        try:
+            coming = next(portions, None)
+            while coming is not None:
+                batch, self.batch_samples, self.real_samples, _ = coming
+                coming = next(portions, None)
+                self.position += 1
+                self.end_of_dataloader = coming is None
+                yield batch if device is None else move_batch(batch, device, non_blocking=non_blocking)
+        finally:
+            self.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands, for `load_state_dict`.
+
+        The order of the samples is kept, as long as the sampler draws it with torch's or with global generators; random
+        numbers that the data set draws while it is read are not.
+        """
+        return {
+            "epoch": self._epochs.current,
+            "batches": self._first + self.position + 1,
+            "total_batch_size": self.total_batch_size,
+            "draws": None if self._drawing is None else self._drawing.draws,
+            "_iterator_finished": self.end_of_dataloader,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on, in the coming loop, where the loop stood that `state_dict` was called in.
+
+        With another number of processes, it is the same sample; where that is within a batch, the batch is read again.
+        """
+        if state_dict["epoch"] < 0:
+            return
+        if state_dict["_iterator_finished"]:
+            self.set_epoch(state_dict["epoch"] + 1)
+            return
+        batches, then = state_dict["batches"], state_dict["total_batch_size"]
+        if then is not None and self.total_batch_size is not None:
+            batches = batches * then // self.total_batch_size
+        self.set_epoch(state_dict["epoch"])
+        draws = state_dict["draws"]
+        self._resumed = batches, None if draws is None else Draws(*draws)  # a file brings it back as a plain tuple
+
+    def _begin_epoch(self) -> int:
+        """How many batches are skipped."""
+        self._delivery.begin_epoch()
+        self._epochs.begin()
+        told = self._epochs.told(self.dataset)
+        if self._stream is not None:
+            seed = torch.initial_seed() % _SEEDS
+            if self._how.world > 1:  # the copies of the data set have to draw alike
+                seed = int(broadcast(torch.tensor(seed)))
+            self._stream.begin_epoch(seed + self._epochs.current, told)
+        elif told != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
+            self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the data set: new ones
+        self._workers_epoch = told
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            return self._skip
+        if resumed[1] is not None and self._shard is not None:
+            self._shard.draw_from(resumed[1])
+        return max(self._skip, resumed[0])
+
+    def _count_batches(self, skip: int) -> int | None:
+        if self._stream is not None:
+            return None
+        try:
+            return max(0, self._count_steps() - skip)
+        except TypeError:  # a sampler without a length
+            return None
+
+    def _read(self, skip: int) -> Iterator[Portion]:
+        """The wrapped loader's batches, without the first `skip`, with their counts; map-style data are not read."""
+        base, shard = self.base_dataloader, self._shard
+        if shard is None:
+            for position, batch in enumerate(base):
+                if position >= skip:
+                    yield batch if isinstance(batch, Portion) else Portion(batch, None, None)
+            return
+        if skip:
+            shard = shard.skipping(skip)
+            base = copy_loader(base, **{"sampler" if base.batch_sampler is None else "batch_sampler": shard})
+        self._drawing = shard
+        # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
+        with undisturbed() if shard.resumes else nullcontext():
+            iterator = iter(base)
+        counts, batched = shard.counts, self._how.batched
+        counted = base.in_order  # else nobody knows which batch came first
+        for batch in iterator:
+            try:
+                samples, real = counts.popleft()
+            except IndexError:
+                raise LoopError(
+                    f"the {type(base).__name__} gives batches that its batch sampler did not draw, so they "
+                    "cannot be shared among the processes; prepare a torch.utils.data.DataLoader over the same data set"
+                ) from None
+            if batched:
+                yield Portion(batch, samples if counted else None, real if counted else None)
+            else:
+                yield Portion(batch, None, 0 if real == 0 else None)
+
+
+def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """The same loader with other attributes; it keeps its subclass and every argument, in any version of torch."""
+    copied = copy.copy(loader)
+    copied.__dict__.update(attributes, _iterator=None)  # attribute assignment is forbidden once a DataLoader is built
+    return copied
+
+
+def shard_of(loader: DataLoader[Any]) -> BatchSamplerShard | None:
+    """The part of the batches that the loader reads; None for a stream, or where nobody counts."""
+    shard = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return shard if isinstance(shard, BatchSamplerShard) else None

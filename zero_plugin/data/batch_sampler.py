@@ -1,0 +1,229 @@
+"""Batch samplers that give one process its part, or leave out the first batches."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from zero_plugin.collectives import broadcast_object_list, process_index
+from zero_plugin.data.batches import Sharing, share_batches
+from zero_plugin.data.draws import Draws
+
+__all__ = ["BatchSamplerShard", "SkipBatchSampler"]
+
+_BATCHES_PER_BROADCAST = 1024
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batch sampler of one process.
+
+    With W processes, process r gets batches r, r + W, … of the whole, or with `split_batches` the r-th piece of each.
+    The last step is completed from the epoch's first samples, round and round, unless the sampler drops it; without
+    `even_batches`, the first processes get what there is of it.
+
+    In a prepared loader (`report_dropped` is given) the order is process 0's: it alone draws from the loader's sampler
+    and sends the others the batches, a thousand at a time. So any sampler, seeded alike on all processes or not, of
+    torch or the user's own, deals every sample out once, in the order that a single process with process 0's random
+    state would see. And all processes have equally many batches: what is left of an incomplete last step is left out.
+
+    Attributes:
+        even_batches: as given; another value counts from the next epoch on.
+        batch_size: the sampler's, of one process or with `split_batches` of all; None where batches differ in size.
+        drop_last: whether the sampler leaves out an incomplete last batch.
+        counts: of the batches drawn by the newest iteration and not yet taken off by the loader, which reads ahead: how
+            many samples they hold, and how many of them, from the front, are not repeated ones.
+        draws: what the newest epoch's order was drawn from, by this process; None before.
+
+    Args:
+        batch_sampler: the batches of all processes; anything that gives lists of indices.
+        num_processes: processes that share them; with one, in a prepared loader, they are taken as they come.
+        process_index: this process.
+        split_batches: each batch is cut into one piece per process, instead of dealt out whole.
+        even_batches: complete the last step, so that every process has a full batch.
+        report_dropped: gets the number of samples left out at an epoch's end.
+        real: for a sampler that divides the data itself, how many samples of an epoch, from the front, are not repeated
+            ones; None for all.
+        batched: False where each item of the sampler is a batch by itself.
+
+    Raises:
+        ValueError: `split_batches` without a batch size that `num_processes` divides.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        report_dropped: Callable[[int], None] | None = None,
+        real: int | None = None,
+        batched: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # it may have none
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self.counts: deque[tuple[int, int]] = deque()
+        self.draws: Draws | None = None
+        self._report_dropped = report_dropped
+        self._real = real
+        self._batched = batched
+        self._skip = 0
+        self._draw_from: Draws | None = None
+        if split_batches and (not self.batch_size or self.batch_size % num_processes):
+            raise ValueError(
+                f"split_batches: the batch size {self.batch_size} cannot be split among {num_processes} processes; "
+                "make it a multiple of their number"
+            )
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """What the batches are made of: the batch sampler's own sampler."""
+        return self.batch_sampler.sampler
+
+    @property
+    def total_length(self) -> int:
+        """Batches in an epoch, of all processes."""
+        return len(self.batch_sampler)
+
+    def skipping(self, count: int) -> BatchSamplerShard:
+        """The same without the first `count` batches."""
+        later = BatchSamplerShard(
+            self.batch_sampler,
+            self.num_processes,
+            self.process_index,
+            self.split_batches,
+            self.even_batches,
+            report_dropped=self._report_dropped,
+            real=self._real,
+            batched=self._batched,
+        )
+        later._skip = self._skip + count
+        later._draw_from, self._draw_from = self._draw_from, None
+        return later
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the coming epoch's order is one that was drawn before."""
+        return self._draw_from is not None
+
+    def draw_from(self, draws: Draws) -> None:
+        """Draw the coming epoch's order from there."""
+        self._draw_from = draws
+
+    def __iter__(self) -> Iterator[Any]:
+        self.counts = deque()  # a new one: an iteration still under way keeps its own
+        if self.num_processes == 1 and self._report_dropped is not None:
+            return self._draw_alone(self.counts)
+        return self._draw_shares(self.counts)
+
+    def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
+        batches: Iterable[Any] = self._drawn()
+        if self._report_dropped is not None and not _is_sequential(self.batch_sampler):
+            batches = _drawn_by_main(batches)
+        if not self._batched:
+            batches = ([item] for item in batches)
+        for share in islice(share_batches(batches, self._sharing(), self._report_dropped), self._skip, None):
+            counts.append((share.samples, share.real))
+            yield share.indices if self._batched else share.indices[0]
+
+    def _draw_alone(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
+        """Every batch as it comes: one generator, since a tiny model's step is not much longer than a chain of them."""
+        left = sys.maxsize if self._real is None else self._real
+        for position, batch in enumerate(self._drawn()):
+            indices = batch if not self._batched or hasattr(batch, "__len__") else list(batch)
+            samples = len(indices) if self._batched else 1
+            if position >= self._skip:
+                counts.append((samples, min(samples, left)))
+                yield indices
+            left = max(0, left - samples)
+
+    def _drawn(self) -> Iterator[Any]:
+        sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
+        draws, self._draw_from = self._draw_from, None
+        self.draws = Draws.of(sampler) if draws is None else draws
+        if draws is None:
+            return iter(self.batch_sampler)
+        return draws.begin(iter(self.batch_sampler), sampler)
+
+    def _sharing(self) -> Sharing:
+        size = self.batch_size if self._batched else 1
+        if self.split_batches:
+            size //= self.num_processes
+        return Sharing(
+            self.process_index, self.num_processes, size, self.even_batches, self.split_batches, self.drop_last
+        )
+
+    def __len__(self) -> int:
+        batches, world = len(self.batch_sampler), self.num_processes
+        if self.split_batches:
+            steps = batches - self._lacks_the_last_split_batch()
+        elif self.even_batches and not self.drop_last:
+            steps = -(-batches // world)
+        else:
+            steps = batches // world
+            steps += self._report_dropped is None and not self.drop_last and self.process_index < batches % world
+        return max(0, steps - self._skip)
+
+    def _lacks_the_last_split_batch(self) -> bool:
+        if self.even_batches or self.drop_last:
+            return False
+        size = self.batch_size // self.num_processes
+        needed = self.process_index if self._report_dropped is None else self.num_processes - 1
+        return 0 < len(self.batch_sampler.sampler) % self.batch_size <= needed * size
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches, in every epoch.
+
+    Args:
+        batch_sampler: all batches.
+        skip_batches: how many are left out.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """What the batches are made of: the batch sampler's own sampler."""
+        return self.batch_sampler.sampler
+
+    @property
+    def total_length(self) -> int:
+        """Batches in an epoch, the skipped ones too."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+
+def _is_sequential(sampler: Any) -> bool:
+    """Whether every process surely draws the same; a subclass may do anything."""
+    return type(sampler.sampler if type(sampler) is BatchSampler else sampler) is SequentialSampler
+
+
+def _drawn_by_main(batches: Iterable[Any]) -> Iterator[Any]:
+    iterator = iter(batches) if process_index() == 0 else iter(())
+    while True:
+        box = [list(islice(iterator, _BATCHES_PER_BROADCAST))]
+        broadcast_object_list(box)
+        if not box[0]:
+            return
+        yield from box[0]

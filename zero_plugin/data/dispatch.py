@@ -1,0 +1,164 @@
+"""The loader that process 0 reads for all, and whose batches it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterDataPipe
+
+from zero_plugin.collectives import broadcast, broadcast_object_list, num_processes, process_index
+from zero_plugin.data.adapter import DataLoaderAdapter, Delivery
+from zero_plugin.data.batches import Sharing
+from zero_plugin.data.device import move_batch
+from zero_plugin.data.loader import refuse_mesh
+from zero_plugin.data.portion import Portion
+from zero_plugin.data.reports import DropReport
+from zero_plugin.data.rows import count_rows, cut_rows, join_rows
+from zero_plugin.errors import LoopError
+from zero_plugin.nested import list_leaves, map_leaves
+
+__all__ = ["DataLoaderDispatcher", "SliceFunction"]
+
+SliceFunction = Callable[..., Any]
+
+
+class DataLoaderDispatcher(DataLoaderAdapter):
+    """Each process's part of what process 0 reads; the others' data sets are not touched.
+
+    A step is as many batches as there are processes, joined, or one batch with `split_batches`. It is cut into equal
+    parts, in the order of ranks. The samples that an incomplete step lacks for that are the epoch's first
+    (`even_batches`), else the first parts hold one more than the last.
+
+    Args:
+        dataset: for the DataLoader.
+        split_batches: a step is one batch.
+        skip_batches: left out at the beginning of every epoch.
+        use_stateful_dataloader: no difference: `state_dict` is always there.
+        _drop_last: a last step with fewer batches than processes is left out.
+        _non_blocking: do not wait for batches to be copied.
+        slice_fn: cuts the step: called with it, a slice of samples, `process_index` and `num_processes`; None cuts
+            every tensor, and every list with one object per sample.
+        torch_device_mesh: None, or of data parallelism alone.
+        iteration: the first epoch.
+        **kwargs: for the DataLoader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: SliceFunction | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        del use_stateful_dataloader
+        refuse_mesh(torch_device_mesh)
+        base: DataLoader[Any] = DataLoader(dataset, **kwargs)
+        size, world = getattr(base.batch_sampler, "batch_size", base.batch_size), num_processes()
+        how = Sharing(
+            rank=process_index(),
+            world=world,
+            batch_size=size // world if split_batches and size else size,
+            split=split_batches,
+            drop_last=_drop_last,
+            batched=base.batch_sampler is not None,
+        )
+        self._dispatch(base, how, Delivery(non_blocking=_non_blocking), slice_fn)
+        self._skip = skip_batches
+        if iteration:
+            self.set_epoch(iteration)
+
+    @classmethod
+    def sharing(
+        cls, base: DataLoader[Any], how: Sharing, delivery: Delivery, slice_fn: SliceFunction | None
+    ) -> DataLoaderDispatcher:
+        """Around a DataLoader that is prepared for one process."""
+        dispatcher = cls.__new__(cls)
+        dispatcher._dispatch(base, how, delivery, slice_fn)
+        return dispatcher
+
+    def _dispatch(
+        self, base: DataLoader[Any], how: Sharing, delivery: Delivery, slice_fn: SliceFunction | None
+    ) -> None:
+        self._wrap(base, how, delivery)
+        self.split_batches = how.split
+        self.slice_fn: SliceFunction = cut_rows if slice_fn is None else slice_fn
+        self._report_dropped = DropReport(how)
+
+    def _portions(self, skip: int) -> Iterator[Portion]:
+        how, target = self._how, self.device or torch.device("cpu")
+        steps: Iterator[Any] = iter(())
+        if how.rank == 0:
+            steps = self._read_steps(skip)
+        elif isinstance(self.base_dataloader.dataset, IterDataPipe):
+            iter(self.base_dataloader)  # torch makes their shuffles equal on all processes, by a collective
+        first: Any = None
+        while (step := self._share_step(next(steps, None), target)) is not None:
+            samples = count_rows(step)
+            if samples is None:
+                raise LoopError(
+                    "dispatch_batches: the batch holds neither a tensor nor a list with one entry per sample, so it "
+                    "cannot be divided; write dispatch_batches=None, and each process reads its own"
+                )
+            first = cut_rows(step, slice(0, how.world)) if first is None else first
+            part, rest = divmod(samples, how.world)
+            if rest and how.even:
+                step = join_rows([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
+                part, rest = part + 1, 0
+            elif part == 0:
+                self._report_dropped(samples)
+                continue
+            start = how.rank * part + min(how.rank, rest)
+            rows = part + (how.rank < rest)
+            own = self.slice_fn(step, slice(start, start + rows), process_index=how.rank, num_processes=how.world)
+            yield Portion(own, rows, max(0, min(rows, samples - start)))
+
+    def _share_step(self, step: Any, target: torch.device) -> Any:
+        """Process 0's on every process; None at the end."""
+        if self._how.world == 1:
+            return step
+        if step is not None:
+            step = move_batch(step, target)
+        box = [map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, step)]
+        broadcast_object_list(box)
+        if self._how.rank:
+            step = map_leaves(lambda leaf: torch.empty_like(leaf, device=target) if _is_tensor(leaf) else leaf, box[0])
+        sent = iter(broadcast([leaf for leaf in list_leaves(step) if _is_tensor(leaf)]))
+        return map_leaves(lambda leaf: next(sent) if _is_tensor(leaf) else leaf, step)
+
+    def _read_steps(self, skip: int) -> Iterator[Any]:
+        how = self._how
+        needed = 1 if how.split else how.world
+        batches = (portion.batch for portion in self._read(skip * needed))
+        while step := list(islice(batches, needed)):
+            if len(step) < needed and how.drop_last:
+                return
+            try:
+                yield join_rows(step)
+            except RuntimeError as error:
+                raise LoopError(
+                    "dispatch_batches: the batches of one step differ beyond their first dimension, so they cannot be "
+                    "joined and sent; write dispatch_batches=None, and each process reads its own, or split_batches, "
+                    "and one batch is divided among all"
+                ) from error
+
+    def _count_steps(self) -> int:
+        how = self._how
+        base = self.base_dataloader if self._shard is None else self._shard
+        batches = self._stream.count_batches() if self._stream is not None else len(base)
+        if how.split:
+            return batches
+        return batches // how.world if how.drop_last else -(-batches // how.world)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)

@@ -1,0 +1,101 @@
+"""The loaders by Accelerate's names, for scripts that share their data by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from zero_plugin import collectives
+from zero_plugin.data.active import DataLoaderStateMixin
+from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.batch_sampler import BatchSamplerShard, SkipBatchSampler
+from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
+from zero_plugin.data.loader import DataLoaderShard, refuse_mesh
+from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.data.samplers import SeedableRandomSampler
+from zero_plugin.data.skip import SkipDataLoader, skip_first_batches
+from zero_plugin.data.stream import IterableDatasetShard
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderAdapter",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler that a loader's batches are made of; None where there is none, as over a stream."""
+    batches = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
+    return getattr(batches, "sampler", None)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Iterable[str | Enum] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: SliceFunction | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoaderAdapter:
+    """This process's part of a DataLoader; collective. `Accelerator.prepare` does the same with fewer arguments.
+
+    Args:
+        dataloader: it stays as it is.
+        device: where batches go if `put_on_device`.
+        num_processes: processes that share the data; None takes all of the run.
+        process_index: this process among them; None takes its place in the run.
+        split_batches: the loader's batch size is that of all processes together.
+        put_on_device: False leaves batches where the loader makes them.
+        rng_types: `torch`, `cuda`, `generator`: random states that every process gets from process 0 at the start of
+            each epoch.
+        dispatch_batches: process 0 reads for all, and sends the others their parts.
+        even_batches: complete the last step with the epoch's first samples, so that every process has a full batch.
+        slice_fn_for_dispatch: divides what process 0 sends; see `DataLoaderDispatcher`.
+        use_seedable_sampler: shuffle by `SeedableRandomSampler`, where torch's RandomSampler would.
+        data_seed: its seed; None takes torch's current one.
+        non_blocking: do not wait for batches to be copied to the device.
+        use_stateful_dataloader: no difference: `state_dict` is always there.
+        torch_device_mesh: None, or of data parallelism alone.
+
+    Raises:
+        LoopError: see `prepare_loader`; or a mesh of more than data parallelism.
+        ConfigError: `split_batches` without a batch size that `num_processes` divides.
+    """
+    del use_stateful_dataloader
+    refuse_mesh(torch_device_mesh)
+    return prepare_loader(
+        dataloader,
+        rank=collectives.process_index() if process_index is None else process_index,
+        world_size=collectives.num_processes() if num_processes is None else num_processes,
+        device=device if put_on_device else None,
+        even_batches=even_batches,
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        slice_fn=slice_fn_for_dispatch,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        rng_types=() if rng_types is None else tuple(rng_types),
+    )
