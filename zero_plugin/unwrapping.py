@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -10,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zero_plugin.compilation import is_compiled_module
 
-__all__ = ["extract_model"]
+__all__ = ["bare_copy", "extract_model"]
 
 
 def extract_model(
@@ -40,6 +42,17 @@ def extract_model(
     else:
         compiled.__dict__["_orig_mod"] = inner
     return compiled
+
+
+def bare_copy(model: nn.Module) -> nn.Module:
+    """A module with the same parameters and submodules and its class' own forward, not compiled; e.g. to pickle it."""
+    twin = copy.copy(model)  # without what `Module.compile` made of its calls
+    forward = twin.__dict__.pop("forward", None)
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    if isinstance(forward, MethodType) and forward.__func__ is not type(twin).forward:  # a replacement of the user's
+        twin.__dict__["forward"] = MethodType(forward.__func__, twin)
+    return twin
 
 
 def _wrappers() -> tuple[Any, ...]:

@@ -6,19 +6,19 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero_plugin import collectives
 from zero_plugin.agreement import collective
+from zero_plugin.checkpoint.objects import write_object
 from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_pretrained
 from zero_plugin.config.document import Document
 from zero_plugin.errors import LoopError
 from zero_plugin.run_record import describe_run, write_record
-from zero_plugin.strategies.base import Session, shared_names
+from zero_plugin.strategies.base import Session, persistent_tensors, shared_names
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
+from zero_plugin.unwrapping import bare_copy, extract_model
 
 __all__ = ["WeightCalls"]
 
@@ -30,16 +30,32 @@ class WeightCalls:
     _processes: Processes
     _trainings: list[Training]
 
-    def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The user's own module inside a prepared model."""
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own module inside a prepared model.
+
+        Args:
+            model: prepared, or wrapped by the user.
+            keep_fp32_wrapper: leave its forward under autocast; else a prepared model's copy with the same weights is
+                given, which has the class' own and can be pickled, and the prepared one trains on.
+            keep_torch_compile: of a model that the user compiled, give the compiled one.
+        """
         session = self._session_of(model)
-        return model if session is None else session.module
+        if session is None:
+            return extract_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+        module = extract_model(session.module, keep_torch_compile=keep_torch_compile)
+        return module if keep_fp32_wrapper else bare_copy(module)
 
     @collective("get_state_dict", meets=True)
-    def get_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
         """Whole weights and buffers in host memory, in the type they are trained in; collective.
 
         Of a model with PEFT adapters, only the adapters' and what else is trained: the frozen base is not gathered.
+
+        Args:
+            model: prepared, or not.
+            unwrap: False gives the names that the prepared model has, with `module.` before them where it is wrapped.
 
         Returns:
             The dict on the main process, None on the others, whatever the strategy.
@@ -50,10 +66,19 @@ class WeightCalls:
                 state[name] = tensor.to("cpu", copy=True)
         if self._processes.rank != 0:
             return None
-        return state | {alias: state[name] for alias, name in self._shared_names(model).items() if name in state}
+        state |= {alias: state[name] for alias, name in self._shared_names(model).items() if name in state}
+        session = self._session_of(model)
+        wrapped = session is not None and session.model is not session.module
+        return state if unwrap or not wrapped else {f"module.{name}": tensor for name, tensor in state.items()}
 
     @collective("save_model", meets=True)
-    def save_model(self, model: nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB") -> None:
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
         """Write the weights as a Hugging Face-style folder of safetensors; collective, streaming.
 
         A transformers model's folder loads with `from_pretrained`; of a model with PEFT adapters only they are written,
@@ -61,10 +86,19 @@ class WeightCalls:
         it came from.
 
         Args:
-            model: a prepared model.
+            model: prepared, or not.
             save_directory: made if it is missing.
             max_shard_size: largest size of one file, e.g. `5GB`.
+            safe_serialization: only True.
+
+        Raises:
+            LoopError: pickles are asked for, or the model is partitioned and was not prepared.
         """
+        if not safe_serialization:
+            raise LoopError(
+                "save_model(safe_serialization=False): weights are written as safetensors, which need no pickle.\n"
+                "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
+            )
         tensors = self._named_tensors(model)
         error: list[Any] = [None]
         if self._processes.rank == 0:
@@ -76,8 +110,9 @@ class WeightCalls:
                     max_shard_size=max_shard_size,
                     tied=self._shared_names(model),
                 )
-                training = next(training for training in self._trainings if training.is_of_model(model))
-                write_record(describe_run(self.document, training.resolved, training.facts), save_directory)
+                for training in self._trainings:
+                    if training.is_of_model(model):
+                        write_record(describe_run(self.document, training.resolved, training.facts), save_directory)
             except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
                 error = [caught]
         for _ in tensors:  # the other processes take part in gathering; the main one too, after an error
@@ -92,20 +127,21 @@ class WeightCalls:
         Args:
             obj: what to save.
             f: path, or file opened for writing.
-            safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`.
+            safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`; each shared one once.
         """
-        if self._processes.rank != 0:
-            return
-        if safe_serialization:
-            save_file(obj, f, metadata={"format": "pt"})
-        else:
-            torch.save(obj, f)
+        if self._processes.rank == 0:
+            write_object(obj, f, safe_serialization=safe_serialization)
 
     def _named_tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         session = self._session_of(model)
-        if session is None:
-            raise LoopError(f"the {type(model).__name__} is not prepared; pass the model that prepare() returned.")
-        return session.named_tensors(self._saved_names(session.module))
+        if session is not None:
+            return session.named_tensors(self._saved_names(session.module))
+        module = self.unwrap_model(model)
+        if any(hasattr(p, "ds_id") for p in module.parameters()):
+            raise LoopError(
+                f"the {type(module).__name__} is partitioned, and not prepared; pass the model that prepare() returned."
+            )
+        return persistent_tensors(module, self._saved_names(module))
 
     def _saved_names(self, module: nn.Module) -> Collection[str] | None:
         """The tensors of a model that are saved, as the main process sees it; None for all."""
