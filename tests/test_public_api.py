@@ -10,8 +10,8 @@ import pytest
 import zero_plugin
 
 NAMES = [
-    *("Accelerator", "DummyOptim", "DummyScheduler", "Progress", "set_seed", "skip_first_batches"),
-    "write_basic_config",
+    *("Accelerator", "DummyOptim", "DummyScheduler", "Progress", "find_executable_batch_size", "set_seed"),
+    *("skip_first_batches", "synchronize_rng_states", "write_basic_config"),
 ]
 
 ACCELERATOR = {
@@ -38,6 +38,8 @@ def test_the_public_names() -> None:
         assert getattr(zero_plugin, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Accelerater'"):
         _ = zero_plugin.Accelerater
+    with pytest.raises(ImportError, match=r"FSDP's; .* use a DeepSpeed stage 3 config"):
+        from zero_plugin import FullyShardedDataParallelPlugin  # noqa: F401
 
 
 def test_the_accelerators_names() -> None:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from zero_plugin.launch.basic_config import write_basic_config
     from zero_plugin.placeholders import DummyOptim, DummyScheduler
     from zero_plugin.progress import Progress
-    from zero_plugin.seeding import set_seed
+    from zero_plugin.seeding import set_seed, synchronize_rng_states
+    from zero_plugin.utils.memory import find_executable_batch_size
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "Progress",
+    "find_executable_batch_size",
     "set_seed",
     "skip_first_batches",
+    "synchronize_rng_states",
     "write_basic_config",
 ]
 
@@ -30,15 +33,19 @@ _HOME = {
     "DummyOptim": "zero_plugin.placeholders",
     "DummyScheduler": "zero_plugin.placeholders",
     "Progress": "zero_plugin.progress",
+    "find_executable_batch_size": "zero_plugin.utils.memory",
     "set_seed": "zero_plugin.seeding",
     "skip_first_batches": "zero_plugin.data.skip",
+    "synchronize_rng_states": "zero_plugin.seeding",
     "write_basic_config": "zero_plugin.launch.basic_config",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'zero_plugin' has no attribute {name!r}")
+        from zero_plugin.utils.left_out import missing_name
+
+        raise missing_name(__name__, name)
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
