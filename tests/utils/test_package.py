@@ -28,12 +28,18 @@ def test_importing_is_lazy() -> None:
     """Neither the package, nor a question to the environment or for a package, loads torch."""
     code = """
 import sys
-from zero_plugin.utils import is_wandb_available, patch_environment, str_to_bool, is_torch_version
+from zero_plugin.utils import is_torch_version, is_wandb_available, patch_environment, str_to_bool, tqdm
 is_wandb_available(), is_torch_version(">", "1")
 print([m for m in ("torch", "deepspeed", "numpy") if m in sys.modules])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_the_function_that_is_called_like_its_module() -> None:
+    """`tqdm` stays the function, whatever is imported in whatever order."""
+    code = "from zero_plugin.utils.tqdm import tqdm as a; from zero_plugin.utils import tqdm as b; assert a is b"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.parametrize("module", ["zero_plugin.utils", "zero_plugin.utils.dataclasses"])

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from zero_plugin.utils.left_out import missing_name
 
+# Now: loaded later, the module would take the place of its function here.
+from zero_plugin.utils.tqdm import tqdm as tqdm
+
 if TYPE_CHECKING:  # each module's `__all__`, for editors and type checkers
     from zero_plugin.utils.constants import *  # noqa: F403
     from zero_plugin.utils.dataclasses import *  # noqa: F403
@@ -49,7 +52,7 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted(_HOME)
+__all__ = sorted([*_HOME, "tqdm"])
 
 
 def __getattr__(name: str) -> Any:
