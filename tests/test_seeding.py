@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from zero_plugin.seeding import set_seed
+from zero_plugin.choices import RNGType
+from zero_plugin.errors import LoopError
+from zero_plugin.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
 
 
 def draw() -> tuple[float, float, float]:
@@ -44,3 +49,40 @@ def test_deterministic_makes_torch_strict(monkeypatch: pytest.MonkeyPatch) -> No
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_processes_of_a_launcher_draw_differently_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`device_specific` before `Accelerator()` goes by the rank that the launcher set."""
+    set_seed(5)
+    first = draw()
+    monkeypatch.setenv("RANK", "3")
+    set_seed(2, device_specific=True)
+    assert draw() == first
+
+
+def test_a_generator_that_is_not_here_is_named() -> None:
+    """What can be synchronised is said; no kind is passed over."""
+    with pytest.raises(LoopError, match=r"'generator'\): this process can synchronise torch"):
+        synchronize_rng_state("generator")
+    with pytest.raises(LoopError, match="'xla'"):
+        synchronize_rng_states(["torch", "xla"])
+
+
+@pytest.mark.processes
+def test_processes_draw_alike_when_synchronised(run_processes) -> None:
+    """The CPU's generator and one of the script's; others keep their own draws."""
+    outputs = [json.loads(output) for output in run_processes(__file__, 2)]
+    assert outputs[0]["torch"] == outputs[1]["torch"]
+    assert outputs[0]["generator"] == outputs[1]["generator"]
+    assert outputs[0]["python"] != outputs[1]["python"]
+
+
+if __name__ == "__main__":
+    store, rank, world = sys.argv[1:]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
+    set_seed(0, device_specific=True)
+    generator = torch.Generator().manual_seed(int(rank))
+    synchronize_rng_states([RNGType.TORCH, "generator"], generator)
+    own = torch.rand(3, generator=generator).tolist()
+    print(json.dumps({"torch": torch.rand(3).tolist(), "generator": own, "python": random.random()}))
+    dist.destroy_process_group()

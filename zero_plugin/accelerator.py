@@ -200,7 +200,7 @@ class Accelerator(
         self._window = self._loose = self._new_window()
         self._first_steps = FirstSteps(self._trainings, lambda: RUNNING.current, self._say)
         self._ended = False
-        self._processes.hold()
+        self._processes.hold(self.end_training)
         self.state, self.gradient_state = show_run(self, self.gradient_accumulation_plugin.to_kwargs())
         self._at_exit = call_at_exit(self.end_training)
 
@@ -273,7 +273,7 @@ class Accelerator(
                 self._say(line)
         for training in self._trainings:
             training.session.close()
-        self._processes.stop(self._strategy.destroy_process_group)
+        self._processes.stop(self.end_training, self._strategy.destroy_process_group)
 
     def _say(self, line: str) -> None:
         if self.is_main_process:

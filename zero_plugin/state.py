@@ -115,10 +115,8 @@ class PartialState(ProcessCalls):
         """End `group`, or the default one with all that trains on it; collective."""
         if group is not None:
             dist.destroy_process_group(group)
-        elif "_run" in AcceleratorState._shared_state:
-            AcceleratorState._shared_state["_run"].end_training()
         else:
-            self._processes.stop(dist.destroy_process_group)
+            self._processes.end_group()
 
     @staticmethod
     def _reset_state() -> None:

@@ -64,22 +64,33 @@ class Processes:
         if self.world_size > 1 and dist.is_initialized():
             dist.barrier(device_ids=[self.device.index or 0] if "nccl" in dist.get_backend() else None)
 
-    def hold(self) -> None:
-        """Somebody trains with these processes: the group lasts until `stop` was called as often as this."""
-        _own.holders += 1
+    def hold(self, end: Callable[[], None]) -> None:
+        """Somebody trains with these processes until `stop` is called with the same `end`, which ends that training."""
+        _own.holders.append(end)
 
-    def stop(self, destroy_group: Callable[[], None]) -> None:
+    def stop(self, end: Callable[[], None], destroy_group: Callable[[], None]) -> None:
         """End the process group, if this package made it and nobody else holds it.
 
         Sessions are closed before: gloo aborts at exit while DDP or an engine holds it.
 
         Args:
-            destroy_group: ends it, or drops what is kept of one that another has ended; called when it ends.
+            end: what `hold` was given.
+            destroy_group: ends the group, or drops what is kept of one that another has ended; called when it ends.
         """
-        _own.holders = max(0, _own.holders - 1)
+        if end in _own.holders:
+            _own.holders.remove(end)
         _own.destroyers.append(destroy_group)
         if not _own.holders:
             _own.end()
+
+    def end_group(self) -> None:
+        """End all that trains with these processes, then their group, whoever made it; collective."""
+        for end in reversed(tuple(_own.holders)):
+            end()
+        _own.end()
+        if dist.is_initialized():
+            end_watching()
+            dist.destroy_process_group()
 
 
 class _OwnGroup:
@@ -87,14 +98,14 @@ class _OwnGroup:
 
     Attributes:
         group: it, or None.
-        holders: Accelerators that have not ended.
+        holders: what ends each training that has not ended.
         destroyers: how those end it that have.
         launched: whether a launcher set the environment that describes it.
     """
 
     def __init__(self) -> None:
         self.group: Any = None
-        self.holders = 0
+        self.holders: list[Callable[[], None]] = []
         self.destroyers: list[Callable[[], None]] = []
         self.launched = False
         self._groups = 0
@@ -125,7 +136,7 @@ class _OwnGroup:
             # no port, so that any number of single-process runs fit on one machine.
             os.environ.update(_ALONE)
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        self.group, self.holders, self.destroyers = c10d._get_default_group(), 0, []
+        self.group, self.holders, self.destroyers = c10d._get_default_group(), [], []
 
     def end_at_exit(self) -> None:
         """End it when this process ends, after all that was started later and before what was started before."""
@@ -142,8 +153,10 @@ class _OwnGroup:
             if dist.get_world_size() > 1:
                 dist.barrier()
             end_watching()
-            for destroy in self.destroyers or [dist.destroy_process_group]:
+            for destroy in self.destroyers:
                 destroy()
+            if dist.is_initialized():
+                dist.destroy_process_group()
             if not self.launched:
                 for name in _ALONE:
                     os.environ.pop(name, None)

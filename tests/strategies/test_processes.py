@@ -1,0 +1,97 @@
+"""The process group of a run: how long it lasts, and that another can follow it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_plugin import Accelerator
+from zero_plugin.plugins import InitProcessGroupKwargs
+from zero_plugin.state import PartialState
+
+ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 2}}}
+
+
+def make(init_method: str, **kwargs: object) -> Accelerator:
+    """An Accelerator whose processes meet in a file, so that no port is taken."""
+    return Accelerator(kwargs_handlers=[InitProcessGroupKwargs(init_method=init_method)], **kwargs)  # type: ignore[arg-type]
+
+
+def train(accelerator: Accelerator) -> None:
+    """One step, and what only a group that works can do."""
+    model = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    world = accelerator.num_processes
+    assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == list(range(world))
+
+
+def check_one_after_another(init_method: str) -> None:
+    """Three trainings in one process, on ZeRO and without; each ends its group."""
+    for config in (None, ZERO, None):
+        accelerator = make(init_method, config=config, cpu=None if config else True)
+        assert accelerator.num_processes == PartialState().num_processes == int(os.environ["WORLD_SIZE"])
+        train(accelerator)
+        accelerator.end_training()
+        assert not dist.is_initialized()
+        assert not accelerator._processes.backend
+
+
+def check_two_at_once(init_method: str) -> None:
+    """The group lasts until both have ended, whichever is first."""
+    for first in (0, 1):
+        both = [make(init_method, cpu=True), Accelerator(config=ZERO)]
+        both.pop(first).end_training()
+        train(both[0])
+        both[0].end_training()
+        assert not dist.is_initialized()
+
+
+def check_states_forgotten(init_method: str) -> None:
+    """Forgetting the states keeps the processes; the next Accelerator is of the same group, and works."""
+    for _ in range(2):
+        accelerator = make(init_method, cpu=True)
+        accelerator.state._reset_state(reset_partial_state=True)
+        accelerator.gradient_state._reset_state()
+        assert not accelerator.state.initialized
+    train(accelerator)
+    with pytest.warns(UserWarning, match="has no effect"):
+        train(make(init_method, cpu=True))
+
+
+def check_no_accelerator(init_method: str) -> None:
+    """A script that asks only who it is ends by itself, and may end its group before."""
+    state = PartialState(cpu=True, init_method=init_method)
+    state.wait_for_everyone()
+    assert state.backend == (None if state.num_processes == 1 else "gloo")
+    state.destroy_process_group()
+    assert not dist.is_initialized()
+    PartialState._reset_state()
+    PartialState(cpu=True, init_method=init_method).wait_for_everyone()
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (check_one_after_another, check_two_at_once, check_states_forgotten, check_no_accelerator)
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", CHECKS)
+def test_group(run_processes, name: str, world: int) -> None:
+    """Each in processes of its own, which exit with 0."""
+    run_processes(__file__, world, name)
+
+
+if __name__ == "__main__":
+    store, rank, world, name = sys.argv[1:]
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    CHECKS[name](f"file://{store}")
