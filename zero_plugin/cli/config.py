@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,16 @@ from zero_plugin.launch.problems import obstacle
 __all__ = ["config"]
 
 
+class _Action(str, Enum):
+    default = "default"
+    update = "update"
+
+
 def config(
+    action: Annotated[
+        _Action | None,
+        typer.Argument(help="In Accelerate's words: default is --default, update is --update.", show_default=False),
+    ] = None,
     config_file: Annotated[
         str | None,
         typer.Option("--config_file", help="Where to write it, in place of the default file.", show_default=False),
@@ -40,6 +50,9 @@ def config(
     `zero-plugin launch` reads it when it is given none. A file that is there
     is replaced only after you agree.
     """
+    default = default or action is _Action.default
+    if action is _Action.update and update is None:
+        update, config_file = config_file or str(find_config_file(os.environ) or default_config_file(os.environ)), None
     try:
         if update is None:
             _write(Path(config_file) if config_file else default_config_file(os.environ), default)

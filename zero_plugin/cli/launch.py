@@ -13,6 +13,7 @@ from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
+from zero_plugin.launch.foreign import overridden
 from zero_plugin.launch.machine import look_at_machine
 from zero_plugin.launch.spec import Program
 
@@ -38,8 +39,7 @@ def launch(
         "module" if flags.get("module") else "executable" if flags.get("no_python") else "script"
     )
     document = document_from_flags(flags)
-    if document.sources and "config_file" not in flags:
-        print(f"configuration: {', '.join(document.sources)}", file=sys.stderr)  # not named, so it must be said
+    said = [f"configuration: {', '.join(document.sources)}"] if document.sources and "config_file" not in flags else []
     spec = build_spec(
         document,
         Program(program, tuple(arguments or ()), kind),
@@ -47,6 +47,8 @@ def launch(
         os.environ,
         rendezvous_endpoint=flags.get("rdzv_endpoint"),
     )
+    for sentence in [] if flags.get("quiet") else [*said, *overridden(spec.environment, os.environ)]:
+        print(sentence, file=sys.stderr)
     if flags.get("dry_run"):
         print(shell_script(spec))
     else:

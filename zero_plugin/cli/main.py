@@ -11,7 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import zero_plugin
-from zero_plugin.errors import ZeroPluginError
+from zero_plugin.errors import ConfigError, ZeroPluginError
+from zero_plugin.launch.other_flags import refuse_flag
 
 __all__ = ["main"]
 
@@ -21,8 +22,22 @@ _COMMANDS = {
     "launch": ("zero_plugin.cli.launch", "launch", True),
     "check": ("zero_plugin.cli.check", "check", False),
     "explain": ("zero_plugin.cli.explain", "explain", False),
+    "env": ("zero_plugin.cli.env", "env", False),
     "demo": ("zero_plugin.cli.demo", "demo", False),
 }
+
+
+class _Command(TyperCommand):
+    """Says of a flag that Accelerate has, and this package does not, what to do in its place."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            refused = refuse_flag(getattr(error, "option_name", ""))  # only the error of an unknown flag has it
+            if refused is None:
+                raise
+            raise ConfigError([refused]) from None
 
 
 class _LazyCommands(TyperGroup):
@@ -42,6 +57,7 @@ def _build_command(name: str, function: Callable[..., None], *, takes_script: bo
     app = typer.Typer(add_completion=False)
     app.command(
         name,
+        cls=_Command,
         context_settings={
             "allow_interspersed_args": not takes_script,
             "token_normalize_func": lambda flag: flag.replace("-", "_"),  # --zero_stage and --zero-stage are one

@@ -39,6 +39,8 @@ _LAUNCH: Final[Mapping[str, str]] = {
     "max_restarts": "how often all workers start again after a crash, 0 or more",
     "monitor_interval": "seconds between two looks at the workers, above 0",
     "log_dir": "folder for a log of each worker; without it, none",
+    "tee": "streams of the workers to show and log: 0 none, 1 output, 2 errors, 3 both, or by worker: 0:3,1:2",
+    "role": "torchrun's name for the workers, default where none is given",
     "debug": "true or false: show the launcher's own log",
     "main_training_function": "function that TPU and notebook launches call",
     "scheduler_counts": "what a schedule counts: steps that are applied, or processes, Accelerate's way",

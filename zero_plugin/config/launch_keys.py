@@ -34,7 +34,7 @@ REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
         "Only LOCAL_MACHINE is supported; delete the key.",
     ),
     "parallelism_config": (
-        lambda leaf, value: isinstance(value, int) and value > 1 and "_dp_" not in leaf,
+        lambda leaf, value: leaf.endswith("_size") and "_dp_" not in leaf and value not in (1, "1"),
         "Only data parallelism is supported: write 1, or delete it.",
     ),
     "dynamo_config": (lambda leaf, value: leaf.endswith("backend") and str(value).lower() != "no", _NO_COMPILE),
@@ -42,7 +42,7 @@ REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
     "ipex_config": (lambda leaf, _: leaf == "ipex", "Delete the key; torch itself has the CPU kernels."),
     "mpirun_config": (
         lambda leaf, _: leaf.endswith("hostfile"),
-        "Delete the key; an MPI environment is recognised by itself.",
+        "Delete the key, and start the same command on every machine with its own machine_rank.",
     ),
 }
 

@@ -46,6 +46,20 @@ _GpuIds = Annotated[
 ]
 
 
+_Streams = Annotated[
+    str,
+    BeforeValidator(str),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0, "maximum": 3},
+                {"type": "string", "pattern": r"^(\d+:[0-3],?)+$", "examples": ["0:3,1:2"]},
+            ]
+        }
+    ),
+]
+
+
 _PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun takes no key without a value
 
 
@@ -88,6 +102,11 @@ class LaunchSettings(BaseModel):
     """Seconds between two looks of torchrun at its workers. Default: 0.1."""
     log_dir: str | None = None
     """Folder for the workers' logs. Default: none are written."""
+    tee: _Streams | None = None
+    """Which streams of the workers are shown with the worker's number before each line, and logged: 0 none, 1 output,
+    2 errors, 3 both, or by worker, e.g. `0:3,1:2`. Default: 3 with a `log_dir`, else 0."""
+    role: str = "default"
+    """torchrun's name for the workers, in their log lines and as `ROLE_NAME`. Default: `default`."""
     debug: bool = False
     """Show the launcher's own log. Default: false."""
     main_training_function: str = "main"

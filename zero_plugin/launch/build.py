@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
+from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
+from zero_plugin.launch.foreign import foreign_variables
 from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.problems import find_problems, where
 from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Setting
-from zero_plugin.resolve.preflight import find_hopeless
+from zero_plugin.resolve.foreign import config_for_scripts
+from zero_plugin.resolve.preflight import resolve_before_run
 
 __all__ = ["build_spec"]
 
@@ -42,17 +45,20 @@ def build_spec(
     """
     settings = launch_settings(document)
     on_cpu = asks_for_cpu(settings) or not machine.gpus
+    on_deepspeed = asks_for_deepspeed(document, settings)
     gpus = 0 if on_cpu else machine.gpus if settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))
     processes, reason = _local_processes(settings, gpus)
-    problems = [
-        *find_problems(document, settings, program, machine, gpus=gpus, endpoint=rendezvous_endpoint),
-        *find_hopeless(
+    problems = find_problems(document, settings, program, machine, gpus=gpus, endpoint=rendezvous_endpoint)
+    try:
+        resolved = resolve_before_run(
             document,
             accelerator="cuda" if gpus else "cpu",
             processes=processes * settings.num_machines,
-            strategy="deepspeed" if asks_for_deepspeed(document, settings) else "ddp",
-        ),
-    ]
+            strategy="deepspeed" if on_deepspeed else "ddp",
+            bf16=_has_bf16(document, "cuda" if gpus else "cpu"),
+        )
+    except ConfigError as error:
+        problems += error.problems
     if problems:
         raise ConfigError(problems)
     return LaunchSpec(
@@ -62,10 +68,16 @@ def build_spec(
         local_processes_reason=reason,
         machines=settings.num_machines,
         rendezvous=_rendezvous(settings, rendezvous_endpoint),
-        environment=_environment(document, settings, machine, processes, on_cpu=on_cpu, environ=environ),
+        environment={
+            **_environment(document, settings, machine, processes, on_cpu=on_cpu, environ=environ),
+            **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
+        },
+        deepspeed_config=config_for_scripts(document, resolved) if on_deepspeed else None,
         max_restarts=settings.max_restarts,
         monitor_interval=settings.monitor_interval,
         log_dir=settings.log_dir,
+        tee=settings.tee,
+        role=settings.role,
         debug=settings.debug,
     )
 
@@ -79,6 +91,15 @@ def _local_processes(settings: LaunchSettings, gpus: int) -> tuple[int, str]:
     return (
         (gpus, "one for each GPU") if gpus else (1, "one, since the run is on the CPU and num_processes is not given")
     )
+
+
+def _has_bf16(document: Document, accelerator: Literal["cpu", "cuda"]) -> bool:
+    """Whether the workers compute in bf16: asked for `mixed_precision: auto` alone, since the answer imports torch."""
+    if document.launch.value("mixed_precision") is not AUTO:
+        return True
+    from zero_plugin.probe.machine import probe_machine
+
+    return probe_machine(accelerator).bf16
 
 
 def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
@@ -115,6 +136,8 @@ def _environment(
     if on_cpu and "DS_ACCELERATOR" not in environ:
         why = "the run is on the CPU" if machine.gpus else "this machine has no GPU"
         added["DS_ACCELERATOR"] = Setting("cpu", f"for DeepSpeed: {why}")
+    if on_cpu and machine.gpus and asks_for_deepspeed(document, settings):
+        added["CUDA_VISIBLE_DEVICES"] = Setting("", "ZeRO on the CPU: Accelerate would take a GPU that it sees")
     if settings.gpu_ids != "all" and not on_cpu:
         ids = _visible_ids(settings.gpu_ids, environ.get("CUDA_VISIBLE_DEVICES"))
         added["CUDA_VISIBLE_DEVICES"] = Setting(ids, where(document, "gpu_ids"))

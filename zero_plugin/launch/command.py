@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
 
 from zero_plugin.launch import worker
+from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.spec import LaunchSpec, Program
 
 __all__ = ["shell_script", "torchrun_command", "worker_command"]
@@ -34,6 +36,9 @@ def torchrun_command(spec: LaunchSpec) -> list[str]:
         *([f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}"] if options else []),
         *([f"--node-rank={meeting.options['rank']}"] if "rank" in meeting.options else []),
         *([f"--local-addr={meeting.local_address}"] if meeting.local_address else []),
+        *([f"--role={spec.role}"] if spec.role != "default" else []),
+        *([f"--log-dir={spec.log_dir}"] if spec.log_dir else []),
+        *([f"--tee={spec.streams}"] if spec.streams != "0" else []),
         *_worker_arguments(spec.program),
     ]
 
@@ -45,6 +50,14 @@ def shell_script(spec: LaunchSpec) -> str:
         lines.append(f"# processes on this machine: {spec.local_processes} ({spec.local_processes_reason})")
     for name, setting in spec.environment.items():
         lines += [f"# {setting.reason}", f"export {name}={shlex.quote(setting.value)}"]
+    if spec.deepspeed_config is not None:
+        lines += [
+            "# the DeepSpeed JSON for scripts built on Accelerate or transformers; a launch removes it at its end",
+            f"export {CONFIG_FILE_VARIABLE}=$(mktemp)",
+            f'cat > "${CONFIG_FILE_VARIABLE}" <<"END"',
+            json.dumps(spec.deepspeed_config, indent=2),
+            "END",
+        ]
     return "\n".join([*lines, shlex.join(torchrun_command(spec))])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import signal
@@ -15,13 +16,18 @@ from pathlib import Path
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import worker_command
+from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.report import Failure, describe_failure, find_first_failure, shell_code
 from zero_plugin.launch.spec import LaunchSpec
 
 __all__ = ["run_workers"]
 
 # Loggers whose warnings repeat what the report says.
-_NOISE = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+_NOISE = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.multiprocessing.spawn",
+)
 
 
 def run_workers(spec: LaunchSpec) -> int:
@@ -46,13 +52,14 @@ def run_workers(spec: LaunchSpec) -> int:
     gc.freeze()
     gc.enable()
 
-    _set_log_level(debug=spec.debug)
-    with _log_folder(spec.log_dir) as folder:
+    set_log_level(debug=spec.debug)
+    with log_folder(spec.log_dir) as folder, configuration_file(spec):
         config = LaunchConfig(
             min_nodes=spec.machines,
             max_nodes=spec.machines,
             nproc_per_node=spec.local_processes,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.ALL if spec.log_dir else Std.NONE),
+            role=spec.role,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.from_str(spec.streams)),
             run_id=spec.rendezvous.run_id,
             rdzv_backend=spec.rendezvous.backend,
             rdzv_endpoint=spec.rendezvous.endpoint,
@@ -79,7 +86,7 @@ def run_workers(spec: LaunchSpec) -> int:
 
 
 @contextlib.contextmanager
-def _log_folder(kept_in: str | None) -> Iterator[str]:
+def log_folder(kept_in: str | None) -> Iterator[str]:
     """A folder of this run alone, for the ranks' error files and, where the user keeps them, logs."""
     if kept_in is None:
         with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
@@ -87,6 +94,19 @@ def _log_folder(kept_in: str | None) -> Iterator[str]:
     else:
         Path(kept_in).mkdir(parents=True, exist_ok=True)
         yield tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=kept_in)
+
+
+@contextlib.contextmanager
+def configuration_file(spec: LaunchSpec) -> Iterator[None]:
+    """The DeepSpeed JSON as a file that lasts as long as the workers, and its name in their environment."""
+    if spec.deepspeed_config is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "deepspeed.json"
+        file.write_text(json.dumps(spec.deepspeed_config, indent=2))
+        os.environ[CONFIG_FILE_VARIABLE] = str(file)
+        yield
 
 
 def _prepare_signals() -> list[str]:
@@ -102,7 +122,7 @@ def _prepare_signals() -> list[str]:
     return [number.name for number in numbers]
 
 
-def _set_log_level(*, debug: bool) -> None:
+def set_log_level(*, debug: bool) -> None:
     if debug:
         logging.basicConfig(level=logging.INFO)
     names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")] if debug else _NOISE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from zero_plugin.config.document import Document
 
@@ -16,14 +16,15 @@ class Program:
     """What every worker runs.
 
     Attributes:
-        kind: "script" as `python NAME`, "module" as `python -m NAME`, "executable" as `NAME` itself.
+        kind: "script" as `python NAME`, "module" as `python -m NAME`, "executable" as `NAME` itself;
+            "function" of the program that launches.
         name: path, module or executable, as typed.
         arguments: its own arguments, untouched.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
-    kind: Literal["script", "module", "executable"] = "script"
+    kind: Literal["script", "module", "executable", "function"] = "script"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,12 @@ class LaunchSpec:
         local_processes_reason: why as many, empty where the user said so.
         machines: machines in the run, this one included.
         environment: variables added for the workers, by name.
+        deepspeed_config: for scripts that read a DeepSpeed JSON, a file while the run lasts; None without ZeRO.
         max_restarts: how often the whole group is started again after a failure.
         monitor_interval: seconds between two looks at the workers.
         log_dir: folder for a log of each worker beside what it prints; None writes none.
+        tee: torchrun's word for which streams of which workers are shown and logged; None takes all with a `log_dir`.
+        role: torchrun's name for the workers, in their log lines and as `ROLE_NAME`.
         debug: whether torchrun's own log is shown.
     """
 
@@ -75,8 +79,16 @@ class LaunchSpec:
     machines: int
     rendezvous: Rendezvous
     environment: Mapping[str, Setting]
+    deepspeed_config: Mapping[str, Any] | None = None
     local_processes_reason: str = ""
     max_restarts: int = 0
     monitor_interval: float = 0.1
     log_dir: str | None = None
+    tee: str | None = None
+    role: str = "default"
     debug: bool = False
+
+    @property
+    def streams(self) -> str:
+        """What torchrun's `--tee` is given: all streams of all workers where there is a log folder, unless typed."""
+        return self.tee or ("3" if self.log_dir else "0")

@@ -16,7 +16,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-__all__ = ["FIRST_FAILURE", "main", "run_module", "run_script"]
+__all__ = ["FIRST_FAILURE", "die_with_launcher", "main", "run_module", "run_script"]
 
 FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, and its exit code
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -27,7 +27,7 @@ _LONGEST_LINE = 240
 
 def main() -> None:
     """Run what the command line names; never returns for `--no_python`."""
-    _die_with_launcher()
+    die_with_launcher()
     if sys.argv[1] == "--no_python":
         os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
     try:
@@ -68,9 +68,11 @@ def _set_import_folder(folder: Path) -> None:
     # Python put this file's own folder first; under -P (safe path) it put nothing.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(folder)
+        # Last, so that it shadows nothing: with DeepSpeed, `accelerate launch` lets scripts import from here.
+        sys.path.append(str(Path.cwd()))
 
 
-def _die_with_launcher() -> None:
+def die_with_launcher() -> None:
     """Let the kernel kill this process when the launcher dies, even by SIGKILL: nobody else would ever stop it."""
     if sys.platform == "linux":
         import ctypes

@@ -1,0 +1,32 @@
+"""Accelerate's flags that this package refuses, and that it knows all others."""
+
+from __future__ import annotations
+
+from accelerate.commands.launch import launch_command_parser
+
+from zero_plugin.cli.flags import LAUNCH_FLAGS
+from zero_plugin.launch.other_flags import refuse_flag
+
+
+def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
+    """None is an unknown flag: `launch` has it, or says what to do in its place."""
+    spellings = [flag for action in launch_command_parser()._actions for flag in action.option_strings]
+    theirs = {flag[:2] + flag[2:].replace("-", "_") for flag in spellings}
+    ours = {f"--{flag.name}" for flag in LAUNCH_FLAGS}.union(*(flag.short for flag in LAUNCH_FLAGS), ["--help", "-h"])
+    assert len(theirs) > 100
+    refused = {flag: refuse_flag(flag) for flag in theirs - ours}
+    assert [flag for flag, problem in refused.items() if problem is None or not problem.fix] == []
+
+
+def test_a_flag_of_nobody_is_left_to_the_usual_message() -> None:
+    """Neither a typing error nor a name that only contains a family's."""
+    assert refuse_flag("--num_procesess") is None
+    assert refuse_flag("--my_fsdp_") is None
+    assert refuse_flag("") is None
+
+
+def test_dashes_and_a_single_dash_are_the_same_name() -> None:
+    """As the user typed it, it is named with underscores."""
+    problem = refuse_flag("--fsdp-sharding-strategy")
+    assert problem is not None
+    assert problem.headline == "--fsdp_sharding_strategy: is not supported"

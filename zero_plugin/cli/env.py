@@ -1,0 +1,56 @@
+"""`zero-plugin env`: versions, devices and the default config, for a bug report."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import zero_plugin
+from zero_plugin.config.location import find_config_file
+from zero_plugin.launch.machine import count_cores, has_gpu_driver, host_memory_bytes
+
+__all__ = ["env"]
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "safetensors", "numpy")
+
+
+def env() -> None:
+    """Print versions, devices and the config that `launch` takes when it is given none: what a bug report needs."""
+    for name, value in _facts():
+        print(f"{name:<13} {value}")
+    file = find_config_file(os.environ)
+    print(f"{'config':<13} {file or 'none'}")
+    if file is not None and file.is_file():
+        print("".join(f"    {line}\n" for line in file.read_text(errors="replace").splitlines()), end="")
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "zero_plugin", zero_plugin.__version__
+    for package in _PACKAGES:
+        yield package, _installed(package)
+    yield "python", platform.python_version()
+    yield "system", platform.platform()
+    memory = host_memory_bytes()
+    yield "cores", str(count_cores())
+    yield "host memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
+    yield "GPUs", ", ".join(_gpu_names()) or "none"
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _gpu_names() -> list[str]:
+    if not has_gpu_driver():
+        return []
+    import torch
+
+    return [
+        f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)"
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
