@@ -59,7 +59,6 @@ class AcceleratedOptimizer(Optimizer):
         self.skipped_in_a_row = 0
         self.applied_steps = 0
         self.schedules: list[AcceleratedScheduler] = []
-        self.last_norm: Tensor | None = None
         self.acted = True
         self._window = AccumulationWindow(1)
         self.session: Session | LoneOptimizer = LoneOptimizer(optimizer, self._window, steps=num_processes() == 1)
@@ -188,8 +187,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self._window.ends_here:
             return torch.tensor(float("nan"))
         self._correct()
-        self.last_norm = self.session.clip(max_norm, norm_type=norm_type, only=only)
-        return self.last_norm
+        return self.session.clip(max_norm, norm_type=norm_type, only=only)
 
     def clip_values(self, parameters: list[Tensor], largest: float) -> None:
         """Clamp each number of the coming step's gradients to ±`largest`; inside a window, nothing happens.

@@ -63,6 +63,18 @@ class Training:
         schedules = [] if self.optimizer is None else self.optimizer.schedules
         return [line for schedule in schedules if (line := schedule.describe_end()) is not None]
 
+    def measure(self) -> dict[str, float]:
+        """What the last step tells of itself; see `TrackingCalls.metrics`."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return {}
+        values = {"lr": float(optimizer.param_groups[0]["lr"])}
+        if self.session.last_norm is not None:
+            values["grad_norm"] = float(self.session.last_norm)
+        if self.resolved.precision == "fp16":
+            values |= {"loss_scale": optimizer.loss_scale, "skipped_steps": optimizer.skipped_in_a_row}
+        return values
+
     def watch_gradients(self) -> None:
         """Note in `reached` from now on when gradients come, so that a loss needs not say which models it is of."""
         if self.watches:

@@ -73,6 +73,7 @@ class Session(ABC):
         module: the user's own module inside it.
         optimizer: the torch optimizer whose `param_groups` are live; None for a model that is not trained.
         most_skips: skipped steps in a row after which the run stops.
+        last_norm: norm of the last step's gradients before clipping, where one was computed.
         whole_gradients: whether `p.grad` of the user's own parameters are the step's gradients, whole, as in plain
             torch; not where they are partitioned.
     """
@@ -83,6 +84,7 @@ class Session(ABC):
     module: nn.Module
     optimizer: Optimizer | None
     most_skips: int
+    last_norm: Tensor | float | None = None
 
     def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
         """Add the gradients of `loss`, a scalar that no other trained model takes part in; never steps."""

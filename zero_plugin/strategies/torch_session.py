@@ -15,21 +15,19 @@ from zero_plugin.collectives import num_processes, process_index
 from zero_plugin.compilation import compile_in_place
 from zero_plugin.errors import LoopError
 from zero_plugin.handlers import Handlers
-from zero_plugin.nested import map_leaves, to_fp32
 from zero_plugin.optimizers import build_optimizer
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.plugins import AutocastKwargs, GradScalerKwargs
 from zero_plugin.resolve.facts import Precision
 from zero_plugin.resolve.resolved import OptimizerSection, Resolved
+from zero_plugin.strategies.autocast import autocast_as, run_under_autocast
 from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session, SessionRequest, persistent_tensors
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 
-__all__ = ["TorchSession", "autocast_as", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = ["TorchSession", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
 
 
 class TorchSession(Session):
@@ -64,19 +62,19 @@ class TorchSession(Session):
         self._clipping = clipping
         self._clipped = False
         self._unscaled = False
+        self._norm: Tensor | None = None  # of the window's gradients, once it is known
         self._finite: bool | None = None  # whether the window's gradients are, once it is known
         self._has_gradients = False
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
-        self._plain_forward: Callable[..., Any] | None = None
+        self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
         self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
         self._skips = skips
         if precision != "no":
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
-            self._plain_forward = module.forward
-            module.forward = _under_autocast(module.forward, lambda: autocast_as(precision, device.type, autocast))
+            self._undo_autocast = run_under_autocast(module, lambda: autocast_as(precision, device.type, autocast))
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         """See `Session.open_backward`."""
@@ -132,6 +130,8 @@ class TorchSession(Session):
             self._finite = bool(torch.isfinite(norm))
             if not self._finite:
                 norm = torch.full_like(norm, float("inf"))  # nan or inf: one answer on every path
+        if only is None and norm_type == 2.0:
+            self._norm = norm
         if max_norm != float("inf"):
             self._clipped = True
             if self._finite is not False:  # else the step is skipped, and the gradients stay as they are to be named
@@ -157,6 +157,7 @@ class TorchSession(Session):
             self.optimizer.step()
         if self._scale is not None:
             self._scale.update(skipped=not applied)
+        self.last_norm, self._norm = self._norm, None
         self.drop_gradients()
         return applied
 
@@ -232,7 +233,7 @@ class TorchSession(Session):
     def close(self) -> None:
         """See `Session.close`."""
         if self._plain_forward is not None:
-            del self.module.forward
+            self.module.__dict__.pop("forward", None)  # unwrap_model may have put it back already
         self.model = self.module
         self._ddp = None
         self.optimizer = None
@@ -289,13 +290,6 @@ def _loss_scale(resolved: Resolved, given: GradScalerKwargs | None) -> LossScale
     return LossScale(section) if given is None else LossScale(section, given.growth_factor, given.backoff_factor)
 
 
-def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-    """`torch.autocast` to the type of `precision`; nothing for `no`."""
-    if precision == "no":
-        return nullcontext()
-    return torch.autocast(device_type, _AUTOCAST[precision], **({} if handler is None else handler.to_kwargs()))
-
-
 def keep_weights_in_fp32(request: SessionRequest) -> None:
     """Turn 16-bit weights that are trained into fp32, aloud: updates below their last bit would be lost.
 
@@ -336,14 +330,3 @@ def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
     if section.type.lower() not in ("adam", "adamw") or says_how or not served:
         return section
     return OptimizerSection(section.type, {**section.params, "fused": True})
-
-
-def _under_autocast(
-    forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
-    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-        with autocast():
-            outputs = forward(*args, **kwargs)
-        return map_leaves(to_fp32, outputs)
-
-    return autocast_forward

@@ -145,6 +145,7 @@ class EngineSession(Session):
         with self._thawed():
             self._step()
         applied = bool(self.engine.was_step_applied())
+        self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
             self._gradients.drop()  # stage 2 with offload in 16 bit would add the next ones to what is not finite
         self._gradients.set_clipping(self._clipping)

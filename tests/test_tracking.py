@@ -1,0 +1,265 @@
+"""Trackers get what the script logs, on the main process only; the words of Accelerate's scripts work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zero_plugin import Accelerator
+from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers, on_main_process
+from zero_plugin.utils import LoggerType, ProjectConfiguration
+
+HYPER = {"lr": 0.1, "layers": 3, "name": "run", "fast": True, "nothing": None}
+ONE_STEP = {"config": {"distributed_type": "NO", "use_cpu": True}}
+
+
+class Kept(GeneralTracker):
+    """A script's own tracker."""
+
+    name = "kept"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.calls
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.calls.append(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append((step, values, kwargs))
+
+    @on_main_process
+    def finish(self) -> None:
+        self.calls.append("finished")
+
+
+def run(log_with: Any, folder: Path, **init: Any) -> Accelerator:
+    accelerator = Accelerator(log_with=log_with, project_dir=folder, **ONE_STEP)
+    accelerator.init_trackers("a-run", HYPER, init_kwargs=init)
+    for step in range(3):
+        accelerator.log({"loss": 1.0 / (step + 1), "phase": "train"}, step=step)
+    return accelerator
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    """A line for each call of log, written at once; tensors and arrays are their numbers, nan is legal JSON."""
+    accelerator = run("jsonl", tmp_path)
+    accelerator.log({"a": torch.tensor(2.5), "b": np.float32(0.5), "c": torch.arange(2), "d": float("nan")}, step=3)
+    lines = [json.loads(line) for line in (tmp_path / "a-run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert lines[1]["loss"] == 0.5
+    assert lines[1]["phase"] == "train"
+    assert {key: lines[3][key] for key in "abcd"} == {"a": 2.5, "b": 0.5, "c": [0, 1], "d": "nan"}
+    assert json.loads((tmp_path / "a-run" / "config.json").read_text()) == HYPER
+    stream = accelerator.get_tracker("jsonl", unwrap=True)
+    accelerator.end_training()
+    assert stream.closed
+    run("jsonl", tmp_path).end_training()
+    assert len((tmp_path / "a-run" / "metrics.jsonl").read_text().splitlines()) == 7
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Numbers become scalars, strings text, dicts several curves in one picture."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accelerator = run(LoggerType.TENSORBOARD, tmp_path)
+    accelerator.log({"both": {"one": 1.0, "two": 2.0}}, step=0)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "a-run")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (0, 1.0),
+        (1, 0.5),
+        (2, pytest.approx(1 / 3)),
+    ]
+    assert "phase/text_summary" in events.Tags()["tensors"]
+    folders = {file.parent.name for file in tmp_path.glob("a-run/*/events.out.tfevents.*")}
+    assert folders == {"both_one", "both_two", "hparams"}
+
+
+@pytest.mark.timeout(120)
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without network leaves its file, with the hyper-parameters and every value in it."""
+    for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    # In a process of its own: it starts a service, threads and all.
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "from zero_plugin import Accelerator\n"
+        f"accelerator = Accelerator(log_with='wandb', **{ONE_STEP!r})\n"
+        f"accelerator.init_trackers('a-run', {HYPER!r}, "
+        f"init_kwargs={{'wandb': {{'mode': 'offline', 'dir': {str(tmp_path)!r}}}}})\n"
+        "for step in range(3): accelerator.log({'loss': 1 / (step + 1)}, step=step)\n"
+        "assert accelerator.get_tracker('wandb', unwrap=True).project == 'a-run'\n"
+        "accelerator.end_training()\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"layers" in content
+    assert content.count(b"loss") >= 3
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers become metrics, strings tags, and the hyper-parameters parameters, cut where they are too long."""
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(log_with="mlflow", **ONE_STEP)
+    options = {"tracking_uri": (tmp_path / "runs").as_uri(), "run_name": "first"}
+    accelerator.init_trackers("a-run", {**HYPER, "long": "x" * 900}, {"mlflow": options})
+    for step in range(3):
+        accelerator.log({"loss": 1.0 / (step + 1), "phase": "train"}, step=step)
+    run_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
+    accelerator.end_training()
+    assert mlflow.active_run() is None
+    client = mlflow.MlflowClient((tmp_path / "runs").as_uri())
+    found = client.get_run(run_id)
+    assert found.data.params["layers"] == "3"
+    assert found.data.params["long"] == "x" * 499 + "…"
+    assert found.data.tags["phase"] == "train"
+    assert [point.value for point in client.get_metric_history(run_id, "loss")] == [1.0, 0.5, 1 / 3]
+    assert client.get_experiment(found.info.experiment_id).name == "a-run"
+
+
+def test_a_scripts_own_tracker() -> None:
+    """It is started, given everything with its arguments, and finished at the end of training."""
+    kept = Kept()
+    accelerator = Accelerator(log_with=[kept], **ONE_STEP)
+    accelerator.init_trackers("a-run", HYPER)
+    accelerator.log({"loss": 1.0}, step=1, log_kwargs={"kept": {"color": "red"}, "other": {"x": 1}})
+    assert accelerator.get_tracker("kept") is kept
+    assert accelerator.get_tracker("kept", unwrap=True) is kept.calls
+    accelerator.end_training()
+    assert kept.calls == [HYPER, (1, {"loss": 1.0}, {"color": "red"}), "finished"]
+
+    class Bare(GeneralTracker):
+        name = "bare"
+
+    with pytest.raises(NotImplementedError, match="Bare lacks requires_logging_directory, tracker"):
+        Bare()
+
+
+def test_all_takes_those_that_can_run(tmp_path: Path) -> None:
+    """`all` is every installed one; without a folder, those that write no files; one named twice is started once."""
+    names = [str(name) for name in get_available_trackers()]
+    assert names == ["jsonl", "tensorboard", "wandb", "mlflow"]
+    with_folder = Accelerator(log_with="all", project_dir=tmp_path, **ONE_STEP)
+    assert [tracker.name for tracker in with_folder.log_with] == names
+    with_folder.end_training()
+    without = Accelerator(log_with="all", **ONE_STEP)
+    assert [tracker.name for tracker in without.log_with] == ["wandb", "mlflow"]
+    without.end_training()
+    kept = Kept()
+    twice = Accelerator(log_with=["jsonl", LoggerType.JSONL, kept, kept], project_dir=tmp_path, **ONE_STEP)
+    assert [tracker.name for tracker in twice.log_with] == ["jsonl", "kept"]
+    twice.end_training()
+
+
+def test_what_cannot_be_logged_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tracker at fault is named, before anything starts: unknown, not installed, without a folder."""
+    monkeypatch.setattr(TensorBoardTracker, "needs", "no_such_package")
+    with pytest.raises(ConfigError) as caught:
+        Accelerator(log_with=["tensorbord", "tensorboard", "jsonl"], **ONE_STEP)
+    message = str(caught.value)
+    assert "log_with='tensorbord'" in message
+    assert "Write jsonl, tensorboard, wandb, mlflow, all, or pass" in message
+    assert "pip install no_such_package" in message
+    assert "project_dir" in message
+    project = ProjectConfiguration(project_dir=None, logging_dir=tmp_path)
+    accelerator = Accelerator(log_with="jsonl", project_config=project, **ONE_STEP)
+    with pytest.raises(LoopError, match="arguments for wandb, which log_with does not name"):
+        accelerator.init_trackers("a-run", init_kwargs={"wandb": {}})
+    accelerator.init_trackers("a-run")
+    assert (tmp_path / "a-run" / "metrics.jsonl").exists()
+    with pytest.raises(LoopError, match=r"no tracker 'wandb' is started \(started: jsonl\)"):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("zero", [None, 2])
+def test_metrics(zero: int | None, built_ops: None) -> None:
+    """Learning rate, norm before clipping, throughput and free memory; the norm is the step's own."""
+    config: dict[str, Any] = {"use_cpu": True, "distributed_type": "DEEPSPEED" if zero else "NO"}
+    config["deepspeed_config"] = {"gradient_clipping": 0.01, **({"zero_optimization": {"stage": zero}} if zero else {})}
+    accelerator = Accelerator(config=config)
+    model = torch.nn.Linear(4, 1)
+    inputs = torch.ones(2, 4)
+    wanted = torch.autograd.grad((model(inputs) ** 2).mean(), list(model.parameters()))
+    norm = torch.stack([part.norm() for part in wanted]).norm().item()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.25))
+    assert set(accelerator.metrics()) == {"lr", "memory_available_gb"}
+    accelerator.backward((model(inputs) ** 2).mean())
+    optimizer.step()
+    found = accelerator.metrics(units=64)
+    assert found["lr"] == 0.25
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert found["tokens_per_second"] > 0
+    assert 0 < found["memory_available_gb"] < 1e5
+    assert "loss_scale" not in found
+    accelerator.end_training()
+
+
+def test_metrics_of_fp16() -> None:
+    """The loss scale, and how many steps in a row were skipped."""
+    accelerator = Accelerator(mixed_precision="fp16", **ONE_STEP)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 4)).sum() * float("inf"))
+    optimizer.step()
+    found = accelerator.metrics()
+    assert (found["loss_scale"], found["skipped_steps"]) == (2.0**16, 1)
+    accelerator.end_training()
+
+
+WORKER = """
+import sys
+from zero_plugin import Accelerator
+from zero_plugin.utils import tqdm
+import os, torch.distributed as dist
+store, rank, world, folder = sys.argv[1:5]
+os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
+accelerator = Accelerator(log_with="jsonl", project_dir=folder, cpu=True)
+accelerator.init_trackers("a-run", {"world": int(world)})
+for step in tqdm(range(3)):
+    accelerator.log({"rank": accelerator.process_index}, step=step)
+accelerator.get_tracker("jsonl").log({"by": "hand"})
+print("trackers", len(accelerator.trackers))
+for _ in tqdm(range(2), main_process_only=False, desc="everywhere"):
+    pass
+accelerator.end_training()
+"""
+
+
+@pytest.mark.processes
+def test_only_the_main_process_writes(tmp_path: Path, run_processes: Callable[..., list[str]]) -> None:
+    """All processes make the same calls; the first one writes, and shows the bar."""
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    outputs = run_processes(script, 2, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "a-run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("rank") for line in lines] == [0, 0, 0, None]
+    assert "trackers 1" in outputs[0]
+    assert "trackers 0" in outputs[1]
+    assert "3/3" in outputs[0]
+    assert "3/3" not in outputs[1]
+    assert all("everywhere" in output for output in outputs)

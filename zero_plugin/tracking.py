@@ -1,0 +1,409 @@
+"""Experiment trackers: where a run writes its measurements, by the calls that scripts know."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final, TypeVar
+
+import torch
+
+from zero_plugin.choices import LoggerType
+from zero_plugin.collectives import process_index
+from zero_plugin.errors import ConfigError, Problem
+
+__all__ = [
+    "GeneralTracker",
+    "JsonlTracker",
+    "KnownTracker",
+    "MLflowTracker",
+    "TensorBoardTracker",
+    "WandBTracker",
+    "choose_trackers",
+    "get_available_trackers",
+    "on_main_process",
+    "plain_values",
+]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_MLFLOW_LONGEST: Final = 500  # characters of a parameter's value, and parameters in a batch
+_MLFLOW_BATCH: Final = 100
+
+
+def on_main_process(method: Method) -> Method:
+    """A tracker's method that does nothing on other processes, unless the tracker says `main_process_only = False`."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_here = not getattr(self, "main_process_only", True) or process_index() == 0
+        return method(self, *args, **kwargs) if is_here else None
+
+    return run  # type: ignore[return-value]  # of the same signature
+
+
+class GeneralTracker:
+    """What a tracker has; subclass it for one's own.
+
+    A subclass has a `name`, says by `requires_logging_directory` whether it writes files, and gives by `tracker` what
+    it writes through.
+
+    Raises:
+        NotImplementedError: a subclass lacks one of the three; names those.
+    """
+
+    main_process_only: ClassVar[bool] = True
+    name: str
+    requires_logging_directory: bool
+
+    def __init__(self, _blank: bool = False) -> None:
+        missing = [part for part in ("name", "requires_logging_directory", "tracker") if part not in dir(self)]
+        if missing and not _blank:
+            raise NotImplementedError(
+                f"{type(self).__name__} lacks {', '.join(missing)}; a tracker has a name, says whether it "
+                "requires_logging_directory, and has a property tracker."
+            )
+
+    def start(self) -> None:
+        """Open the run; called once, by `init_trackers`."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep the run's hyper-parameters.
+
+        Args:
+            values: numbers, booleans, strings and None by name.
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write measurements.
+
+        Args:
+            values: numbers, strings, or dicts of numbers, by name.
+            step: which step they are of.
+            **kwargs: for what the tracker writes through.
+        """
+
+    def finish(self) -> None:
+        """Close the run."""
+
+
+class KnownTracker(GeneralTracker):
+    """A tracker that `log_with` knows by name."""
+
+    needs: ClassVar[str] = ""  # the module that has to be installed
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, /, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = Path(logging_dir or ".", run_name)
+        self.init_kwargs = kwargs
+
+    @property
+    @abstractmethod
+    def tracker(self) -> Any:
+        """What it writes through."""
+
+
+class JsonlTracker(KnownTracker):
+    """One JSON object per line in `<logging_dir>/<run_name>/metrics.jsonl`; hyper-parameters in `config.json` there.
+
+    A line holds the `step`, the `time` in seconds since 1970, and the values. Numbers that JSON cannot hold are the
+    strings `nan`, `inf` and `-inf`. A second run of the same name goes on at the file's end.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    @on_main_process
+    def start(self) -> None:
+        """See `GeneralTracker.start`."""
+        self.logging_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (self.logging_dir / "metrics.jsonl").open("a", encoding="utf-8", **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The open file."""
+        return self._file
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See `GeneralTracker.store_init_configuration`."""
+        text = json.dumps(_json(values), indent=2, ensure_ascii=False)
+        (self.logging_dir / "config.json").write_text(text + "\n", encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """See `GeneralTracker.log`."""
+        line = {**({} if step is None else {"step": step}), "time": round(time.time(), 3), **_json(values)}
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()  # for who follows the file, and for the end that comes without warning
+
+    @on_main_process
+    def finish(self) -> None:
+        """See `GeneralTracker.finish`."""
+        self._file.close()
+
+
+class TensorBoardTracker(KnownTracker):
+    """TensorBoard's event files in `<logging_dir>/<run_name>`; keyword arguments go to its `SummaryWriter`."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    needs = "tensorboard"
+
+    @on_main_process
+    def start(self) -> None:
+        """See `GeneralTracker.start`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer: Any = SummaryWriter(str(self.logging_dir), **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The `SummaryWriter`."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See `GeneralTracker.store_init_configuration`; what TensorBoard cannot hold is written as text."""
+        legal = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
+        self.writer.add_hparams(legal, metric_dict={}, run_name="hparams")
+        self.writer.flush()
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See `GeneralTracker.log`; `kwargs` go to `add_scalar`, `add_scalars` or `add_text`."""
+        for key, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                self.writer.add_scalars(key, dict(value), global_step=step, **kwargs)
+            else:
+                self.writer.add_scalar(key, value, global_step=step, **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write batches of images by name; `kwargs` go to `add_images`."""
+        for key, images in values.items():
+            self.writer.add_images(key, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """See `GeneralTracker.finish`."""
+        self.writer.close()
+
+
+class WandBTracker(KnownTracker):
+    """Weights & Biases: the project is the run's name; keyword arguments go to `wandb.init` (`mode="offline"`, …)."""
+
+    name = "wandb"
+    requires_logging_directory = False
+    needs = "wandb"
+
+    @on_main_process
+    def start(self) -> None:
+        """See `GeneralTracker.start`."""
+        import wandb
+
+        self.run: Any = wandb.init(project=self.run_name, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See `GeneralTracker.store_init_configuration`."""
+        self.run.config.update(values, allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See `GeneralTracker.log`; `kwargs` go to the run's `log`."""
+        self.run.log(values, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write lists of images by name."""
+        import wandb
+
+        self.log({key: [wandb.Image(image) for image in images] for key, images in values.items()}, step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a table, of `columns` and `data` or of a `dataframe`."""
+        import wandb
+
+        self.log({table_name: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """See `GeneralTracker.finish`."""
+        self.run.finish()
+
+
+class MLflowTracker(KnownTracker):
+    """MLflow: the experiment is the run's name; `tracking_uri` says where, other arguments go to `start_run`.
+
+    The environment's `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` stand for what is not given.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    needs = "mlflow"
+
+    @on_main_process
+    def start(self) -> None:
+        """See `GeneralTracker.start`."""
+        import mlflow
+
+        given = dict(self.init_kwargs)
+        if (uri := given.pop("tracking_uri", None)) is not None:
+            mlflow.set_tracking_uri(uri)
+        named = given.pop("experiment_name", None) or os.environ.get("MLFLOW_EXPERIMENT_NAME", self.run_name)
+        mlflow.set_experiment(named)
+        self.run: Any = mlflow.start_run(**given)
+
+    @property
+    def tracker(self) -> Any:
+        """The active run."""
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """See `GeneralTracker.store_init_configuration`; values too long for MLflow are cut, and end with …."""
+        import mlflow
+
+        texts = {key: _cut(str(value), _MLFLOW_LONGEST) for key, value in values.items()}
+        names = list(texts)
+        for start in range(0, len(names), _MLFLOW_BATCH):
+            mlflow.log_params({name: texts[name] for name in names[start : start + _MLFLOW_BATCH]})
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """See `GeneralTracker.log`; strings become tags."""
+        import mlflow
+
+        numbers = {key: float(value) for key, value in values.items() if not isinstance(value, str)}
+        mlflow.log_metrics(numbers, step=step)
+        for key, value in values.items():
+            if isinstance(value, str):
+                mlflow.set_tag(key, value)
+
+    @on_main_process
+    def finish(self) -> None:
+        """See `GeneralTracker.finish`."""
+        import mlflow
+
+        mlflow.end_run()
+
+
+_TRACKERS: Final[dict[str, type[KnownTracker]]] = {
+    kind.name: kind for kind in (JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker)
+}
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Those whose package is installed; `jsonl` needs none."""
+    return [LoggerType(name) for name, kind in _TRACKERS.items() if _is_installed(kind)]
+
+
+def choose_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None
+) -> list[type[KnownTracker] | GeneralTracker]:
+    """The trackers that `log_with` names: classes of known ones, and objects as they are.
+
+    Args:
+        log_with: names, `LoggerType`s or `GeneralTracker`s, one or several; `all` for every one that is installed and,
+            without a `logging_dir`, writes no files.
+        logging_dir: where those that write files do.
+
+    Raises:
+        ConfigError: a name is not known, its package is not installed, or it needs a folder; names all such.
+    """
+    several = log_with if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
+    given = [each for each in several if each is not None]
+    names = [each if isinstance(each, GeneralTracker) else str(each) for each in given]
+    if "all" in names:
+        known = [str(name) for name in get_available_trackers()]
+        everywhere = [name for name in known if logging_dir or not _TRACKERS[name].requires_logging_directory]
+        names = [*(each for each in names if isinstance(each, GeneralTracker)), *everywhere]
+    chosen: list[type[KnownTracker] | GeneralTracker] = []
+    problems: list[Problem] = []
+    for each in dict.fromkeys(names):
+        kind = each if isinstance(each, GeneralTracker) else _TRACKERS.get(each)
+        problem = _find_problem(each, kind, logging_dir)
+        if problem is not None:
+            problems.append(problem)
+        elif kind is not None:
+            chosen.append(kind)
+    if problems:
+        raise ConfigError(problems)
+    return chosen
+
+
+def _find_problem(
+    given: str | GeneralTracker, kind: type[KnownTracker] | GeneralTracker | None, logging_dir: Any
+) -> Problem | None:
+    name = given if isinstance(given, str) else given.name
+    where = f"Accelerator(log_with={name!r})"
+    if kind is None:
+        legal = ", ".join([*_TRACKERS, "all"])
+        return Problem(where, "", "is no tracker", f"Write {legal}, or pass an object of your own GeneralTracker.")
+    if isinstance(kind, type) and not _is_installed(kind):
+        return Problem(where, "", f"{kind.needs} is not installed", f"pip install {kind.needs}")
+    if kind.requires_logging_directory and logging_dir is None and isinstance(kind, type):
+        return Problem(where, "", "it writes files, and no folder is given", "Add project_dir='…'.")
+    return None
+
+
+def _is_installed(kind: type[KnownTracker]) -> bool:
+    return not kind.needs or importlib.util.find_spec(kind.needs) is not None
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors and arrays as the numbers, or lists of numbers, that they hold."""
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain_values(value)
+    if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "tolist")):
+        return value.item() if _elements(value) == 1 else value.tolist()
+    return value
+
+
+def _elements(value: Any) -> int:
+    return int(value.numel()) if isinstance(value, torch.Tensor) else int(value.size)
+
+
+def _json(value: Any) -> Any:
+    """The value with what JSON cannot hold as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
