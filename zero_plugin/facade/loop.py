@@ -57,9 +57,10 @@ class LoopCalls:
         if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
             message = f"{steps} in code, but {before.value} at {before.origin.where}"
             raise ConfigError([Problem(call, key, message, "Write auto in the file to set it in code.")])
-        path = ("deepspeed", key)
-        self._configurations.overlay(lambda d: d.overlay({path: steps}, kind="code", where={path: call}))
-        self.document = self._configurations.document
+        if before is None or before.value != steps:
+            path = ("deepspeed", key)
+            self._configurations.overlay(lambda d: d.overlay({path: steps}, kind="code", where={path: call}))
+            self.document = self._configurations.document
         for window in self._windows():
             window.resize(steps)
 

@@ -1,0 +1,251 @@
+"""Gradients between backward and step: whose they are, where they are averaged, what may be done to them."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import (
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
+from torch import Tensor, nn
+
+from zero_plugin import Accelerator
+from zero_plugin.collectives import gather_object
+from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.plugins import GradientAccumulationPlugin
+
+
+def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
+    model = make_net()
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def _trained_plainly(*batches: list[int], values: float | None = None) -> dict[str, Tensor]:
+    """Weights after a step for each list of batches, averaged over it; gradients clamped to ±`values`."""
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for window in batches:
+        for i in window:
+            (loss_of(model, global_batch(i)) / len(window)).backward()
+        if values is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), values)
+        sgd.step()
+        sgd.zero_grad()
+    return model.state_dict()
+
+
+def _agree(model: nn.Module) -> bool:
+    """Whether the processes have the same gradients."""
+    own = [p.grad.tolist() for p in model.parameters() if p.grad is not None]
+    assert own
+    pairs = [pair for other in gather_object([own]) for pair in zip(own, other, strict=True)]
+    return all(torch.allclose(torch.tensor(mine), torch.tensor(theirs)) for mine, theirs in pairs)
+
+
+def check_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
+    """The user's own parameters show them: of this process inside `no_sync` and the window, of all at its end."""
+    if is_zero(path):
+        return
+    for each in (False, True):
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
+        with running(path, gradient_accumulation_plugin=plugin) as accelerator:
+            model, optimizer = _prepared(accelerator)
+            own = accelerator.unwrap_model(model)
+            for i in range(4):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, own_batch(i)))
+                    assert _agree(own) is (path == "single" or each or bool(i % 2)), (i, each)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_near(weights(accelerator, model), _trained_plainly([0, 1], [2, 3]))
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        for inside in (True, False):
+            with accelerator.no_sync(model) if inside else accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(loss_of(model, own_batch(0)))
+            assert _agree(accelerator.unwrap_model(model)) is (path == "single" or not inside)
+        with accelerator.no_sync(model):
+            loss = loss_of(model, own_batch(1))
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(loss)
+        assert _agree(accelerator.unwrap_model(model))
+
+
+def check_values_are_clipped(path: str) -> None:
+    """Each number of the gradients is clamped, in the step's gradients only; ZeRO has none to clamp, and says so."""
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        if is_zero(path):
+            clip = accelerator.clip_grad_value_
+            raised(LoopError, "clip_grad_norm_", by=lambda: clip(model.parameters(), 0.01))
+            return
+        for i in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                accelerator.clip_grad_value_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_near(weights(accelerator, model), _trained_plainly([0, 1], [2, 3], values=0.01))
+
+
+def check_what_is_not_finite_is_not_hidden_by_clipping(path: str) -> None:
+    """inf, clamped to a finite number, still skips the step."""
+    if is_zero(path):
+        return
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        before = weights(accelerator, model)
+        x, y = own_batch(0)
+        accelerator.backward(loss_of(model, (x, y)) * float("inf"))
+        accelerator.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        assert accelerator.optimizer_step_was_skipped
+        assert same(weights(accelerator, model), before)
+
+
+def check_gradients_can_be_unscaled(path: str) -> None:
+    """Under fp16 the script sees them as they are after `unscale_gradients`, and the step takes them so."""
+    if is_zero(path):
+        return
+    plain = make_net()
+    loss_of(plain, global_batch(0)).backward()
+    for precision in ("fp16", "no"):
+        with running(path, mixed_precision=precision) as accelerator:
+            model, optimizer = _prepared(accelerator)
+            accelerator.backward(loss_of(model, own_batch(0)))
+            scaled = copy.deepcopy([p.grad for p in accelerator.unwrap_model(model).parameters()])
+            accelerator.unscale_gradients(optimizer)
+            accelerator.unscale_gradients()
+            for before, p, wanted in zip(scaled, model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, wanted.grad, rtol=0.02, atol=0.002)
+                assert torch.equal(before, p.grad) is (precision == "no")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            assert optimizer.applied_steps == 1
+
+
+def check_accumulation_may_change(path: str) -> None:
+    """`gradient_accumulation_steps` counts from the next window on, before and after `prepare`."""
+    with running(path) as accelerator:
+        assert accelerator.sync_gradients
+        accelerator.gradient_accumulation_steps = 2
+        model, optimizer = _prepared(accelerator)
+        assert accelerator.gradient_accumulation_steps == accelerator.resolved.accumulation == 2
+        for i in range(2):
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.gradient_accumulation_steps = 1
+        accelerator.backward(loss_of(model, own_batch(2)))
+        optimizer.step()
+        assert_near(weights(accelerator, model), _trained_plainly([0, 1], [2]))
+
+
+def check_accumulation_of_a_file_stays(path: str) -> None:
+    """Another number in code is an error that names both, as in `Accelerator(…)`."""
+    stage = "zero_optimization: {stage: 2}, " if is_zero(path) else ""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "launch.yaml"
+        file.write_text(f"use_cpu: true\ndeepspeed_config: {{{stage}gradient_accumulation_steps: 4}}\n")
+        accelerator = Accelerator(config=file)
+
+    def change(steps: int) -> None:
+        accelerator.gradient_accumulation_steps = steps
+
+    change(4)
+    raised(ConfigError, "2 in code, but 4 at", "launch.yaml:2", by=lambda: change(2))
+    accelerator.end_training()
+
+
+def check_a_loop_says_itself_where_windows_end(path: str) -> None:
+    """By `sync_gradients`, as transformers' Trainer does: nothing is counted, and a step inside does nothing."""
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda _: 1.0))
+        for window in ([0, 1, 2], [3]):
+            for i in window:
+                accelerator.sync_gradients = i == window[-1]
+                accelerator.backward(loss_of(model, own_batch(i)) / len(window))
+                before = weights(accelerator, model)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                assert same(weights(accelerator, model), before) is (i != window[-1])
+        assert (optimizer.applied_steps, schedule.last_epoch) == (2, 2)
+        assert_near(weights(accelerator, model), _trained_plainly([0, 1, 2], [3]))
+
+
+def check_windows_may_run_on_from_epoch_to_epoch(path: str) -> None:
+    """`sync_with_dataloader=False`: three batches in an epoch, two in a window, three windows in two epochs."""
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    with running(path, gradient_accumulation_plugin=plugin) as accelerator:
+        model = make_net()
+        size = 4 * accelerator.num_processes
+        loader = torch.utils.data.DataLoader(torch.randn(3 * size, 8), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        applied = []
+        for _ in range(2):
+            for x in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    applied.append(optimizer.applied_steps)
+        assert applied == [0, 1, 1, 2, 2, 3]
+
+
+def check_processes_with_fewer_batches_follow(path: str) -> None:
+    """Under DDP a process that has run out of batches takes part in the others' reductions; elsewhere it is warned."""
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.zeros(12, 8), batch_size=4))
+        if accelerator.num_processes == 1:
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                return
+        if is_zero(path):
+            with pytest.warns(UserWarning, match="no effect"), accelerator.join_uneven_inputs([model]):
+                return
+        count = 2 + accelerator.process_index
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            assert len(loader) == 1
+            for i in range(count):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(loader) == 2
+        assert optimizer.applied_steps == count
+        first, *others = gather_object([{name: t.tolist() for name, t in model.module.state_dict().items()}])
+        assert all(other == first for other in others)  # the last process's, which took every step
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with accelerator.join_uneven_inputs([model]):
+                assert len(loader) == 2
+
+
+def check_lomo_is_refused(path: str) -> None:
+    """It would change weights within backward."""
+    with running(path) as accelerator:
+        raised(LoopError, "offload_optimizer", by=lambda: accelerator.lomo_backward(torch.zeros(()), 0.1))
+
+
+_ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)
