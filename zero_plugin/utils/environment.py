@@ -230,7 +230,7 @@ def _ask_nvidia_smi(field: str) -> list[str]:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores near its GPU; without GPUs, do nothing.
+    """Bind this process to the cores near its GPU; without GPUs, do nothing; where the system refuses, warn.
 
     Args:
         local_process_index: index of its GPU.
@@ -242,8 +242,11 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         return
     gpu: Any = torch.cuda.get_device_properties(local_process_index)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    cores = _parse_cores(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text())
-    os.sched_setaffinity(0, cores)
+    try:
+        os.sched_setaffinity(0, _parse_cores(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()))
+    except OSError as error:  # a container may hide the bus, or own none of these cores
+        _logger.warning(f"process {local_process_index} is not bound to the cores near its GPU: {error}")
+        return
     if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
         _logger.info(f"process {local_process_index} runs on cores {sorted(os.sched_getaffinity(0))}")
 
