@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from paths import PAIR, SINGLE, assert_near, checks_on, is_zero, loss_of, make_net, own_batch, raised, running, weights
+from paths import (
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    same,
+    weights,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +59,7 @@ def check_ddp_arguments(path: str) -> None:
 
 
 def check_unused_parameters(path: str) -> None:
-    """With `find_unused_parameters`, a branch that sits out is not waited for, also where forwards precede backwards."""
+    """With `find_unused_parameters`, a branch that sits out is not waited for, though the last forward took it."""
     for accumulation in (1, 2):
         with running(
             path,
@@ -60,7 +74,9 @@ def check_unused_parameters(path: str) -> None:
                 x, y = own_batch(step)
                 last = (step + 1) % accumulation == 0
                 loss = (model(x, step % 2 == 0) - y).square().mean()
-                held_out = (model(x, step % 2 == 1) - y).square().mean().detach()  # a second forward before the backward
+                held_out = (
+                    (model(x, step % 2 == 1) - y).square().mean().detach()
+                )  # a second forward before the backward
                 accelerator.backward(loss + 0 * held_out)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -176,6 +192,26 @@ def check_compiled(path: str) -> None:
         assert compiled == [1]
 
 
+def check_models_as_they_come(path: str) -> None:
+    """A model that was not prepared is saved as it is; names come as the prepared model has them if asked for."""
+    with running(path, mixed_precision="bf16") as accelerator:
+        net = make_net()
+        before = net.state_dict()
+        state = accelerator.get_state_dict(net)
+        assert (state is not None) == accelerator.is_main_process
+        assert state is None or same(state, before)
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        state = accelerator.get_state_dict(model, unwrap=False)
+        assert state is None or state.keys() == model.state_dict().keys()
+        assert accelerator.unwrap_model(model) is net
+        bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert bare is not net
+        assert bare[0].weight is net[0].weight
+        if not is_zero(path):
+            assert bare(torch.ones(1, 8)).dtype == torch.float32
+            pickle.dumps(bare)
+
+
 def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dict[str, Tensor]:
     """The weights after a few steps."""
     with running(path, **arguments) as accelerator:
@@ -202,4 +238,5 @@ CHECKS = {
     **checks_on([*SINGLE, "ddp", "zero3"], [check_autocast]),
     **checks_on(["zero2", "zero3"], [check_what_engines_lack]),
     **checks_on([*SINGLE, *PAIR], [check_compiled]),
+    **checks_on(["single", "ddp", "zero2"], [check_models_as_they_come]),
 }
