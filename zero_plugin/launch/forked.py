@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +21,15 @@ from zero_plugin.launch.report import describe_failure
 from zero_plugin.launch.spec import LaunchSpec
 from zero_plugin.launch.worker import die_with_launcher
 
-__all__ = ["run_forked"]
+__all__ = ["run_forked", "variables_while"]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_INTERRUPTED: Final = 130  # 128 + SIGINT
 _CUDA_IS_DEAD: Final = 3  # exit code of the trial copy
 _TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for ever
+# The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
+_DRIVER_ASKED: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # what the engine leaves in the environment
 _TRACEBACK: Final = "traceback"  # file beside torchrun's error file of each worker
 
 
@@ -53,7 +57,7 @@ def run_forked(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     set_log_level(debug=spec.debug)
-    with log_folder(spec.log_dir) as folder, _own_signals(), _no_cuda_here(), _meant_to_fork():
+    with log_folder(spec.log_dir) as folder, _own_signals(), _meant_to_fork(), variables_while(_DRIVER_ASKED, _LEFT):
         config = LaunchConfig(
             min_nodes=spec.machines,
             max_nodes=spec.machines,
@@ -73,6 +77,8 @@ def run_forked(
         try:
             elastic_launch(config, _work)(function, args, threads)
         except ChildFailedError as error:
+            if any(failure.exitcode == _INTERRUPTED for failure in error.failures.values()):
+                raise KeyboardInterrupt from None  # the signal reached them, and was lost here
             raise LaunchError(_describe(error.failures, Path(folder))) from None
         except SignalException as error:
             if error.sigval is signal.SIGINT:
@@ -155,18 +161,18 @@ def _own_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_cuda_here() -> Iterator[None]:
-    """The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies."""
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+def variables_while(values: Mapping[str, str], others: Iterable[str] = ()) -> Iterator[None]:
+    """Environment variables set inside; afterwards these and `others` are as before."""
+    before = {name: os.environ.get(name) for name in (*values, *others)}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(name)
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -199,6 +205,8 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> 
             _leave_traceback(end)
             raise
         atexit._run_exitfuncs()
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None  # torch would take it for a good end, and wait for the result
     except Exception as error:
         _leave_traceback(error)
         raise

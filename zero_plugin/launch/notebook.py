@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from zero_plugin.config.tree import Path as KeyPath
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.engine import configuration_file
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
-from zero_plugin.launch.forked import run_forked
+from zero_plugin.launch.forked import run_forked, variables_while
 from zero_plugin.launch.machine import look_at_machine
 from zero_plugin.launch.spec import LaunchSpec, Program
 
@@ -143,18 +143,10 @@ def _build(function: Callable[..., Any], document: Document, endpoint: str | Non
     return spec
 
 
-@contextlib.contextmanager
-def _variables(spec: LaunchSpec) -> Iterator[None]:
+def _variables(spec: LaunchSpec) -> contextlib.ExitStack:
     """The launch's environment variables, here and in what is forked from here, until the launch ends."""
-    names = [*spec.environment, CONFIG_FILE_VARIABLE]
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        os.environ.update({name: setting.value for name, setting in spec.environment.items()})
-        with configuration_file(spec):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    values = {name: setting.value for name, setting in spec.environment.items()}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(variables_while(values, [CONFIG_FILE_VARIABLE]))
+        stack.enter_context(configuration_file(spec))
+        return stack.pop_all()

@@ -1,0 +1,228 @@
+"""Functions that no other process could import run in several processes, from a notebook or any running program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.launchers import debug_launcher, notebook_launcher
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+NOTEBOOK = """
+import os, signal, sys, time
+import torch
+from zero_plugin.launchers import debug_launcher, notebook_launcher
+
+settings = {"text": "from a cell", "numbers": torch.arange(3.0)}
+"""
+
+
+@pytest.fixture
+def run_cells(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run cells as a notebook's kernel does: no file to import them from, all names in `__main__`."""
+
+    def run(*cells: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        run = [sys.executable, "-c", NOTEBOOK + "\n".join(cells)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        return subprocess.run(run, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+
+    return run
+
+
+def test_training(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Arguments of any iterable, names of the notebook, the configuration: all arrive; the notebook stays as it was."""
+    done = run_cells(
+        """
+class Model(torch.nn.Linear):
+    pass
+
+def train(text, numbers):
+    from zero_plugin import Accelerator
+    accelerator = Accelerator()
+    model = Model(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(numbers).sum())
+    optimizer.step()
+    total = accelerator.reduce(numbers + accelerator.process_index).tolist()
+    rank, state = accelerator.process_index, accelerator.state
+    what = (rank, text, total, accelerator.mixed_precision, accelerator.distributed_type.value, state.fork_launched)
+    os.write(1, f"{what}\\n".encode())
+    settings["text"] = "changed there"
+""",
+        "before = dict(os.environ), signal.getsignal(signal.SIGINT)",
+        "notebook_launcher(train, settings.values(), num_processes=2, mixed_precision='bf16')",
+        """
+zero = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 2}}}
+notebook_launcher(train, settings.values(), config={**zero, "num_processes": 2})
+assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == before
+assert settings["text"] == "from a cell"
+from zero_plugin import Accelerator
+assert Accelerator().num_processes == 1
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    for rank, line in zip((0, 0, 1, 1), lines, strict=True):
+        assert line.startswith(f"({rank}, 'from a cell', [1.0, 3.0, 5.0], ")
+    assert [line.endswith("'bf16', 'MULTI_CPU', True)") for line in lines] == [True, False] * 2
+    assert [line.endswith("'no', 'DEEPSPEED', True)") for line in lines] == [False, True] * 2
+    assert "zero_plugin: train runs in 2 processes on the CPU" in done.stderr
+
+
+def test_one_process_is_the_notebook_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one process the function runs here, with the configuration; a generator of arguments will do."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    before = dict(os.environ)
+    seen: list[object] = []
+
+    def train(*args: object) -> None:
+        seen.extend([os.getpid(), args, "bf16" in os.environ["ZERO_PLUGIN_DOCUMENT"]])
+
+    notebook_launcher(train, (n for n in (1, 2)), num_processes=1, mixed_precision="bf16")
+    assert seen == [os.getpid(), (1, 2), True]
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("def f():\n    if os.environ['RANK'] == '1': raise ValueError('its own error')\n    time.sleep(100)",
+         ["process 1 failed first", "in f", "ValueError: its own error"]),
+        ("def f(): sys.exit(3)", ["failed first", "SystemExit: 3"]),
+        ("def f(): os.kill(os.getpid(), 9)", ["was ended by signal 9 (SIGKILL)"]),
+        ("def f(): os._exit(4)", ["failed first, with exit code 4"]),
+    ],
+)  # fmt: skip
+def test_a_failure_is_raised_in_the_notebook(
+    run_cells: Callable[..., subprocess.CompletedProcess[str]], function: str, told: list[str]
+) -> None:
+    """With the traceback of the process that failed first; the others are gone, and the notebook goes on."""
+    done = run_cells(
+        function,
+        """
+try:
+    debug_launcher(f)
+except Exception as error:
+    print(type(error).__name__, error)
+    import multiprocessing
+    assert not multiprocessing.active_children()
+    debug_launcher(lambda: None)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("LaunchError")
+    for part in told:
+        assert part in done.stdout
+
+
+def test_a_restart(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """`max_restarts` starts all again; `sys.exit(0)` is a good end."""
+    done = run_cells(
+        """
+def f():
+    os.write(1, f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n".encode())
+    sys.exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 1)
+""",
+        "notebook_launcher(f, num_processes=2, max_restarts=1)",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("attempt 1") == 2
+
+
+@pytest.mark.parametrize("everyone", [False, True])
+def test_ctrl_c(everyone: bool, tmp_path: Path) -> None:
+    """The kernel's stop button, which reaches the kernel alone or all: KeyboardInterrupt, and no process is left."""
+    cell = "notebook_launcher(lambda: (os.write(1, b'up\\n'), time.sleep(200)), num_processes=2)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{NOTEBOOK}{cell}"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as kernel:  # fmt: skip
+        try:
+            assert [kernel.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+            (os.killpg if everyone else os.kill)(kernel.pid, signal.SIGINT)
+            errors = kernel.communicate(timeout=60)[1]
+            assert errors.rstrip().endswith("KeyboardInterrupt")
+            with pytest.raises(ProcessLookupError):  # the session's group is empty
+                os.killpg(kernel.pid, 0)
+        finally:
+            if kernel.poll() is None:
+                os.killpg(kernel.pid, signal.SIGKILL)
+
+
+def test_a_process_that_cannot_be_copied_is_refused(
+    run_cells: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """An Accelerator here, before anything starts; ending it is enough."""
+    done = run_cells(
+        """
+from zero_plugin import Accelerator
+accelerator = Accelerator(cpu=True)
+try:
+    notebook_launcher(print, num_processes=2)
+except Exception as error:
+    print(type(error).__name__, error)
+accelerator.end_training()
+
+def who():
+    from zero_plugin.state import PartialState, is_initialized
+    assert not is_initialized()
+    os.write(1, f"process {PartialState().process_index}\\n".encode())
+
+notebook_launcher(who, num_processes=2)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("LaunchError this process has an Accelerator")
+    assert "accelerator.end_training()" in done.stdout
+    assert sorted(done.stdout.splitlines()[-2:]) == ["process 0", "process 1"]
+
+
+def test_threads_that_would_hang(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """After the notebook has computed with several threads the processes have one each, and it is said."""
+    done = run_cells(
+        "torch.set_num_threads(2); torch.ones(2**22).exp()",
+        "notebook_launcher(lambda: os.write(1, b'%d\\n' % torch.ones(2**22).exp().numel()), num_processes=2)",
+        OMP_NUM_THREADS="2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{2**22}\n" * 2
+    assert "each process computes with one" in done.stderr
+
+
+def test_two_notebooks_share_no_port(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Accelerate's default port may be taken by another; one that is asked for and taken is an error."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"use_port={port}\).*port {port} is taken"):
+            notebook_launcher(print, num_processes=2, use_port=port)
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("127.0.0.1", 29500))
+        except OSError:
+            pass  # somebody else has it: as good
+        begun = time.monotonic()
+        done = run_cells("debug_launcher(lambda: os.write(1, b'up\\n'))")
+        assert done.stdout == "up\n" * 2, (done.stderr, time.monotonic() - begun)
+
+
+def test_wrong_arguments_are_found_before_anything_starts() -> None:
+    """A precision that there is not, and what a configuration contradicts, with the call that said it."""
+    with pytest.raises(ConfigError, match=r"notebook_launcher\(mixed_precision='fp61'\)"):
+        notebook_launcher(print, num_processes=2, mixed_precision="fp61")
+    with pytest.raises(ConfigError, match=r"num_processes=3\).*3 in code, but 2"):
+        notebook_launcher(print, num_processes=3, config={"num_processes": 2})
+    with pytest.raises(ConfigError, match=r"num_processes=0\)"):
+        debug_launcher(print, num_processes=0)
