@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -209,10 +210,8 @@ def test_two_notebooks_share_no_port(run_cells: Callable[..., subprocess.Complet
             notebook_launcher(print, num_processes=2, use_port=port)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with contextlib.suppress(OSError):  # somebody else has it: as good
             taken.bind(("127.0.0.1", 29500))
-        except OSError:
-            pass  # somebody else has it: as good
         begun = time.monotonic()
         done = run_cells("debug_launcher(lambda: os.write(1, b'up\\n'))")
         assert done.stdout == "up\n" * 2, (done.stderr, time.monotonic() - begun)
