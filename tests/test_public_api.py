@@ -10,11 +10,33 @@ import pytest
 import zero_plugin
 
 NAMES = [
-    *("Accelerator", "DummyOptim", "DummyScheduler", "Progress", "find_executable_batch_size", "set_seed"),
-    *("skip_first_batches", "synchronize_rng_states", "write_basic_config"),
+    "Accelerator",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DummyOptim",
+    "DummyScheduler",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "PartialState",
+    "ProfileKwargs",
+    "Progress",
+    "ProjectConfiguration",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "notebook_launcher",
+    "set_seed",
+    "skip_first_batches",
+    "synchronize_rng_states",
+    "write_basic_config",
 ]
 
 ACCELERATOR = {
+    *("autocast", "autocast_handler", "ddp_handler", "deepspeed_plugin", "deepspeed_plugins", "init_handler"),
+    *("logging_dir", "profile", "profile_handler", "project_dir", "save_iteration", "scaler_handler"),
     *("accumulate", "backward", "clip_grad_norm_", "end_training", "gather", "gather_for_metrics", "get_state_dict"),
     *("gradient_accumulation_steps", "init_model", "is_last_process", "is_local_main_process"),
     *(
@@ -27,6 +49,9 @@ ACCELERATOR = {
     ),
     *("pad_across_processes", "prepare", "prepare_data_loader", "print", "process_index", "reduce"),
     *("save", "save_model", "sync_gradients", "unwrap_model", "wait_for_everyone"),
+    *("broadcast", "check_trigger", "set_trigger", "split_between_processes", "use_distributed"),
+    *("local_main_process_first", "main_process_first"),
+    *("on_last_process", "on_local_main_process", "on_local_process", "on_main_process", "on_process"),
 }
 
 

@@ -7,20 +7,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_plugin.accelerator import Accelerator
+    from zero_plugin.choices import DDPCommunicationHookType
     from zero_plugin.data.skip import skip_first_batches
+    from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
     from zero_plugin.launch.basic_config import write_basic_config
+    from zero_plugin.launch.notebook import debug_launcher, notebook_launcher
     from zero_plugin.placeholders import DummyOptim, DummyScheduler
+    from zero_plugin.plugins import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+    )
     from zero_plugin.progress import Progress
     from zero_plugin.seeding import set_seed, synchronize_rng_states
+    from zero_plugin.state import PartialState
     from zero_plugin.utils.memory import find_executable_batch_size
 
 __version__ = "0.1.0"
 __all__ = [
     "Accelerator",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
     "DummyOptim",
     "DummyScheduler",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "PartialState",
+    "ProfileKwargs",
     "Progress",
+    "ProjectConfiguration",
+    "debug_launcher",
     "find_executable_batch_size",
+    "notebook_launcher",
     "set_seed",
     "skip_first_batches",
     "synchronize_rng_states",
@@ -30,10 +57,23 @@ __all__ = [
 # Names load on first use, so that `import zero_plugin` and the command line do not import torch.
 _HOME = {
     "Accelerator": "zero_plugin.accelerator",
+    "AutocastKwargs": "zero_plugin.plugins",
+    "DDPCommunicationHookType": "zero_plugin.choices",
+    "DataLoaderConfiguration": "zero_plugin.plugins",
+    "DeepSpeedPlugin": "zero_plugin.deepspeed_plugin",
+    "DistributedDataParallelKwargs": "zero_plugin.plugins",
     "DummyOptim": "zero_plugin.placeholders",
     "DummyScheduler": "zero_plugin.placeholders",
+    "GradScalerKwargs": "zero_plugin.plugins",
+    "GradientAccumulationPlugin": "zero_plugin.plugins",
+    "InitProcessGroupKwargs": "zero_plugin.plugins",
+    "PartialState": "zero_plugin.state",
+    "ProfileKwargs": "zero_plugin.plugins",
     "Progress": "zero_plugin.progress",
+    "ProjectConfiguration": "zero_plugin.plugins",
+    "debug_launcher": "zero_plugin.launch.notebook",
     "find_executable_batch_size": "zero_plugin.utils.memory",
+    "notebook_launcher": "zero_plugin.launch.notebook",
     "set_seed": "zero_plugin.seeding",
     "skip_first_batches": "zero_plugin.data.skip",
     "synchronize_rng_states": "zero_plugin.seeding",
