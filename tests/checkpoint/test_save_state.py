@@ -1,0 +1,324 @@
+"""save_state and load_state in one process: what is kept, what is found, what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero_plugin import Accelerator
+from zero_plugin.errors import CheckpointError
+from zero_plugin.plugins import DataLoaderConfiguration, ProjectConfiguration
+
+
+class Training:
+    """A prepared training of a net with dropout and running statistics on shuffled data."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, **arguments)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 5))
+        adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(adamw, 1e-2, total_steps=100)
+        x = torch.randn(48, 7, generator=torch.Generator().manual_seed(1))
+        loader: Any = DataLoader(TensorDataset(x, x[:, :5].sin()), batch_size=8, shuffle=True)
+        self.model, self.optimizer, self.loader, self.schedule = self.accelerator.prepare(net, adamw, loader, schedule)
+        self.losses: list[float] = []
+
+    def steps(self, batches: Any, count: int | None = None) -> None:
+        """Train on all batches, or the first of them."""
+        for index, (x, y) in enumerate(batches, 1):
+            loss = (self.model(x) - y).square().mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+            if index == count:
+                return
+
+
+@pytest.fixture
+def make_training() -> Iterator[Any]:
+    """Trainings that are ended in the end."""
+    made: list[Training] = []
+
+    def make(**arguments: Any) -> Training:
+        made.append(Training(**arguments))
+        return made[-1]
+
+    yield make
+    for training in made:
+        training.accelerator.end_training()
+
+
+def numbered(tmp_path: Path, **more: Any) -> ProjectConfiguration:
+    """Automatic names below `tmp_path`."""
+    return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, **more)
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_goes_on_bitwise_within_an_epoch(make_training: Any, tmp_path: Path, by_itself: bool) -> None:
+    """Losses after the load are the uninterrupted run's: order of the samples, dropout, statistics, schedule, Adam."""
+    how = DataLoaderConfiguration(use_stateful_dataloader=by_itself)
+    first = make_training(dataloader_config=how)
+    first.steps(first.loader, 2)
+    first.accelerator.save_state(tmp_path / "saved")
+    first.accelerator.end_training()
+
+    whole = make_training()
+    for _ in range(2):
+        whole.steps(whole.loader)
+    whole.accelerator.end_training()
+
+    later = make_training(dataloader_config=how)
+    torch.manual_seed(7)
+    report = later.accelerator.load_state(tmp_path / "saved", verify=True)
+    assert (report.steps, report.batches, report.not_restored) == (2, [2], [])
+    later.steps(later.loader if by_itself else later.accelerator.skip_first_batches(later.loader, report.batches[0]))
+    later.steps(later.loader)
+    assert later.losses == whole.losses[2:]
+    assert later.optimizer.applied_steps == whole.optimizer.applied_steps
+
+
+def test_weights_are_a_model_folder(make_training: Any, tmp_path: Path) -> None:
+    """The weights load by safetensors alone, also in shards; each state stands under its parameter's name."""
+    training = make_training()
+    training.steps(training.loader, 1)
+    folder = training.accelerator.save_state(tmp_path / "saved", max_shard_size=200)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    found = {name: load_file(folder / file)[name] for name, file in index.items()}
+    state = training.accelerator.unwrap_model(training.model).state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    moments = load_file(folder / "optimizer" / "exp_avg.safetensors")
+    assert moments.keys() == dict(training.model.named_parameters()).keys()
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".json", ".safetensors"}
+
+
+def test_names_count_and_rotate(make_training: Any, tmp_path: Path) -> None:
+    """Automatic names count up, also after a load; the oldest go beyond the limit, and nothing else does."""
+    training = make_training(project_config=numbered(tmp_path, total_limit=2))
+    (tmp_path / "checkpoints" / "checkpoint_notes").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".checkpoint_9.writing").mkdir()  # of a killed run
+    for _ in range(3):
+        training.accelerator.save_state()
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"checkpoint_1", "checkpoint_2", "checkpoint_notes"}
+    training.accelerator.end_training()
+    later = make_training(project_config=numbered(tmp_path))
+    assert later.accelerator.load_state().folder.name == "checkpoint_2"
+    assert later.accelerator.save_iteration == 3
+    assert later.accelerator.save_state().name == "checkpoint_3"
+    later.accelerator.project_configuration.iteration = 3
+    with pytest.raises(CheckpointError, match=r"checkpoint_3 exists already"):
+        later.accelerator.save_state()
+
+
+def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> None:
+    """A missing manifest, a missing file and a short one are told; the newest complete checkpoint is loaded."""
+    training = make_training(project_config=numbered(tmp_path))
+    folders = [training.accelerator.save_state() for _ in range(4)]
+    (folders[3] / "manifest.json").unlink()
+    (folders[2] / "optimizer").exists()
+    with (folders[2] / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    (folders[1] / "random.json").unlink()
+    report = training.accelerator.load_state()
+    assert report.folder == folders[0]
+    told = "\n".join(report.not_restored)
+    for words in ("checkpoint_3 has no manifest.json", "model.safetensors has 100 bytes", "random.json is missing"):
+        assert words in told
+    with pytest.raises(CheckpointError, match=r"100 bytes instead of .*\n.*before it is .*checkpoint_0\."):
+        training.accelerator.load_state(folders[2])
+    (folders[0] / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete"):
+        training.accelerator.load_state()
+
+
+def test_checksums_find_what_sizes_hide(make_training: Any, tmp_path: Path) -> None:
+    """One changed byte is found by `verify`, with the tensor and the file named."""
+    training = make_training()
+    training.steps(training.loader, 1)
+    folder = training.accelerator.save_state(tmp_path / "saved")
+    file = folder / "optimizer" / "exp_avg.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\(exp_avg\) in optimizer/exp_avg.safetensors differs"):
+        training.accelerator.load_state(folder, verify=True)
+
+
+def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error on the way, or a full disk, leaves the checkpoint that was there, no draft, and a training that runs."""
+    training = make_training()
+    training.steps(training.loader, 1)
+    folder = training.accelerator.save_state(tmp_path / "saved")
+    before = (folder / "manifest.json").read_bytes()
+    training.accelerator.register_for_checkpointing(Holder({"f": print}))
+    with pytest.raises(CheckpointError, match=r"objects\[0\]\['state'\]\['f'\] is a builtins.builtin_function"):
+        training.accelerator.save_state(folder)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
+    with pytest.raises(CheckpointError, match=r"does not fit: .* has 10 bytes free"):
+        training.accelerator.save_state(folder)
+    assert (folder / "manifest.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    training.steps(training.loader)
+
+
+def test_same_folder_again(make_training: Any, tmp_path: Path) -> None:
+    """A folder is replaced as a whole; what the user keeps in it stays; a run killed between loads the older one."""
+    training = make_training()
+    folder = tmp_path / "out"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "mine.txt").write_text("mine")
+    for count in (1, 2):
+        training.steps(training.loader, 1)
+        training.accelerator.save_state(folder)
+        assert training.accelerator.load_state(folder).steps == count
+    assert (folder / "logs" / "mine.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    folder.rename(tmp_path / ".out.replaced")
+    assert training.accelerator.load_state(folder).steps == 2
+
+
+class Holder:
+    """A registered object."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """It."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.state = state
+
+
+def test_registered_objects_come_back(make_training: Any, tmp_path: Path) -> None:
+    """Nested containers, tensors of every type, arrays, odd numbers and keys come back as they were."""
+    training = make_training()
+    state = {
+        "numbers": [1, -2.5, float("inf"), True, None, 3 + 4j],
+        "tuple": (1, ("two", b"\x00\xff")),
+        7: {"$type": "not a mark"},
+        "half": torch.randn(3).bfloat16(),
+        "scalar": torch.tensor(5),
+        "array": np.arange(6, dtype=np.uint16).reshape(2, 3),
+        "number": np.int64(9),
+        "set": {1, 2},
+        "deque": deque([1, 2], maxlen=4),
+        "counter": Counter("aab"),
+        "dtype": torch.float16,
+        "empty": torch.zeros(0, 3),
+    }
+    kept = Holder(state)
+    training.accelerator.register_for_checkpointing(kept)
+    folder = training.accelerator.save_state(tmp_path / "saved")
+    kept.state = {}
+    training.accelerator.load_state(folder)
+    got = kept.state
+    assert list(got) == list(state)
+    for key, value in state.items():
+        assert type(got[key]) is type(value)
+        if isinstance(value, Tensor):
+            assert got[key].dtype == value.dtype
+            assert torch.equal(got[key], value)
+        elif isinstance(value, np.ndarray):
+            assert got[key].dtype == value.dtype
+            assert np.array_equal(got[key], value)
+        else:
+            assert got[key] == value
+    with pytest.raises(ValueError, match="item 1: int"):
+        training.accelerator.register_for_checkpointing(kept, 5)
+    training.accelerator.register_for_checkpointing(Holder({}))
+    with pytest.raises(CheckpointError, match=r"1 registered objects \(Holder\), here 2"):
+        training.accelerator.load_state(folder)
+
+
+def test_hooks(make_training: Any, tmp_path: Path) -> None:
+    """Hooks get models and whole weights, write into the folder, take weights over, and can be removed."""
+    training = make_training()
+    inner = training.accelerator.unwrap_model(training.model)
+
+    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
+        assert models == [training.model]
+        assert weights[0].keys() == inner.state_dict().keys()
+        torch.save(weights.pop(), Path(folder) / "mine.bin")
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        model = models.pop()
+        training.accelerator.unwrap_model(model).load_state_dict(torch.load(Path(folder) / "mine.bin"))
+
+    handles = [
+        training.accelerator.register_save_state_pre_hook(save),
+        training.accelerator.register_load_state_pre_hook(load),
+    ]
+    training.steps(training.loader, 1)
+    wanted = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
+    folder = training.accelerator.save_state(tmp_path / "saved")
+    assert not (folder / "model.safetensors").exists()
+    assert "mine.bin" in json.loads((folder / "manifest.json").read_text())["files"]
+    training.steps(training.loader, 1)
+    training.accelerator.load_state(folder)
+    assert all(torch.equal(inner.state_dict()[name], tensor) for name, tensor in wanted.items())
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(CheckpointError, match=r"0\.weight is in the model, not in the checkpoint"):
+        training.accelerator.load_state(folder)
+    assert (training.accelerator.save_state(tmp_path / "saved") / "model.safetensors").exists()
+
+
+def test_what_does_not_fit_is_named(make_training: Any, tmp_path: Path) -> None:
+    """Another model, another optimizer, no folder, a folder of pickles: each is told with what to do."""
+    training = make_training()
+    training.steps(training.loader, 1)
+    folder = training.accelerator.save_state(tmp_path / "saved")
+    training.accelerator.free_memory()
+    accelerator = training.accelerator
+    net = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(9))
+    accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    with pytest.raises(CheckpointError, match=r"0\.weight has shape \[8, 7\] here, \[9, 7\] in the checkpoint"):
+        accelerator.load_state(folder)
+    accelerator.free_memory()
+    net = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9))
+    accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match=r"trained with adamw, here it has sgd"):
+        accelerator.load_state(folder)
+    with pytest.raises(CheckpointError, match=r"3\.weight is in the checkpoint, not in the model"):
+        accelerator.load_state(folder, weights_only=True)
+    report = accelerator.load_state(folder, weights_only=True, strict=False)
+    assert torch.equal(net[0].weight, load_file(folder / "model.safetensors")["0.weight"])
+    assert "3.weight is in the checkpoint, not in the model" in report.not_restored
+    with pytest.raises(CheckpointError, match="does not exist"):
+        accelerator.load_state(tmp_path / "nowhere")
+    (tmp_path / "theirs" / "pytorch_model").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="Accelerate or DeepSpeed wrote, with pickle"):
+        accelerator.load_state(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="needs a folder"):
+        accelerator.save_state()
+
+
+def test_random_numbers_go_on(make_training: Any, tmp_path: Path) -> None:
+    """Python, NumPy and torch draw after the load what they drew after the save."""
+    training = make_training()
+    folder = training.accelerator.save_state(tmp_path / "saved")
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)]
+
+    drawn = draw()
+    training.accelerator.load_state(folder)
+    assert draw() == drawn
