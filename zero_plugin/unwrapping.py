@@ -47,11 +47,7 @@ def extract_model(
 def bare_copy(model: nn.Module) -> nn.Module:
     """A module with the same parameters and submodules and its class' own forward, not compiled; e.g. to pickle it."""
     twin = copy.copy(model)  # without what `Module.compile` made of its calls
-    forward = twin.__dict__.pop("forward", None)
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    if isinstance(forward, MethodType) and forward.__func__ is not type(twin).forward:  # a replacement of the user's
-        twin.__dict__["forward"] = MethodType(forward.__func__, twin)
+    _set_forward(twin, _own_forward(twin))
     return twin
 
 
@@ -71,10 +67,25 @@ def _unwrap_children(module: Any) -> Any:
 def _restore_forward(model: nn.Module) -> None:
     """Put back the model's own forward in place of one that decorators made of it, each with its `__wrapped__`."""
     model.__dict__.pop("_original_forward", None)
+    _set_forward(model, _own_forward(model))
+
+
+def _own_forward(model: nn.Module) -> Any:
+    """The forward that was set on this object, out of what decorators made of it; None where that is the class'."""
     forward: Any = model.__dict__.get("forward")
-    while hasattr(forward, "__wrapped__") and getattr(forward, "__self__", None) is not model:
-        forward = forward.__wrapped__
-    if getattr(forward, "__self__", None) is model:
-        model.__dict__.pop("forward", None)
-        if forward.__func__ is not type(model).forward:  # a replacement of the user's
-            model.__dict__["forward"] = forward
+    bound = False
+    while forward is not None:
+        bound |= isinstance(forward, MethodType)
+        function = getattr(forward, "__func__", forward)
+        if function is type(model).forward:
+            return None
+        if not hasattr(function, "__wrapped__"):
+            return MethodType(function, model) if bound else forward
+        forward = function.__wrapped__
+    return None
+
+
+def _set_forward(model: nn.Module, forward: Any) -> None:
+    model.__dict__.pop("forward", None)
+    if forward is not None:
+        model.__dict__["forward"] = forward

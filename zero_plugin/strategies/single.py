@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.plugins import AutocastKwargs
+from zero_plugin.strategies.autocast import autocast_as
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import autocast_as, keep_weights_in_fp32, torch_optimizer, torch_session
+from zero_plugin.strategies.torch_session import keep_weights_in_fp32, torch_optimizer, torch_session
 
 __all__ = ["SingleStrategy"]
 

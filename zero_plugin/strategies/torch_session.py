@@ -232,8 +232,8 @@ class TorchSession(Session):
 
     def close(self) -> None:
         """See `Session.close`."""
-        if self._plain_forward is not None:
-            self.module.__dict__.pop("forward", None)  # unwrap_model may have put it back already
+        if self._undo_autocast is not None:
+            self._undo_autocast()
         self.model = self.module
         self._ddp = None
         self.optimizer = None
