@@ -49,7 +49,8 @@ ACCELERATOR = {
     ),
     *("pad_across_processes", "prepare", "prepare_data_loader", "print", "process_index", "reduce"),
     *("save", "save_model", "sync_gradients", "unwrap_model", "wait_for_everyone"),
-    *("broadcast", "check_trigger", "set_trigger", "split_between_processes", "use_distributed"),
+    *("broadcast", "check_trigger", "multi_device", "set_trigger", "split_between_processes"),
+    "use_distributed",
     *("local_main_process_first", "main_process_first"),
     *("on_last_process", "on_local_main_process", "on_local_process", "on_main_process", "on_process"),
 }

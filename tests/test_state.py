@@ -136,4 +136,10 @@ def test_a_gradient_state_is_the_window_s_and_the_loader_s() -> None:
             assert state.active_dataloader is inner
         assert state.active_dataloader is outer
     assert not state.in_dataloader
+    accelerator.gradient_accumulation_steps = 4
+    assert state.num_steps == 4
+    state._set_sync_gradients(False)
+    assert not accelerator.sync_gradients
+    state.sync_gradients = True
+    assert accelerator.sync_gradients
     assert "At end of current dataloader: False" in repr(state)

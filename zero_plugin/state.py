@@ -51,6 +51,9 @@ class Run(Protocol):
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch ends its window."""
 
+    @sync_gradients.setter
+    def sync_gradients(self, ends: bool) -> None: ...
+
     def end_training(self) -> None:
         """Close every session and the process group."""
 
@@ -252,8 +255,8 @@ class GradientState:
         self.__dict__ = self._shared_state
         if gradient_accumulation_plugin is not None or not self.initialized:
             plugin = gradient_accumulation_plugin
-            self.plugin_kwargs: dict[str, Any] = {} if plugin is None else plugin.to_kwargs()
-            self._run: Run | None = self._shared_state.get("_run")
+            self._shared_state["plugin_kwargs"] = {} if plugin is None else plugin.to_kwargs()
+            self._shared_state.setdefault("_run", None)
 
     @property
     def initialized(self) -> bool:
@@ -261,9 +264,31 @@ class GradientState:
         return "_run" in self._shared_state
 
     @property
+    def _run(self) -> Run | None:
+        return self._shared_state.get("_run")
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """What the run was told of accumulation, as far as it differs from the defaults."""
+        return dict(self._shared_state.get("plugin_kwargs", {}))
+
+    @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its window, so that `optimizer.step()` acts."""
+        """Whether the current micro-batch ends its window, so that `optimizer.step()` acts; can be set.
+
+        True while there is no `Accelerator`.
+        """
         return True if self._run is None else self._run.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, ends: bool) -> None:
+        if self._run is None:
+            raise LoopError("GradientState().sync_gradients is set for an Accelerator, and there is none.")
+        self._run.sync_gradients = ends
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """The same; loops written after transformers' Trainer call it."""
+        self.sync_gradients = sync_gradients
 
     @property
     def num_steps(self) -> int:
@@ -284,6 +309,11 @@ class GradientState:
     def active_dataloader(self) -> Any:
         """The prepared loader of the innermost running loop, or None."""
         return RUNNING.current
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """None, then the prepared loaders whose loops run, innermost last."""
+        return [None, *RUNNING.loaders]
 
     @property
     def in_dataloader(self) -> bool:

@@ -66,6 +66,11 @@ class ProcessCalls:
         """Whether several processes run."""
         return self._processes.world_size > 1
 
+    @property
+    def multi_device(self) -> bool:
+        """Whether several GPUs compute, without ZeRO."""
+        return self.use_distributed and self.distributed_type is DistributedType.MULTI_GPU
+
     def wait_for_everyone(self) -> None:
         """Return when every process has come here."""
         self._processes.barrier()
