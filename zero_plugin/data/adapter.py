@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,41 +17,36 @@ from zero_plugin.collectives import broadcast
 from zero_plugin.data.active import DataLoaderStateMixin
 from zero_plugin.data.batch_sampler import BatchSamplerShard
 from zero_plugin.data.batches import Sharing
+from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.device import move_batch
 from zero_plugin.data.draws import Draws, undisturbed
 from zero_plugin.data.epochs import Epochs
 from zero_plugin.data.portion import Portion
 from zero_plugin.data.stream import StreamShard
 from zero_plugin.errors import LoopError
-from zero_plugin.seeding import synchronize_rng_states
 
-__all__ = ["DataLoaderAdapter", "Delivery", "copy_loader", "shard_of"]
+__all__ = ["DataLoaderAdapter", "copy_loader", "shard_of"]
 
 _SEEDS = 2**62
 
 _Adapter = TypeVar("_Adapter", bound="DataLoaderAdapter")
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """How batches reach the loop.
+@dataclass
+class _Place:
+    """Where the running epoch stands, or stood last; a loader and its copies that skip batches share it.
 
     Attributes:
-        device: where they go; None leaves them where the loader makes them.
-        non_blocking: do not wait for the copy; on CUDA it never is.
-        rng_types: random states that every process gets from process 0 at the start of each epoch.
-        generator: what `generator` among them means: the data set's own.
+        batches: that the loop has had, the skipped ones too.
+        is_end: whether these are all.
+        shard: draws them; None where nobody counts.
+        resumed: the batches to skip, and what the order is drawn from, in the coming loop.
     """
 
-    device: torch.device | None = None
-    non_blocking: bool = False
-    rng_types: tuple[str | Enum, ...] = ()
-    generator: torch.Generator | None = None
-
-    def begin_epoch(self) -> None:
-        """Give every process the random states of process 0; collective if there are any."""
-        known = [kind for kind in self.rng_types if self.generator is not None or str(kind) != "generator"]
-        synchronize_rng_states(known, self.generator)
+    batches: int = 0
+    is_end: bool = False
+    shard: BatchSamplerShard | None = None
+    resumed: tuple[int, Draws | None] | None = None
 
 
 class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
@@ -79,13 +73,11 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         self._stream: StreamShard | None = base.dataset if isinstance(base.dataset, StreamShard) else None
         self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
         self._shard = shard_of(base)
-        self._drawing = self._shard  # the running epoch's
+        self._place = _Place()
         outer = base.batch_sampler if self._shard is None else self._shard.batch_sampler
         self._epochs = Epochs([self.dataset, outer, getattr(outer, "sampler", None)])
         self._workers_epoch: int | None = None  # what lasting workers' copies of the data set were told
         self._skip = 0  # at the beginning of every epoch
-        self._first = 0  # the running epoch's first batch
-        self._resumed: tuple[int, Draws | None] | None = None
         self._batches: int | None = None  # of the running epoch
         self.batch_size = how.batch_size if how.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
@@ -143,7 +135,6 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         """What `skip_first_batches` returns."""
         later = copy.copy(self)
         later._skip = self._skip + count
-        self._resumed = None  # the interrupted epoch is the one that begins later
         return later
 
     def set_epoch(self, epoch: int) -> None:
@@ -154,10 +145,11 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         self._epochs.choose(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        device, non_blocking = self.device, self._delivery.non_blocking
-        self._first = self._begin_epoch()
-        portions = self._portions(self._first)
-        self._batches = self._count_batches(self._first)
+        device, non_blocking, place = self.device, self._delivery.non_blocking, self._place
+        first = self._begin_epoch()
+        portions = self._portions(first)
+        self._batches = self._count_batches(first)
+        place.batches, place.is_end = first, False
         self.begin()
         try:
             coming = next(portions, None)
@@ -165,7 +157,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
                 batch, self.batch_samples, self.real_samples, _ = coming
                 coming = next(portions, None)
                 self.position += 1
-                self.end_of_dataloader = coming is None
+                place.batches += 1
+                self.end_of_dataloader = place.is_end = coming is None
                 yield batch if device is None else move_batch(batch, device, non_blocking=non_blocking)
         finally:
             self.end()
@@ -176,12 +169,14 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         The order of the samples is kept, as long as the sampler draws it with torch's or with global generators; random
         numbers that the data set draws while it is read are not.
         """
+        place = self._place
+        draws = None if place.shard is None else place.shard.draws
         return {
             "epoch": self._epochs.current,
-            "batches": self._first + self.position + 1,
+            "batches": place.batches,
             "total_batch_size": self.total_batch_size,
-            "draws": None if self._drawing is None else self._drawing.draws,
-            "_iterator_finished": self.end_of_dataloader,
+            "draws": None if draws is None else draws._asdict(),
+            "_iterator_finished": place.is_end,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -199,7 +194,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
             batches = batches * then // self.total_batch_size
         self.set_epoch(state_dict["epoch"])
         draws = state_dict["draws"]
-        self._resumed = batches, None if draws is None else Draws(*draws)  # a file brings it back as a plain tuple
+        self._place.resumed = batches, None if draws is None else Draws(**draws)
 
     def _begin_epoch(self) -> int:
         """How many batches are skipped."""
@@ -214,12 +209,13 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         elif told != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
             self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the data set: new ones
         self._workers_epoch = told
-        resumed, self._resumed = self._resumed, None
+        resumed, self._place.resumed = self._place.resumed, None
         if resumed is None:
             return self._skip
-        if resumed[1] is not None and self._shard is not None:
-            self._shard.draw_from(resumed[1])
-        return max(self._skip, resumed[0])
+        batches, draws = resumed
+        if draws is not None and self._shard is not None:
+            self._shard.draw_from(draws)
+        return max(self._skip, batches)
 
     def _count_batches(self, skip: int) -> int | None:
         if self._stream is not None:
@@ -240,7 +236,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         if skip:
             shard = shard.skipping(skip)
             base = copy_loader(base, **{"sampler" if base.batch_sampler is None else "batch_sampler": shard})
-        self._drawing = shard
+        self._place.shard = shard
         # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
         with undisturbed() if shard.resumes else nullcontext():
             iterator = iter(base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -128,9 +128,10 @@ class BatchSamplerShard(BatchSampler):
         return self._draw_shares(self.counts)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        batches: Iterable[Any] = self._drawn()
-        if self._report_dropped is not None and not _is_sequential(self.batch_sampler):
-            batches = _drawn_by_main(batches)
+        if self._report_dropped is None or _is_sequential(self.batch_sampler):
+            batches = self._drawn()
+        else:
+            batches = _drawn_by_main(self._drawn)
         if not self._batched:
             batches = ([item] for item in batches)
         for share in islice(share_batches(batches, self._sharing(), self._report_dropped), self._skip, None):
@@ -219,8 +220,8 @@ def _is_sequential(sampler: Any) -> bool:
     return type(sampler.sampler if type(sampler) is BatchSampler else sampler) is SequentialSampler
 
 
-def _drawn_by_main(batches: Iterable[Any]) -> Iterator[Any]:
-    iterator = iter(batches) if process_index() == 0 else iter(())
+def _drawn_by_main(draw: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    iterator = draw() if process_index() == 0 else iter(())
     while True:
         box = [list(islice(iterator, _BATCHES_PER_BROADCAST))]
         broadcast_object_list(box)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterDataPipe
 
 from zero_plugin.collectives import broadcast, broadcast_object_list, num_processes, process_index
-from zero_plugin.data.adapter import DataLoaderAdapter, Delivery
+from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.batches import Sharing
+from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.device import move_batch
 from zero_plugin.data.loader import refuse_mesh
 from zero_plugin.data.portion import Portion
@@ -112,7 +113,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             first = cut_rows(step, slice(0, how.world)) if first is None else first
             part, rest = divmod(samples, how.world)
             if rest and how.even:
-                step = join_rows([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
+                step = _join([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
                 part, rest = part + 1, 0
             elif part == 0:
                 self._report_dropped(samples)
@@ -142,22 +143,31 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         while step := list(islice(batches, needed)):
             if len(step) < needed and how.drop_last:
                 return
-            try:
-                yield join_rows(step)
-            except RuntimeError as error:
-                raise LoopError(
-                    "dispatch_batches: the batches of one step differ beyond their first dimension, so they cannot be "
-                    "joined and sent; write dispatch_batches=None, and each process reads its own, or split_batches, "
-                    "and one batch is divided among all"
-                ) from error
+            yield _join(step)
 
     def _count_steps(self) -> int:
         how = self._how
         base = self.base_dataloader if self._shard is None else self._shard
         batches = self._stream.count_batches() if self._stream is not None else len(base)
-        if how.split:
-            return batches
-        return batches // how.world if how.drop_last else -(-batches // how.world)
+        steps = batches if how.split else batches // how.world if how.drop_last else -(-batches // how.world)
+        return steps - self._lacks_the_last_step()
+
+    def _lacks_the_last_step(self) -> bool:
+        """Whether an epoch's last samples are fewer than the processes, and left out."""
+        if self._how.even or self._how.drop_last or self.total_batch_size is None:
+            return False
+        samples = len(self.dataset if self._shard is None else self._shard.sampler)
+        return 0 < samples % self.total_batch_size < self._how.world
+
+
+def _join(batches: list[Any]) -> Any:
+    try:
+        return join_rows(batches)
+    except RuntimeError as error:
+        raise LoopError(
+            "dispatch_batches: the batches of one step differ beyond their first dimension, so they cannot be joined; "
+            "write dispatch_batches=None, and each process reads its own, or pad all batches to one length"
+        ) from error
 
 
 def _is_tensor(leaf: Any) -> bool:

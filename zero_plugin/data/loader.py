@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from zero_plugin.data.adapter import DataLoaderAdapter, Delivery, shard_of
+from zero_plugin.data.adapter import DataLoaderAdapter, shard_of
 from zero_plugin.data.agree import keep_together
 from zero_plugin.data.batches import Sharing
+from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.portion import Portion
 from zero_plugin.data.reports import DropReport, RestartReport
 from zero_plugin.data.stream import Division

@@ -13,9 +13,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from zero_plugin.collectives import gather_object, num_processes
-from zero_plugin.data.adapter import DataLoaderAdapter, Delivery, copy_loader
+from zero_plugin.data.adapter import DataLoaderAdapter, copy_loader
 from zero_plugin.data.batch_sampler import BatchSamplerShard
 from zero_plugin.data.batches import Sharing
+from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
 from zero_plugin.data.dividing import (
     can_be_asked_for_its_shard,

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from zero_plugin.data.adapter import DataLoaderAdapter, Delivery, copy_loader
+from zero_plugin.data.adapter import DataLoaderAdapter, copy_loader
 from zero_plugin.data.batch_sampler import SkipBatchSampler
+from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.loader import describe_alone
 from zero_plugin.data.portion import Portion
 from zero_plugin.errors import LoopError

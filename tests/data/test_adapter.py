@@ -1,0 +1,175 @@
+"""What every prepared loader is to a script: a DataLoader with a place in its epoch, which can be kept."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.data.skip import skip_first_batches
+
+
+class Numbers(Dataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class PythonShuffle(Sampler):
+    """A user's sampler that draws from Python's and NumPy's generators."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self):
+        return iter(random.sample(range(10), 10) + [10 + int(n) for n in np.random.permutation(10)])
+
+
+def alone(loader: DataLoader, **options) -> DataLoaderAdapter:
+    return prepare_loader(loader, **{"rank": 0, "world_size": 1, "device": None, **options})
+
+
+def values(loader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+def test_a_prepared_loader_is_a_dataloader(dispatch: bool | None) -> None:
+    """With everything that a script asks of one; other names are the given loader's."""
+    data = Numbers(10)
+    given = DataLoader(data, batch_size=4, shuffle=True, num_workers=0)
+    loader = alone(given, dispatch_batches=dispatch)
+    assert isinstance(loader, DataLoader)
+    assert (loader.dataset, loader.batch_size, loader.total_batch_size, len(loader)) == (data, 4, 4, 3)
+    assert (loader.total_dataset_length, loader.remainder, loader.drop_last) == (10, -1, False)
+    assert loader.batch_sampler.batch_sampler is given.batch_sampler
+    assert loader.batch_sampler.sampler is loader.sampler is given.sampler
+    assert (loader.num_workers, loader.multiprocessing_context, loader.collate_fn) == (0, None, given.collate_fn)
+    assert sorted(number for batch in loader for number in batch.tolist()) == list(range(10))
+    assert (loader.end_of_dataloader, loader.remainder) == (True, 2)
+    assert alone(loader) is loader, "prepared twice it is the same"
+
+
+@pytest.mark.parametrize("dispatch", [None, True])
+@pytest.mark.parametrize("data", [Numbers(10), Stream(10)])
+def test_copies_and_pickles_go_their_own_way(data, dispatch: bool | None) -> None:
+    """As a plain loader, it can be copied and pickled, before and after a loop."""
+    loader = alone(DataLoader(data, batch_size=4), dispatch_batches=dispatch)
+    for _ in range(2):
+        for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+            assert type(other) is type(loader)
+            assert values(other) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+            assert (other.end_of_dataloader, other.batch_size) == (True, 4)
+        next(iter(loader))
+    assert loader.position == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **how: DataLoader(Numbers(20), batch_size=3, shuffle=True, **how),
+        lambda **how: DataLoader(Numbers(20), 3, shuffle=True, generator=torch.Generator().manual_seed(1), **how),
+        lambda **how: DataLoader(Numbers(20), batch_size=3, sampler=PythonShuffle(), **how),
+        lambda **how: DataLoader(Numbers(20), batch_size=3, sampler=WeightedRandomSampler([1.0] * 20, 20), **how),
+        lambda **how: DataLoader(Numbers(20), batch_sampler=BatchSampler(RandomSampler(range(20)), 3, False), **how),
+        lambda **how: DataLoader(Stream(20), batch_size=3, **how),
+    ],
+)
+def test_an_interrupted_epoch_goes_on_where_it_was(build, workers: int) -> None:
+    """From any batch, in the same order; the epoch after it is whole."""
+    torch.manual_seed(3)
+    loader = alone(build(num_workers=workers))
+    values(loader)
+    seen, states = [], [loader.state_dict()]
+    for batch in loader:
+        seen.append(batch.tolist())
+        states.append(loader.state_dict())
+    for had in (0, 1, 4, 7) if workers == 0 else (4,):
+        again = alone(build(num_workers=workers))
+        again.load_state_dict(pickle.loads(pickle.dumps(states[had])))
+        torch.manual_seed(50)
+        rest = values(again)
+        assert rest == seen[had:] if 0 < had < 7 else len(rest) == 7, "between epochs: the next one, whole"
+        assert again.state_dict()["epoch"] == (2 if had == 7 else 1)
+        assert len(values(again)) == 7
+
+
+def test_going_on_disturbs_nobody_s_random_numbers() -> None:
+    """The order is drawn from the old states, and the global generators stay where load_state put them."""
+    loader = alone(DataLoader(Numbers(20), batch_size=3, sampler=PythonShuffle()))
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    random.seed(4), np.random.seed(4)
+    values(loader)
+    drawn = random.random(), np.random.random()
+    random.seed(4), np.random.seed(4)
+    assert drawn == (random.random(), np.random.random())
+
+
+def test_a_position_counts_samples_of_all_processes() -> None:
+    """With twice the processes, half the batches; a batch that is had in part is read again."""
+    loader = alone(DataLoader(Numbers(40), batch_size=4))
+    for _ in loader:
+        if loader.position == 4:
+            break
+    state = loader.state_dict()
+    assert (state["batches"], state["total_batch_size"]) == (5, 4)
+    for rank in range(2):
+        two = alone(DataLoader(Numbers(40), batch_size=4), rank=rank, world_size=2)
+        two.load_state_dict(state)
+        assert next(iter(two)).tolist() == [[16, 17, 18, 19], [20, 21, 22, 23]][rank]
+
+
+def test_a_loop_over_a_skipping_copy_moves_the_place() -> None:
+    """What the copy has seen is in the original's position; and the original then goes on with the next epoch."""
+    torch.manual_seed(1)
+    loader = alone(DataLoader(Numbers(12), batch_size=2, shuffle=True))
+    first = values(loader)
+    assert loader.state_dict()["_iterator_finished"]
+    for _ in skip_first_batches(loader, 2):
+        state = loader.state_dict()
+        break
+    assert (state["epoch"], state["batches"], state["_iterator_finished"]) == (1, 3, False)
+    again = alone(DataLoader(Numbers(12), batch_size=2, shuffle=True))
+    again.load_state_dict({**state, "batches": 0})  # a script that skips by itself
+    rest = values(skip_first_batches(again, 3))
+    assert len(rest) == 3
+    assert len(values(again)) == 6
+    assert again.state_dict()["epoch"] == 2
+    assert first != rest
+
+
+def test_an_untouched_loader_has_nothing_to_go_on_from() -> None:
+    """Its state changes nothing."""
+    loader = alone(DataLoader(Numbers(4), batch_size=2))
+    loader.load_state_dict(alone(DataLoader(Numbers(4), batch_size=2)).state_dict())
+    assert values(loader) == [[0, 1], [2, 3]]

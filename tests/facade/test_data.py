@@ -1,0 +1,178 @@
+"""What `Accelerator` makes of its loaders' configuration, on one process and on several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from zero_plugin.accelerator import Accelerator
+from zero_plugin.data.dispatch import DataLoaderDispatcher
+from zero_plugin.data.loader import DataLoaderShard
+from zero_plugin.data.samplers import SeedableRandomSampler
+from zero_plugin.data_loader import get_sampler
+from zero_plugin.plugins import DataLoaderConfiguration
+
+
+class Stream(IterableDataset):
+    """0 … 9, shuffled by its own generator."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self):
+        return iter(torch.randperm(10, generator=self.generator).tolist())
+
+
+@pytest.fixture
+def accelerators() -> Iterator[type[Accelerator]]:
+    """Build some; all end with the test."""
+    made: list[Accelerator] = []
+
+    def build(**arguments) -> Accelerator:
+        made.append(Accelerator(cpu=True, **arguments))
+        return made[-1]
+
+    yield build
+    for accelerator in made:
+        accelerator.end_training()
+
+
+def values(loader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_the_configuration_shows_and_acts(accelerators) -> None:
+    """Every field of it, by its property and by what a prepared loader does."""
+    config = DataLoaderConfiguration(dispatch_batches=True, use_seedable_sampler=True, data_seed=4, non_blocking=True)
+    accelerator = accelerators(dataloader_config=config, even_batches=False)
+    assert (accelerator.dispatch_batches, accelerator.split_batches, accelerator.even_batches) == (True, False, False)
+    assert (accelerator.use_seedable_sampler, accelerator.non_blocking) == (True, True)
+    assert accelerator.use_stateful_dataloader is False
+    loader = accelerator.prepare(DataLoader(range(9), batch_size=2, shuffle=True))
+    assert type(loader) is DataLoaderDispatcher
+    assert type(get_sampler(loader)) is SeedableRandomSampler
+    assert get_sampler(loader).initial_seed == 4
+    assert accelerator.prepare(loader) is loader
+    plain = accelerators().prepare_data_loader(DataLoader(range(9), batch_size=2))
+    assert type(plain) is DataLoaderShard
+
+
+def test_batches_stay_where_they_are(accelerators) -> None:
+    """`device_placement` of the call, else of the Accelerator, decides."""
+    loader = DataLoader(TensorDataset(torch.ones(2)), batch_size=2)
+    accelerator = accelerators(device_placement=False)
+    assert accelerator.prepare(loader).device is None
+    assert accelerator.prepare_data_loader(loader, device_placement=True).device == accelerator.device
+    assert accelerators().prepare(loader).device == accelerator.device
+
+
+def test_skipping_is_a_call_too(accelerators) -> None:
+    """As in a script that resumes."""
+    accelerator = accelerators()
+    loader = accelerator.prepare(DataLoader(range(9), batch_size=2))
+    assert values(accelerator.skip_first_batches(loader, num_batches=3)) == [[6, 7], [8]]
+
+
+def test_metrics_of_every_kind(accelerators) -> None:
+    """Tensors, lists of objects, tuples and dicts of them, single objects; outside a loop too on one process."""
+    accelerator = accelerators()
+    for batch in accelerator.prepare(DataLoader(range(3), batch_size=3)):
+        gather = accelerator.gather_for_metrics
+        pair = gather((batch, ["a", "b", "c"]))
+        assert (pair[0].tolist(), pair[1]) == ([0, 1, 2], ["a", "b", "c"])
+        assert gather({"ids": [7, 8, 9], "rows": [[1], [2], [3]]}) == {"ids": [7, 8, 9], "rows": [[1], [2], [3]]}
+        assert gather(("x", "y", "z")) == ["x", "y", "z"]
+        assert gather({"loss": 0.5, "name": "epoch"}) == {"loss": [0.5], "name": ["epoch"]}
+        ragged = [torch.ones(n) for n in (1, 2, 3)]
+        assert [len(row) for row in gather(ragged, use_gather_object=True)] == [1, 2, 3]
+        assert [int(row) for row in gather(batch, use_gather_object=True)] == [0, 1, 2]
+        assert gather({"boxes": ragged, "n": batch}, use_gather_object=True)["boxes"][2].tolist() == [1, 1, 1]
+    assert accelerator.gather_for_metrics(torch.ones(2)).tolist() == [1, 1]
+
+
+def check_seedable_shuffles(accelerator: Accelerator) -> None:
+    """One order for a seed and an epoch, whatever the number of processes."""
+    accelerator.dataloader_config.use_seedable_sampler = True
+    torch.manual_seed(42)
+    loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
+    epochs = [[number for batch in loader for number in accelerator.gather(batch).tolist()] for _ in range(2)]
+    alone = SeedableRandomSampler(range(12), data_seed=42)
+    assert epochs == [list(alone), list(alone)]
+    loader.set_epoch(0)
+    assert [number for batch in loader for number in accelerator.gather(batch).tolist()] == epochs[0]
+    accelerator.dataloader_config.use_seedable_sampler = False
+
+
+def check_random_states_are_shared(accelerator: Accelerator) -> None:
+    """At each epoch's start every process gets process 0's, where that was asked for."""
+    loader = accelerator.prepare(DataLoader(range(4), batch_size=2))
+    torch.manual_seed(accelerator.process_index)
+    for _ in loader:
+        break
+    drawn = accelerator.gather(torch.rand(1)).tolist()
+    assert len(set(drawn)) == 1
+
+
+def check_a_stream_s_own_generator(accelerator: Accelerator) -> None:
+    """A stream that shuffles by a generator that differs between the processes is made equal."""
+    loader = accelerator.prepare(DataLoader(Stream(accelerator.process_index), batch_size=2))
+    for _ in range(2):
+        seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+        assert sorted(seen) == list(range(10))
+
+
+def check_objects_of_all_processes(accelerator: Accelerator) -> None:
+    """Each sample's object once, in order; a value for the batch once per batch of one process's loader."""
+    names, columns, batches = [], [], []
+    for batch in accelerator.prepare(DataLoader(range(7), batch_size=2)):
+        texts = [f"line {n}" for n in batch.tolist()]
+        names += accelerator.gather_for_metrics(texts)
+        got = accelerator.gather_for_metrics({"text": texts, "n": (batch, [torch.ones(int(n)) for n in batch])}, True)
+        columns += zip(got["text"], [int(n) for n in got["n"][0]], [len(row) for row in got["n"][1]], strict=True)
+        batches += accelerator.gather_for_metrics("one")
+    assert names == [f"line {n}" for n in range(7)]
+    assert columns == [(f"line {n}", n, n) for n in range(7)]
+    assert batches == ["one"] * 4
+
+
+def check_dispatched_streams(accelerator: Accelerator) -> None:
+    """Process 0's stream, once, on all; split or not."""
+    for split in (False, True):
+        accelerator.dataloader_config.dispatch_batches = True
+        accelerator.dataloader_config.split_batches = split
+        loader = accelerator.prepare(DataLoader(Stream(accelerator.process_index), batch_size=6 if split else 2))
+        seen = [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+        expected = torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
+        assert seen == expected
+    accelerator.dataloader_config.dispatch_batches = None
+    accelerator.dataloader_config.split_batches = False
+
+
+CHECKS = [
+    check_seedable_shuffles,
+    check_random_states_are_shared,
+    check_a_stream_s_own_generator,
+    check_objects_of_all_processes,
+    check_dispatched_streams,
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [2, 3])
+def test_loaders_of_several_processes(run_processes, world: int) -> None:
+    """The same configuration over real processes."""
+    run_processes(__file__, world)
+
+
+if __name__ == "__main__":
+    store, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    accelerator = Accelerator(cpu=True, rng_types=["torch", "generator"])
+    for check in CHECKS:
+        check(accelerator)
+    accelerator.end_training()
