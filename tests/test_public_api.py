@@ -35,6 +35,8 @@ NAMES = [
 ]
 
 ACCELERATOR = {
+    *("dispatch_batches", "even_batches", "non_blocking", "skip_first_batches", "split_batches"),
+    *("use_seedable_sampler", "use_stateful_dataloader"),
     *("autocast", "autocast_handler", "ddp_handler", "deepspeed_plugin", "deepspeed_plugins", "init_handler"),
     *("logging_dir", "profile", "profile_handler", "project_dir", "save_iteration", "scaler_handler"),
     *("accumulate", "backward", "clip_grad_norm_", "end_training", "gather", "gather_for_metrics", "get_state_dict"),
