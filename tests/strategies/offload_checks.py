@@ -11,6 +11,8 @@ import torch.distributed as dist
 from paths import assert_near, loss_of, own_batch, running, weights
 from torch import nn
 
+from zero_plugin import Accelerator, DeepSpeedPlugin
+
 WIDTH = 1024  # tensors below 1 MiB per process never go to NVMe
 
 
@@ -141,6 +143,27 @@ def check_nvme_files_hold_every_state(folder: Path) -> None:
             assert engines[0].name.startswith("engine-")
         dist.barrier()
         assert list(folder.iterdir()) == []
+
+
+def check_nvme_paths_of_a_plugin(folder: Path) -> None:
+    """`DeepSpeedPlugin`'s NVMe paths arrive: files are written there, beside what its dict says of the rest."""
+    section = {"stage3_param_persistence_threshold": 0, "offload_param": {"max_in_cpu": 0, "buffer_size": 2_000_000}}
+    plugin = DeepSpeedPlugin(
+        {"zero_optimization": section},
+        zero_stage=3,
+        offload_optimizer_device="nvme",
+        offload_optimizer_nvme_path=str(folder / "states"),
+        offload_param_device="nvme",
+        offload_param_nvme_path=str(folder / "weights"),
+    )
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    try:
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer, 0)
+        assert files_of(folder / "weights") == {"float32params": own_elements()["2.weight"] * 4}
+        assert files_of(folder / "states")["exp_avg"] == padded(sum(own_elements().values()))
+    finally:
+        accelerator.end_training()
 
 
 def check_nvme_optimizer_without_parameters(folder: Path) -> None:

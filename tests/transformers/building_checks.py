@@ -47,6 +47,23 @@ class Plain(nn.Module):
             nn.init.normal_(module.weight, std=0.3)
 
 
+def check_the_plugins_context(folder: Path) -> None:
+    """`zero3_init_context_manager` says for what is built inside whether it is partitioned, whatever the run says."""
+    place = stored(gpt2, folder / "gpt2")
+    with running("zero3") as accelerator:
+        plugin = accelerator.state.deepspeed_plugin
+        assert plugin.is_zero3_init_enabled()
+        with plugin.zero3_init_context_manager(enable=False):
+            assert not plugin.is_zero3_init_enabled()
+            assert not is_partitioned(GPT2LMHeadModel.from_pretrained(place))
+        assert is_partitioned(GPT2LMHeadModel.from_pretrained(place))
+    with running("zero3", deepspeed={"zero3_init_flag": False}) as accelerator:
+        plugin = accelerator.state.deepspeed_plugin
+        assert not is_partitioned(GPT2LMHeadModel.from_pretrained(place))
+        with plugin.zero3_init_context_manager(enable=True):
+            assert is_partitioned(GPT2LMHeadModel.from_pretrained(place))
+
+
 def check_pretrained(folder: Path) -> None:
     """`from_pretrained` after Accelerator() has the stored values, partitioned, and trains as plain torch does."""
     place = stored(gpt2, folder / "gpt2")
