@@ -59,7 +59,9 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
         raise ConfigError(refused)
     on_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _ON
     launch = {
-        key: value for name, key in _LAUNCH.items() if (value := environ.get(name, "")).lower() not in ("", *_OFF)
+        key: _read(value)
+        for name, key in _LAUNCH.items()
+        if (value := environ.get(name, "")).lower() not in ("", *_OFF)
     }
     wanted = {**_TRAINING, **_DEEPSPEED} if on_deepspeed else _TRAINING
     training = {

@@ -204,7 +204,9 @@ def start_processes(
         if _own.lives and not _own.holders and not _own.launched and "cuda" not in dist.get_backend_config():
             _own.end()  # a group of one that somebody made for the CPU, and left
     if not dist.is_initialized():
-        backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from host memory
+            backend = "cpu:gloo,cuda:nccl"
+        backend = backend or "gloo"
         _own.make(backend, device, init_method, timeout or timedelta(minutes=30))
         start_watching()  # until the group has ended, so before the next line
         _own.end_at_exit()

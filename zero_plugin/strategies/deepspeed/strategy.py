@@ -73,11 +73,15 @@ class DeepSpeedStrategy(Strategy):
         resolved = request.resolved
         if request.optimizer is None and resolved.zero_stage < 3:
             # Nothing to shard without an optimizer below stage 3; DeepSpeed refuses such an engine.
-            module = _cast_parameters(request.model, resolved.precision).to(processes.device)
+            module = _cast_parameters(request.model, resolved.precision)
+            if request.is_placed:
+                module.to(processes.device)
             compute_in(module, _DTYPES[resolved.precision])
             if self.handlers.compiles:
                 compile_in_place(module, self.handlers.compiler)
             return TorchSession(module, module, None, precision="no", clipping=None)
+        if not request.is_placed:
+            request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
         deepspeed = _import_deepspeed(processes)
         refuse_stale_build_locks()
 
