@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zero_plugin.accumulation import Epoch
 from zero_plugin.errors import LoopError
+from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.training import Training
 
@@ -36,6 +37,7 @@ class FirstSteps:
         self._say = say
         self._epoch_ended = False  # a backward of an epoch's last batch was seen
         self._said = self._said_loose = False
+        self._mentioned = 0  # of those that wait
 
     def may_run_loose(self, strategy: Strategy, processes: int) -> bool:
         """Whether a backward may run though nothing is prepared with its optimizer; said once.
@@ -49,8 +51,12 @@ class FirstSteps:
             self._say(f"no model is prepared with its optimizer: backward() is torch's own{alone}")
         return may
 
-    def look_at(self, loss: Tensor) -> None:
+    def look_at(self, loss: Tensor, waiting: Sequence[AcceleratedOptimizer] = ()) -> None:
         """A backward of `loss` is about to run.
+
+        Args:
+            loss: with its graph.
+            waiting: optimizers, given or known by their schedules, whose models are not prepared.
 
         Raises:
             LoopError: nothing is prepared to be trained, or the loss reaches something that is not.
@@ -59,6 +65,7 @@ class FirstSteps:
         if not optimizers:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
         self._refuse_unprepared(loss)
+        self._mention(waiting)
         epoch = self._running_epoch()
         last_batch = epoch is not None and epoch.end_of_dataloader
         if self._epoch_ended and not last_batch:
@@ -76,6 +83,15 @@ class FirstSteps:
                 "steps, so nothing was trained"
             )
         self._epoch_ended = False
+
+    def _mention(self, waiting: Sequence[AcceleratedOptimizer]) -> None:
+        for optimizer in waiting[self._mentioned :]:
+            given = " and its schedule" if optimizer.schedules else ""
+            self._say(
+                f"the {type(optimizer.optimizer).__name__}{given} were prepared, but not the model whose parameters it "
+                "holds: it trains nothing here"
+            )
+        self._mentioned = len(waiting)
 
     def _refuse_unprepared(self, loss: Tensor) -> None:
         strangers = find_unprepared(loss, {id(p) for training in self._trainings for p in _trained(training)})

@@ -247,7 +247,7 @@ def check_orders_without_meaning_are_errors(path: str) -> None:
         raised(LoopError, "get_state_dict", by=lambda: accelerator.save_model(model, ".", safe_serialization=False))
         if is_zero(path):
             raised(LoopError, "pickled", by=optimizer.__getstate__)
-        raised(LoopError, "'sum' or 'mean'", by=lambda: accelerator.reduce(torch.ones(1), "max"))
+        raised(LoopError, '"sum", "mean"', by=lambda: accelerator.reduce(torch.ones(1), "min"))
 
 
 def check_prepare_refuses(path: str) -> None:

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from zero_plugin import Accelerator
 from zero_plugin.errors import LoopError
+from zero_plugin.optimizer import AcceleratedOptimizer
 
 STEPS = 3
 
@@ -90,7 +91,11 @@ def check_the_model_comes_first(path: str) -> None:
         _train(accelerator, model, optimizer, schedule)
         other = torch.optim.SGD(model.parameters(), lr=0.1)
         raised(LoopError, "another optimizer", by=lambda: accelerator.prepare(other))
-    assert said.getvalue().count("came without an optimizer") == (path == "ddp" and accelerator.is_main_process)
+        model, sgd, schedule = _unprepared()
+        model, optimizer = accelerator.prepare(model), AcceleratedOptimizer(sgd)  # made by the script
+        assert accelerator.prepare(optimizer) is optimizer
+        assert not optimizer.waits
+    assert said.getvalue().count("came without an optimizer") == 2 * (path == "ddp" and accelerator.is_main_process)
 
 
 def check_what_cannot_join(path: str) -> None:
@@ -142,6 +147,22 @@ def check_an_optimizer_without_its_model(path: str) -> None:
                 plain_sgd.zero_grad()
         assert optimizer.applied_steps == 2
         assert_near(model.state_dict(), plain.state_dict())
+
+
+def check_a_schedule_of_another_optimizer(path: str) -> None:
+    """Beside a model it is an error; alone it waits, and the first backward says that nothing came."""
+    with running(path) as accelerator, redirect_stderr(StringIO()) as said:
+        model, _, schedule = _unprepared()
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        raised(LoopError, "was not prepared", by=lambda: accelerator.prepare(model, other, schedule))
+        accelerator.free_memory()
+        model, _, schedule = _unprepared()
+        accelerator.prepare(schedule)
+        model = make_net()
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for i in range(2):
+            accelerator.backward(loss_of(model, own_batch(i)))
+    assert said.getvalue().count("the SGD and its schedule were prepared, but") == accelerator.is_main_process
 
 
 def check_memory_is_freed(path: str) -> None:

@@ -161,7 +161,12 @@ class Joining:
         """The one among those that wait that is, or stands for, `optimizer`."""
         return next((held for held in self._waiting if optimizer is held or optimizer is held.optimizer), None)
 
-    def _prepare_schedule(self, schedule: Any) -> AcceleratedScheduler:
+    def _may_follow(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Whether its model has been prepared without it."""
+        return any(holds_any(optimizer, training.session.module) for training in self._untrained)
+
+    def _prepare_schedule(self, schedule: Any, *, alone: bool) -> AcceleratedScheduler:
+        """The schedule on its optimizer; one that comes `alone` may come before that."""
         optimizer = schedule.optimizer
         for training in self._trained:
             if training.is_of_optimizer(optimizer):
@@ -175,7 +180,8 @@ class Joining:
                 )
                 self.resolved = training.resolved
                 return prepared
-        if isinstance(schedule, DummyScheduler) or not isinstance(optimizer, Optimizer):
+        held = self._held(optimizer)
+        if isinstance(schedule, DummyScheduler) or not (held or (alone and isinstance(optimizer, Optimizer))):
             raise LoopError(
                 f"prepare() got a {type(schedule).__name__} whose optimizer was not prepared; pass model, optimizer "
                 "and scheduler together."
@@ -183,7 +189,7 @@ class Joining:
         once = self.document.launch.value("scheduler_counts") == "steps" or self.dataloader_config.split_batches
         return AcceleratedScheduler(
             schedule,
-            self._held(optimizer) or self._hold(optimizer),
+            held or self._hold(optimizer),
             self.step_scheduler_with_optimizer,
             times=1 if once else self._processes.world_size,
         )

@@ -106,7 +106,7 @@ class LoopCalls:
                 self._window = self._loose
                 run_loose_backward(self._loose, loss, counts=bool(self._waiting), **kwargs)
                 return
-            self._first_steps.look_at(loss)
+            self._first_steps.look_at(loss, self._waiting)
         self._window = run_backward(self._trained, self._untrained, loss, **kwargs)[0].window
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:

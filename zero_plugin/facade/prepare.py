@@ -144,6 +144,8 @@ class PrepareCalls(Joining):
         schedules: list[Any] = []
         for position, o in enumerate(objects):
             if self._is_prepared(o):
+                if isinstance(o, AcceleratedOptimizer) and o.waits and self._may_follow(o):
+                    optimizers.append(o.optimizer)
                 continue
             kinds = ((loaders, DataLoader), (models, nn.Module), (optimizers, Optimizer | DummyOptim))
             for found, kind in (*kinds, (schedules, LRScheduler | DummyScheduler)):
@@ -156,7 +158,7 @@ class PrepareCalls(Joining):
         self._prepare_loaders(loaders, ready)
         self._prepare_models(models, optimizers, schedules, ready, left, only_evaluates=only_evaluates)
         for schedule in schedules:
-            ready[id(schedule)] = self._prepare_schedule(schedule)
+            ready[id(schedule)] = self._prepare_schedule(schedule, alone=not (models or optimizers))
         if self.resolved is not None and (models or schedules):
             self._configurations.show(plain(self.resolved.tree.nested()))
         for model in self._models:
