@@ -51,6 +51,8 @@ ACCELERATOR = {
     ),
     *("pad_across_processes", "prepare", "prepare_data_loader", "print", "process_index", "reduce"),
     *("save", "save_model", "sync_gradients", "unwrap_model", "wait_for_everyone"),
+    *("clear", "clip_grad_value_", "free_memory", "join_uneven_inputs", "lomo_backward", "prepare_model"),
+    *("prepare_optimizer", "prepare_scheduler", "trigger_sync_in_backward", "unscale_gradients", "verify_device_map"),
     *("broadcast", "check_trigger", "multi_device", "set_trigger", "split_between_processes"),
     "use_distributed",
     *("local_main_process_first", "main_process_first"),
