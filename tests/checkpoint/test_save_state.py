@@ -241,7 +241,7 @@ def test_registered_objects_come_back(make_training: Any, tmp_path: Path) -> Non
             assert np.array_equal(got[key], value)
         else:
             assert got[key] == value
-    with pytest.raises(ValueError, match="item 1: int"):
+    with pytest.raises(ValueError, match="Item at index 1: int"):
         training.accelerator.register_for_checkpointing(kept, 5)
     training.accelerator.register_for_checkpointing(Holder({}))
     with pytest.raises(CheckpointError, match=r"1 registered objects \(Holder\), here 2"):

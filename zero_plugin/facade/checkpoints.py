@@ -70,7 +70,7 @@ class CheckpointCalls:
             ValueError: an object has not both.
         """
         invalid = [
-            f"  item {index}: {type(o).__qualname__}"
+            f"  Item at index {index}: {type(o).__qualname__}"
             for index, o in enumerate(objects)
             if not (callable(getattr(o, "state_dict", None)) and callable(getattr(o, "load_state_dict", None)))
         ]
@@ -184,7 +184,10 @@ class CheckpointCalls:
             CheckpointError: it is damaged, and which is the newest good one before it; or it does not fit.
         """
         if map_location not in (None, "cpu", "on_device"):
-            raise TypeError(f"load_state(map_location={map_location!r}): write 'cpu', 'on_device' or None")
+            raise TypeError(
+                f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
+                "or None. Tensors are read to where they live in any case."
+            )
         folder, passed_over = on_main(lambda: choose_checkpoint(self._find_checkpoint(input_dir)))
         manifest = all_or_none(lambda: read_manifest(folder))
         if verify:

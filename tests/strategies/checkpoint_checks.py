@@ -1,0 +1,169 @@
+"""save_state and load_state among processes, and within a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from paths import FURTHER, PAIR, assert_near, loss_of, make_net, own_batch, running, same, weights
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero_plugin import Accelerator, collectives
+from zero_plugin.checkpoint.ranges import RangeWriter
+from zero_plugin.errors import CheckpointError
+
+
+def prepare(accelerator: Accelerator) -> tuple[Any, Any]:
+    """A net and its AdamW."""
+    net = make_net()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    return model, optimizer
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> float:
+    """One step; the loss over all processes."""
+    loss = loss_of(model, batch)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(collectives.reduce(loss.detach()))
+
+
+def check_back_in_the_same_run(path: str, folder: Path) -> None:
+    """What is loaded again in the run that saved it, from before its first step too, gives the same steps bitwise.
+
+    DeepSpeed's CPU Adam multiplies its bias correction on from step to step, and after a jump begins with a power.
+    """
+    exactly = "cpu" not in path
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        accelerator.save_state(folder / "0")
+        first = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2)]
+        accelerator.save_state(folder / "2")
+        second = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
+        end = weights(accelerator, model)
+        accelerator.backward(loss_of(model, own_batch(9)))  # gradients that wait are dropped
+        accelerator.load_state(folder / "2")
+        again = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
+        assert again == (second if exactly else pytest.approx(second, rel=1e-6))
+        assert same(weights(accelerator, model), end) or not exactly
+        assert accelerator.load_state(folder / "0").steps == 0
+        again = [step(accelerator, model, optimizer, own_batch(index)) for index in range(4)]
+        assert again == (first + second if exactly else pytest.approx(first + second, rel=1e-6))
+        assert same(weights(accelerator, model), end) or not exactly
+        assert_near(weights(accelerator, model), end, 1e-6)
+        assert optimizer.applied_steps == 4
+
+
+def check_failure_on_one_is_everyones(path: str, folder: Path) -> None:
+    """Where one process cannot write, all raise with its reason, nothing is left, and the training goes on."""
+    with running(path) as accelerator, pytest.MonkeyPatch.context() as patch:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        write = RangeWriter.write
+
+        def fail(*arguments: Any) -> Any:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                raise OSError(28, os.strerror(28))
+            return write(*arguments)
+
+        patch.setattr(RangeWriter, "write", fail)
+        kind = OSError if dist.get_rank() == dist.get_world_size() - 1 else CheckpointError
+        with pytest.raises(kind, match="No space left"):
+            accelerator.save_state(folder / "saved")
+        dist.barrier()
+        assert list(folder.iterdir()) == []
+        patch.undo()
+        step(accelerator, model, optimizer, own_batch(1))
+        accelerator.save_state(folder / "saved")
+        if dist.get_rank() == 0:
+            (folder / "saved" / "training.json").unlink()
+        dist.barrier()
+        with pytest.raises(CheckpointError, match=r"training\.json is missing"):
+            accelerator.load_state(folder / "saved")
+
+
+def check_goes_on_within_a_shuffled_epoch(path: str, folder: Path) -> None:
+    """The processes' parts of the interrupted epoch, and of the next one, are those of the run that was not."""
+    data = TensorDataset(torch.arange(46.0).unsqueeze(1).expand(46, 8).contiguous(), torch.zeros(46, 4))
+
+    def run(interrupted: bool) -> list[float]:
+        seen: list[float] = []
+        with running(path) as accelerator:
+            torch.manual_seed(3)
+            net = make_net()
+            loader: Any = DataLoader(data, batch_size=2, shuffle=True)
+            model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-4), loader)
+            if interrupted:
+                torch.manual_seed(8)
+                report = accelerator.load_state(folder / "saved")
+                assert report.batches == [3]
+                seen += [float(x[0, 0]) for x, _ in accelerator.skip_first_batches(loader, report.batches[0])]
+            else:
+                for index, (x, y) in enumerate(loader):
+                    step(accelerator, model, optimizer, (x, y))
+                    if index == 2:
+                        accelerator.save_state(folder / "saved")
+                    if index > 2:
+                        seen.append(float(x[0, 0]))
+            seen += [float(x[0, 0]) for x, _ in loader]
+        return seen
+
+    assert run(interrupted=False) == run(interrupted=True)
+
+
+def check_hooks_get_whole_weights(path: str, folder: Path) -> None:
+    """A save hook has every weight whole on the main process; what it takes over is the load hook's to load."""
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        wanted = weights(accelerator, model)
+
+        def save(models: list[nn.Module], states: list[dict[str, Tensor]], output: str) -> None:
+            assert models == [model]
+            if accelerator.is_main_process:
+                assert same(states[0], wanted)
+                torch.save(states.pop(), Path(output) / "own.bin")
+
+        def load(models: list[nn.Module], source: str) -> None:
+            assert models.pop() is model
+            state = torch.load(Path(source) / "own.bin")
+            if path.startswith("zero3"):
+                from deepspeed import zero
+
+                with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+                    if accelerator.is_main_process:
+                        accelerator.unwrap_model(model).load_state_dict(state)
+            else:
+                accelerator.unwrap_model(model).load_state_dict(state)
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        accelerator.save_state(folder / "saved")
+        assert not (folder / "saved" / "model.safetensors").exists()
+        after = step(accelerator, model, optimizer, own_batch(1))
+        end = weights(accelerator, model)
+        step(accelerator, model, optimizer, own_batch(2))
+        accelerator.load_state(folder / "saved")
+        assert step(accelerator, model, optimizer, own_batch(1)) == after
+        assert same(weights(accelerator, model), end)
+
+
+CHECKS = {
+    f"{path}-{function.__name__.removeprefix('check_')}": (
+        [2],
+        lambda folder, function=function, path=path: function(path, folder),
+    )
+    for function, paths in (
+        (check_back_in_the_same_run, (*PAIR, *FURTHER)),
+        (check_failure_on_one_is_everyones, ("zero3",)),
+        (check_goes_on_within_a_shuffled_epoch, ("ddp", "zero2")),
+        (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),
+    )
+    for path in paths
+}
