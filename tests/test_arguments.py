@@ -115,6 +115,10 @@ def test_records_and_arguments_beside_them(accelerator: Any) -> None:
         ({"dataloader_config": DataLoaderConfiguration(even_batches=False), "even_batches": True}, ["even_batches"]),
         ({"project_config": ProjectConfiguration("one"), "project_dir": "two"}, ["'one'", "'two'"]),
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin(DynamoBackend.EAGER)}, ["dynamo_plugin"]),
+        (
+            {"dynamo_backend": "eager", "config": {"num_processes": 1, "dynamo_config": {"backend": "inductor"}}},
+            ["dynamo_backend='eager'", "inductor at"],
+        ),
         ({"deepspeed_plugin": object()}, ["no DeepSpeedPlugin"]),
         ({"rng_types": ["numpy"]}, ["'numpy'", "generator"]),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ["two AutocastKwargs"]),

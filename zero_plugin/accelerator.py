@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class Accelerator(
         self.project_configuration = choose_project(project_config, project_dir)
         self.log_with = choose_trackers(log_with, self.project_configuration.logging_dir)
         self.trackers: list[GeneralTracker] = []
-        self._handlers = sort_handlers(kwargs_handlers, choose_compiler(dynamo_backend, dynamo_plugin))
+        self._handlers = sort_handlers(kwargs_handlers)
         self._shard_iterable: ShardIterable = shard_iterable
         self._configurations = self._find_configurations(
             config,
@@ -181,6 +182,8 @@ class Accelerator(
                 scaler=self._handlers.scaler,
             ),
         )
+        compiler = choose_compiler(dynamo_backend, dynamo_plugin, self._configurations.document)
+        self._handlers = replace(self._handlers, compiler=compiler)
         self._processes = self._join_processes()
         self.device = self._processes.device
         self._meter = Meter(self._processes.world_size, self.device)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from zero_plugin.choices import RNGType
+from zero_plugin.config.compiler_keys import asked_compiler
 from zero_plugin.config.document import Document
 from zero_plugin.config.overlay import overlay_code
 from zero_plugin.config.tree import Path
@@ -131,16 +132,27 @@ def choose_accumulation(given: GradientAccumulationPlugin | None, steps: int | N
     return replace(given)
 
 
-def choose_compiler(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """How models are compiled, if they are; where code says nothing, by `ACCELERATE_DYNAMO_*`.
+def choose_compiler(backend: Any, plugin: TorchDynamoPlugin | None, document: Document) -> TorchDynamoPlugin:
+    """How models are compiled, if they are: as code says or `dynamo_config`, else by `ACCELERATE_DYNAMO_*`.
 
     Raises:
-        ConfigError: both arguments are given.
+        ConfigError: both arguments are given, or code and configuration name two compilers.
         ValueError: there is no such compiler.
     """
     if backend is not None and plugin is not None:
         raise _refusal(f"dynamo_backend={str(backend)!r}", "dynamo_plugin is given too", "Pass one of the two.")
-    return plugin or TorchDynamoPlugin(backend=backend)
+    in_code = TorchDynamoPlugin(backend=backend) if plugin is None else plugin
+    asked = asked_compiler(document.launch)
+    if "backend" not in asked:
+        return in_code
+    names = {"use_fullgraph": "fullgraph", "use_dynamic": "dynamic"}
+    configured = TorchDynamoPlugin(**{names.get(name, name): entry.value for name, entry in asked.items()})
+    if backend is None and plugin is None:
+        return configured
+    if in_code.backend is not configured.backend:
+        message = f"dynamo_backend is {configured.backend.value.lower()} at {asked['backend'].origin.where}"
+        raise _refusal(f"dynamo_backend={in_code.backend.value.lower()!r}", message, "Write the same in both.")
+    return in_code
 
 
 def choose_rng_types(given: Iterable[str | RNGType] | None) -> list[str]:

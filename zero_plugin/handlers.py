@@ -55,7 +55,7 @@ _SUBJECTS: Final = {
 }
 
 
-def sort_handlers(kwargs_handlers: Iterable[Any] | None, compiler: TorchDynamoPlugin) -> Handlers:
+def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
     """The records of `Accelerator(kwargs_handlers=…)` by subject.
 
     Raises:
@@ -76,4 +76,4 @@ def sort_handlers(kwargs_handlers: Iterable[Any] | None, compiler: TorchDynamoPl
             found[subject] = handler
     if problems:
         raise ConfigError(problems)
-    return Handlers(**found, compiler=compiler)
+    return Handlers(**found)

@@ -259,7 +259,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("Megatron", "c.yaml", "distributed_type: MEGATRON_LM\n", "1:1", 'distributed_type: "MEGATRON_LM" is not supported', "Write DEEPSPEED; tensor and pipeline parallelism are not supported."),
     ("another device", "c.yaml", "distributed_type: MULTI_NPU\n", "1:1", 'distributed_type: "MULTI_NPU" is not supported', "Write NO, MULTI_CPU, MULTI_GPU, DEEPSPEED, TPU or XLA; this"),
     ("SageMaker", "c.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "1:1", 'compute_environment: "AMAZON_SAGEMAKER" is not supported', "Only LOCAL_MACHINE is supported; delete the key."),
-    ("torch.compile by config", "c.yaml", "use_cpu: true\ndynamo_config:\n  dynamo_backend: INDUCTOR\n", "3:3", 'dynamo_config.dynamo_backend: "INDUCTOR" is not supported', "Call torch.compile on the model in the script and delete the key."),
+    ("a compiler that is none", "c.yaml", "use_cpu: true\ndynamo_config:\n  dynamo_backend: INDUKTOR\n", "3:3", 'dynamo_config.dynamo_backend: "INDUKTOR" is not legal here', "Did you mean inductor? Write no, eager,"),
     ("sequence parallelism", "c.yaml", "parallelism_config:\n  parallelism_config_sp_size: 2\n", "2:3", "parallelism_config.parallelism_config_sp_size: 2 is not supported", "Only data parallelism is supported: write 1, or delete it."),
     ("an unknown launcher", "c.yaml", YAML + "  deepspeed_multinode_launcher: psdh\n", "4:3", 'deepspeed_multinode_launcher: "psdh" is not legal here', "Did you mean pdsh? Write pdsh, standard, openmpi, mvapich,"),
     ("a switch that is text", "c.yaml", "use_cpu: maybe\n", "1:1", 'use_cpu: "maybe" is not legal here', "Write true or false (default false)."),

@@ -44,6 +44,11 @@ def told(spec: LaunchSpec) -> dict[str, str]:
         ),
         ({"distributed_type": "NO", "debug": True}, SERVER, {"DEBUG_MODE": "true"}),
         (
+            {"num_processes": 2, "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_dynamic": False}},
+            SERVER,
+            {"DYNAMO_BACKEND": "inductor", "DYNAMO_USE_DYNAMIC": "false"},
+        ),
+        (
             {"distributed_type": "MULTI_GPU", "deepspeed_config": {"gradient_accumulation_steps": 4}},
             SERVER,
             {"GRADIENT_ACCUMULATION_STEPS": "4"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
+from zero_plugin.config.compiler_keys import COMPILER_KEYS
 from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.translate import SHORT_FIELDS, one_spelling
@@ -56,7 +57,7 @@ def read_assignments(texts: Iterable[str], flag: str) -> tuple[dict[Path, Any], 
 def _path(parts: Path) -> Path:
     if len(parts) > 1 and parts[0] in _TRAINING:
         parts = parts[1:]
-    elif parts[0] in LaunchSettings.model_fields or parts[0] in WITHOUT_MEANING or parts[0] in REFUSED_KEYS:
+    elif parts[0] in {*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS}:
         return parts
     if len(parts) == 1 and parts[0] in SHORT_FIELDS:
         return ("deepspeed", *SHORT_FIELDS[parts[0]])

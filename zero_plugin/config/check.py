@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from zero_plugin.config.compiler_keys import COMPILER_KEYS, compiler_problems
 from zero_plugin.config.contradictions import contradictions
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_keys import REFUSED_KEYS, REFUSED_VALUES, SAYS_NOTHING, WITHOUT_MEANING
@@ -91,7 +92,8 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             has_effect, fix = REFUSED_KEYS[path[0]]
             if entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
                 yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
-    known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, "deepspeed_config"]
+    yield from compiler_problems(document.launch)
+    known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS, "deepspeed_config"]
     for name in dict.fromkeys(path[0] for path in document.launch):
         if name not in known:
             yield Problem(_where(document, (), (name,)), name, "unknown key", explain_launch_key(name, known, schema))

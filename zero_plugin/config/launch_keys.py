@@ -25,8 +25,6 @@ WITHOUT_MEANING: Final[Mapping[str, str]] = {
 # What any of these keys may hold without asking for anything.
 SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {}, AUTO)
 
-_NO_COMPILE = "Call torch.compile on the model in the script and delete the key."
-
 # Accelerate's keys whose effect this package does not have: which leaf and value ask for the effect, and what to do.
 REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
     "compute_environment": (
@@ -37,8 +35,6 @@ REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
         lambda leaf, value: leaf.endswith("_size") and "_dp_" not in leaf and value not in (1, "1"),
         "Only data parallelism is supported: write 1, or delete it.",
     ),
-    "dynamo_config": (lambda leaf, value: leaf.endswith("backend") and str(value).lower() != "no", _NO_COMPILE),
-    "dynamo_backend": (lambda _, value: str(value).lower() != "no", _NO_COMPILE),
     "ipex_config": (lambda leaf, _: leaf == "ipex", "Delete the key; torch itself has the CPU kernels."),
     "mpirun_config": (
         lambda leaf, _: leaf.endswith("hostfile"),

@@ -11,6 +11,7 @@ from pathlib import Path as FilePath
 from pathlib import PurePath
 from typing import Any, Final
 
+from zero_plugin.config.compiler_keys import COMPILER_KEYS
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import nearest_file, parse_file
 from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING, ignored_keys
@@ -212,7 +213,7 @@ def _is_launch(keys: Mapping[str, Any], path: FilePath) -> bool:
     """Whether these are Accelerate's launch keys rather than DeepSpeed's; by majority, in doubt by the extension."""
     if _TRAINING in keys:
         return True
-    known = {*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, _TRAINING_FILE}
+    known = {*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS, _TRAINING_FILE}
     training = deepspeed_schema()["properties"]
     of_launch = sum(key in known for key in keys)
     of_training = sum(key in training for key in keys)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata, resources
 from typing import Any, Final
 
+from zero_plugin.config.compiler_keys import compiler_schema
 from zero_plugin.config.derive import derive_schema, release_order
 from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING
 from zero_plugin.config.launch_settings import launch_schema
@@ -107,7 +108,7 @@ def yaml_schema(release: str | None = None) -> Mapping[str, Any]:
         "$schema": deepspeed["$schema"],
         "title": f"zero_plugin launch configuration, {deepspeed['title'].removesuffix(' configuration')}",
         "type": "object",
-        "properties": {**launch, **ignored, **refused, **file, "deepspeed_config": training},
+        "properties": {**launch, **ignored, **refused, **compiler_schema(), **file, "deepspeed_config": training},
         **closed,
     }
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.commented import config_text, replace_file
+from zero_plugin.config.compiler_keys import COMPILER_KEYS
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import parse_file
 from zero_plugin.config.json_reader import looks_like_json
@@ -85,7 +86,7 @@ def _asks_for_nothing(launch: Tree, name: str) -> bool:
     if name in REFUSED_KEYS:
         return name != "compute_environment"  # the check would have refused it, had it an effect
     leaves = [entry.value for path, entry in launch.entries.items() if path[0] == name]
-    return name in WITHOUT_MEANING and all(value in SAYS_NOTHING for value in leaves)
+    return name in {*WITHOUT_MEANING, *COMPILER_KEYS} and all(value in SAYS_NOTHING for value in leaves)
 
 
 def _free_name(file: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from zero_plugin.config.assignments import read_assignments
 from zero_plugin.config.check import check_document
+from zero_plugin.config.compiler_keys import COMPILER_KEYS, COMPILER_PREFIX
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_keys import ignored_keys
 from zero_plugin.config.located import as_number
@@ -116,6 +117,8 @@ def _values(flags: Mapping[str, str | bool]) -> tuple[dict[Path, Any], dict[Path
             continue
         if name in _SWITCHES:
             new: dict[Path, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
+        elif name.startswith(COMPILER_PREFIX):
+            new = {(COMPILER_KEYS[0], name): _read(text)}
         else:
             new = {("deepspeed", *SHORT_FIELDS[name]) if name in SHORT_FIELDS else (name,): _read(text)}
         values.update(new)

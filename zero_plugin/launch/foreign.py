@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
+from zero_plugin.config.compiler_keys import asked_compiler
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed
 from zero_plugin.config.tree import AUTO, Path
@@ -63,6 +64,8 @@ def _of_any_run(document: Document, settings: LaunchSettings, resolved: Resolved
         entry = resolved.launch.entries[("mixed_precision",)]
         yield "ACCELERATE_MIXED_PRECISION", Setting(resolved.precision, str(entry.origin))
     yield from _typed(document, ("gradient_accumulation_steps",), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    for name, entry in asked_compiler(document.launch).items():
+        yield f"ACCELERATE_DYNAMO_{name.upper()}", Setting(_text(entry.value), str(entry.origin))
     if settings.debug:
         yield "ACCELERATE_DEBUG_MODE", Setting("true", _launch_origin(document, "debug"))
 
@@ -93,8 +96,11 @@ def _typed(document: Document, path: Path, name: str) -> Iterator[tuple[str, Set
     """A training key that holds a value; what is open is the script's."""
     entry = document.deepspeed.get(*path)
     if entry is not None and entry.value is not None and entry.value is not AUTO:
-        text = str(entry.value).lower() if isinstance(entry.value, bool) else str(entry.value)
-        yield name, Setting(text, str(entry.origin))
+        yield name, Setting(_text(entry.value), str(entry.origin))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _launch_origin(document: Document, key: str) -> str:

@@ -25,7 +25,6 @@ _REFUSED: Final[Mapping[str, str]] = {
         ("use_parallelism_config", "parallelism_config_"), "Leave it out: only data parallelism is supported."
     ),
     "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
-    "dynamo_": "Call torch.compile on the model in the script and leave the flag out.",
     **dict.fromkeys(("tpu", "tpu_", "no_tpu_cluster", "downcast_bf16", "vm"), _TPU),
     "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
     "aws_": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
