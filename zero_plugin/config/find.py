@@ -52,7 +52,7 @@ def lay_document(under: Document, own: Document) -> Document:
     laid = overlay_code(
         under,
         {path: entry.value for path, entry in written.items()},
-        {path: f"{entry.origin.where}, named in code" for path, entry in written.items()},
+        {path: _place(entry.origin.where, own) for path, entry in written.items()},
     )
     return replace(
         laid,
@@ -62,6 +62,11 @@ def lay_document(under: Document, own: Document) -> Document:
         notes=(*laid.notes, *own.notes),
         sections={**own.sections, **under.sections},
     )
+
+
+def _place(where: str, own: Document) -> str:
+    """A place in a file that code has named, or the call itself."""
+    return f"{where}, named in code" if where.startswith(tuple(f"{source}:" for source in own.sources)) else where
 
 
 def _with_defaults(laid: Tree, own: Tree) -> Tree:
