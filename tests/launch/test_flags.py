@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.flags import document_from_flags
@@ -213,3 +215,43 @@ def test_zero_asked_for_without_a_stage_is_stage_2(flags: dict[str, str | bool])
     Path("plain.json").write_text('{"steps_per_print": 5}')
     named = document_from_flags({"deepspeed_config_file": "plain.json"})
     assert not named.deepspeed.has_section("zero_optimization")
+
+
+ACCELERATES = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "deepspeed_config": {
+        "gradient_accumulation_steps": 2,
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+        "zero_stage": 3,
+    },
+    "distributed_type": "DEEPSPEED",
+    "downcast_bf16": "no",
+    "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"},
+    "enable_cpu_affinity": False,
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 2,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+
+
+def test_accelerates_config_means_the_same_as_json() -> None:
+    """What `accelerate config` writes, in either language; a schedule counts processes, as with Accelerate."""
+    Path("default.yaml").write_text(yaml.safe_dump(ACCELERATES))
+    Path("default.json").write_text(json.dumps(ACCELERATES, indent=2, sort_keys=True))
+    in_yaml, in_json = (document_from_flags({"config_file": f"default.{end}"}) for end in ("yaml", "json"))
+    assert values(in_yaml) == values(in_json)
+    assert values(in_json)[STAGE] == 3
+    assert launch_settings(in_json).scheduler_counts == "processes"
+    assert in_json.notes == ()
