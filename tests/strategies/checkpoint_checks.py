@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from offload_checks import prepared, wide_net, zero3
 from paths import FURTHER, PAIR, assert_near, loss_of, make_net, own_batch, running, same, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -154,6 +155,44 @@ def check_hooks_get_whole_weights(path: str, folder: Path) -> None:
         assert same(weights(accelerator, model), end)
 
 
+def check_nvme_and_elsewhere(folder: Path) -> None:
+    """What lies on NVMe is saved from there and read to there: it goes on there, in memory and under DDP alike."""
+    places = {
+        "nvme": ("zero3", zero3(folder / "swap", optimizer="nvme", param="nvme")),
+        "nvme-optimizer": ("zero3", zero3(folder / "swap", optimizer="nvme", param="cpu")),
+        "memory": ("zero2", None),
+        "ddp": ("ddp", None),
+    }
+    (folder / "swap").mkdir(exist_ok=True)
+    for precision, pairs in (
+        ("no", ("nvme nvme", "nvme ddp", "ddp nvme", "nvme-optimizer nvme")),
+        ("bf16", ("nvme memory", "memory nvme")),
+    ):
+        results = {}
+        for name in dict.fromkeys(pair.split()[0] for pair in pairs):
+            path, section = places[name]
+            with running(path, deepspeed=section, mixed_precision=precision) as accelerator:
+                model, optimizer = prepared(accelerator)
+                for index in range(2):
+                    step(accelerator, model, optimizer, own_batch(index))
+                accelerator.save_state(folder / name)
+                losses = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
+                results[name] = losses, weights(accelerator, model)
+        for pair in pairs:
+            source, target = pair.split()
+            path, section = places[target]
+            with running(path, deepspeed=section, mixed_precision=precision) as accelerator:
+                net = wide_net()
+                nn.init.zeros_(net[2].weight)
+                model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-4))
+                step(accelerator, model, optimizer, own_batch(7))  # states that are replaced
+                assert accelerator.load_state(folder / source, verify=True).not_restored == []
+                losses = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
+                tolerance = 1e-5 if precision == "no" else 1e-2
+                assert losses == pytest.approx(results[source][0], rel=tolerance), pair
+                assert_near(weights(accelerator, model), results[source][1], tolerance)
+
+
 CHECKS = {
     f"{path}-{function.__name__.removeprefix('check_')}": (
         [2],
@@ -166,4 +205,4 @@ CHECKS = {
         (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),
     )
     for path in paths
-}
+} | {"nvme": ([2], check_nvme_and_elsewhere)}

@@ -16,8 +16,8 @@ from zero_plugin.checkpoint.save import session_fragments
 from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment, share_of, with_masters
-from zero_plugin.strategies.optimizer_states import Scalars, create_states
+from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment, share_of
+from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
 
 __all__ = ["LoadReport", "load_tensors", "verify_checksums"]
 
@@ -80,11 +80,14 @@ def load_tensors(
             missing.extend(_compare(session, stored, strict=strict))
 
     def read() -> None:
-        pieces = session.optimized_pieces()
-        if optimizer:
-            create_states(pieces, _stored_states(stored), scalars)
+        states = _stored_states(stored)
+
+        def prepare(pieces: list[OptimizedPiece]) -> None:
+            if optimizer:
+                create_states(pieces, states, scalars)
+
         with open_reader(folder) as reader:
-            for fragment in session_fragments(session):
+            for fragment in session_fragments(session, changing=True, prepare=prepare):
                 is_state = fragment.kind not in (WEIGHT, MASTER)
                 if (is_state and not optimizer) or (not is_state and not weights):
                     continue
@@ -131,8 +134,7 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
 
 
 def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str]:
-    masters = (piece.weight() for piece in session.optimized_pieces())
-    wanted = {f.name: f for f in with_masters(session.weight_fragments(), masters) if f.kind == WEIGHT}
+    wanted = {fragment.name: fragment for fragment in session.weight_fragments()}
     problems: list[str] = []
     mismatched: list[str] = []
     for name, fragment in wanted.items():

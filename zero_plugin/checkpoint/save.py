@@ -23,7 +23,7 @@ from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session, shared_names
 from zero_plugin.strategies.fragments import WEIGHT, Fragment, with_masters
-from zero_plugin.strategies.optimizer_states import state_fragments
+from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
 
 __all__ = ["Draft", "save_checkpoint", "session_fragments"]
 
@@ -45,11 +45,23 @@ class Draft:
     write_more: Callable[[Path], None]
 
 
-def session_fragments(session: Session) -> Iterator[Fragment]:
-    """All tensors of a session, as they lie here."""
-    pieces = session.optimized_pieces()
-    yield from with_masters(session.weight_fragments(), (piece.weight() for piece in pieces))
-    yield from state_fragments(pieces)
+def session_fragments(
+    session: Session, *, changing: bool = False, prepare: Callable[[list[OptimizedPiece]], None] = lambda _: None
+) -> Iterator[Fragment]:
+    """All tensors of a session, as they lie here; each may be used until the next is asked for.
+
+    Args:
+        session: of a model.
+        changing: they are going to be changed, inside `session.reading()`.
+        prepare: called with pieces that are in memory, before their fragments come.
+    """
+    weights = {fragment.name: fragment for fragment in session.weight_fragments()}
+    for pieces in session.blocks(changing=changing):
+        prepare(pieces)
+        trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
+        yield from with_masters(trained, (piece.weight() for piece in pieces))
+        yield from state_fragments(pieces)
+    yield from weights.values()
 
 
 def save_checkpoint(

@@ -26,11 +26,15 @@ from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["DIRECT_BACKWARD", "LATE_BACKWARD", "Session", "SessionRequest", "Strategy"]
+__all__ = ["DIRECT_BACKWARD", "FAILED_BACKWARD", "LATE_BACKWARD", "Session", "SessionRequest", "Strategy"]
 
 DIRECT_BACKWARD = (
     "gradients came to this model from loss.backward().\n"
     "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."
+)
+FAILED_BACKWARD = (
+    "a backward of this model has failed and left a part of its gradients behind.\n"
+    "Call optimizer.zero_grad() before you go on: it drops the window's gradients, and the window begins anew."
 )
 LATE_BACKWARD = (
     "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
@@ -76,9 +80,11 @@ class Session(ABC):
         last_norm: norm of the last step's gradients before clipping, where one was computed.
         whole_gradients: whether `p.grad` of the user's own parameters are the step's gradients, whole, as in plain
             torch; not where they are partitioned.
+        failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
     """
 
     whole_gradients = True
+    failed = False
 
     model: nn.Module
     module: nn.Module
@@ -92,7 +98,7 @@ class Session(ABC):
         try:
             torch.autograd.backward(self.scale_loss(loss), **kwargs)
         except BaseException:
-            self.abandon_backward()
+            self.abandon_backward(reached=True)
             raise
         self.close_backward(reached=True)
 
@@ -107,7 +113,7 @@ class Session(ABC):
             loss: where it begins.
 
         Raises:
-            LoopError: gradients are there that no opened backward made.
+            LoopError: gradients are there that no opened backward made, or one that failed.
         """
 
     @abstractmethod
@@ -122,8 +128,12 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def abandon_backward(self) -> None:
-        """The backward raised."""
+    def abandon_backward(self, *, reached: bool) -> None:
+        """The backward raised.
+
+        Args:
+            reached: whether it may have added gradients to this model before.
+        """
 
     @abstractmethod
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -197,6 +207,14 @@ class Session(ABC):
         Raises:
             CheckpointError: as for `weight_fragments`.
         """
+
+    def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:  # noqa: ARG002
+        """The `optimized_pieces`, some at a time: those of one list are in memory until the next list is asked for.
+
+        Args:
+            changing: what is in memory is going to be changed, inside `reading`; else it is only looked at.
+        """
+        yield self.optimized_pieces()
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:

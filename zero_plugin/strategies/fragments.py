@@ -63,7 +63,7 @@ def with_masters(weights: Iterable[Fragment], masters: Iterable[Fragment]) -> It
     The module's, where that is other memory, is only read.
 
     Args:
-        weights: of the module.
+        weights: of the module; one that is not in memory follows from its master, as after a step.
         masters: what the optimizer steps, of kind `weight`. One that is no weight of the module is a master anyway.
     """
     stepped = {master.name: master for master in masters}
@@ -72,7 +72,8 @@ def with_masters(weights: Iterable[Fragment], masters: Iterable[Fragment]) -> It
         if master is None:
             yield weight
         elif master.values.dtype != weight.values.dtype:
-            yield weight
+            is_elsewhere = master.values.numel() and not weight.values.numel()  # on a disk, where no fragment reaches
+            yield replace(master, values=master.values.to(weight.values.dtype)) if is_elsewhere else weight
             yield replace(master, kind=MASTER)
         else:
             if master.values.data_ptr() != weight.values.data_ptr():

@@ -16,11 +16,17 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.optim import Optimizer
 
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session, persistent_tensors
+from zero_plugin.strategies.base import DIRECT_BACKWARD, FAILED_BACKWARD, LATE_BACKWARD, Session, persistent_tensors
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
-from zero_plugin.strategies.deepspeed.states import engine_pieces, engine_weights, reading_engine, refuse_unreachable
+from zero_plugin.strategies.deepspeed.states import (
+    engine_blocks,
+    engine_pieces,
+    engine_weights,
+    reading_engine,
+    refuse_unreachable,
+)
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
@@ -67,6 +73,7 @@ class EngineSession(Session):
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
         """See `Session.open_backward`."""
+        self._refuse_failed()
         self._gradients.before_backward(self._micro_batches)
         self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
         self._enter()
@@ -87,11 +94,12 @@ class EngineSession(Session):
             if self._finalized:
                 raise LoopError(LATE_BACKWARD)
 
-    def abandon_backward(self) -> None:
+    def abandon_backward(self, *, reached: bool) -> None:
         """See `Session.abandon_backward`."""
         self.engine.__dict__["_running_engine_backward"] = False
         if isinstance(self.engine.optimizer, ZeROOptimizer):
             self.engine.optimizer.exit_backward()
+        self.failed |= reached
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `Session.scale_loss`."""
@@ -125,6 +133,7 @@ class EngineSession(Session):
                 "clip_grad_norm_ got a subset of the optimizer's parameters; under ZeRO all are clipped together.\n"
                 "Pass model.parameters() of the whole prepared model."
             )
+        self._refuse_failed()
         self._finalize()
         if max_norm != float("inf"):
             self._gradients.set_clipping(max_norm)
@@ -136,6 +145,7 @@ class EngineSession(Session):
 
     def step(self) -> bool:
         """See `Session.step`."""
+        self._refuse_failed()
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
@@ -159,6 +169,9 @@ class EngineSession(Session):
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
+        if self.failed:
+            self._gradients.recover()
+            self.failed = False
         self._gradients.drop()
         self._gradients.set_clipping(self._clipping)
         self._start_window()
@@ -191,6 +204,10 @@ class EngineSession(Session):
         """See `Session.optimized_pieces`."""
         refuse_unreachable(self.engine)
         return engine_pieces(self.engine)
+
+    def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
+        """See `Session.blocks`."""
+        return engine_blocks(self.engine, changing=changing)
 
     def reading(self) -> AbstractContextManager[None]:
         """See `Session.reading`."""
@@ -240,6 +257,10 @@ class EngineSession(Session):
         if self._swap_folders:
             dist.barrier()  # another process may still be writing the last step's states
             remove_swap_folders(self._swap_folders)
+
+    def _refuse_failed(self) -> None:
+        if self.failed:
+            raise LoopError(FAILED_BACKWARD)
 
     def _dynamic_scaler(self) -> Any:
         """DeepSpeed's own, of stage 0 in fp16 or of ZeRO in fp16; None where the scale is fixed, or there is none."""

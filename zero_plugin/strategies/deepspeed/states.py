@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from zero_plugin.strategies.base import persistent_tensors
 from zero_plugin.strategies.fragments import WEIGHT, Fragment, share_of, whole_fragment
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 
-__all__ = ["engine_pieces", "engine_weights", "reading_engine", "refuse_unreachable"]
+__all__ = ["engine_blocks", "engine_pieces", "engine_weights", "reading_engine", "refuse_unreachable"]
 
 
 def refuse_unreachable(engine: Any) -> None:
@@ -30,8 +31,9 @@ def refuse_unreachable(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     causes = {
-        "optimizer states on NVMe (offload_optimizer.device: nvme)": getattr(wrapper, "swap_optimizer", False),
-        "parameters on NVMe (offload_param.device: nvme)": getattr(wrapper, "params_in_nvme_and_cpu", False),
+        "frozen parameters on NVMe (offload_param.device: nvme)": any(
+            _is_swapped_out(p) and not p.requires_grad for p in engine.module.parameters()
+        ),
         "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
         "zenflow": getattr(wrapper, "zenflow", False),
         "Muon at stage 3": getattr(wrapper, "use_muon", False),
@@ -55,7 +57,7 @@ def engine_weights(engine: Any) -> Iterator[Fragment]:
             continue
         partitioned: Any = tensor
         start, count = _partition(partitioned)
-        values = partitioned.ds_tensor.detach().view(-1)[:count]
+        values = partitioned.ds_tensor.detach().view(-1)[: 0 if _is_swapped_out(tensor) else count]
         yield Fragment(WEIGHT, name, tuple(partitioned.ds_shape), start, values, (0, count))
 
 
@@ -82,6 +84,30 @@ def engine_pieces(engine: Any) -> list[OptimizedPiece]:
     return whole_pieces(base, engine.module, dist.get_rank(), dist.get_world_size())
 
 
+def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
+    """See `Session.blocks`: with NVMe, one sub-group of stage 3 after another, as in a step."""
+    wrapper, pieces = engine.optimizer, engine_pieces(engine)
+    swaps = getattr(wrapper, "swap_optimizer", False)
+    if not swaps and not getattr(wrapper, "params_in_nvme_and_cpu", False):
+        yield pieces
+        return
+    if changing and swaps:
+        wrapper.optimizer_swapper.purge_state()  # the states that there are now; those to come are made anew
+    for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
+        is_swapped = wrapper._swappable_optimizer_subgroup(index)
+        if is_swapped:
+            if changing:
+                wrapper.optimizer.state.pop(flat, None)
+            wrapper._optimizer_states_and_gradient_swap_in(index)
+        yield [piece for piece in pieces if piece.stepped is flat]
+        if changing:
+            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+        if is_swapped and changing:
+            wrapper._optimizer_states_and_gradient_swap_out(index)
+        elif is_swapped:
+            wrapper._release_swap_buffers(index)
+
+
 @contextmanager
 def reading_engine(engine: Any) -> Iterator[None]:
     """See `Session.reading`."""
@@ -100,6 +126,10 @@ def reading_engine(engine: Any) -> Iterator[None]:
         wrapper._hp_optimizer_states_linked = False
         if wrapper.optimizer.state:
             wrapper._lazy_init_hp_params_optimizer_state()  # for DeepSpeed's safe_get_full_optimizer_state
+
+
+def _is_swapped_out(parameter: Any) -> bool:
+    return hasattr(parameter, "ds_id") and parameter.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
