@@ -20,6 +20,9 @@ class Epoch(Protocol):
     end_of_dataloader: bool
     """Whether the current batch is the epoch's last."""
 
+    position: int
+    """Index of the current batch in the loop; -1 before the first."""
+
 
 class AccumulationWindow:
     """Counts one model's micro-batches into windows of `steps`; the last window of an epoch may be shorter.
@@ -160,10 +163,13 @@ class AccumulationWindow:
             self._size = steps
 
     def restart(self) -> None:
-        """The gradients were dropped."""
+        """The gradients were dropped; inside `accumulate()` this micro-batch is the first of the window then."""
         self._since_step = 0
         if self._backwards:
             self._open()
+            if self.in_context:
+                self._told_by_context = True
+                self._advance()
 
     def _open(self) -> None:
         self._backwards = 0

@@ -72,7 +72,7 @@ def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: 
         torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)
     except BaseException:
         for training in trainings:
-            training.session.abandon_backward()
+            training.session.abandon_backward(reached=training.reached)
         raise
     for training in trainings:
         training.session.close_backward(reached=training.reached)

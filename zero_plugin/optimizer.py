@@ -170,12 +170,14 @@ class AcceleratedOptimizer(Optimizer):
         return self.session.loss_scale
 
     def zero_grad(self, set_to_none: bool | None = True) -> None:  # noqa: ARG002 - torch's signature
-        """Drop the gradients if this stands between a backward and its step; elsewhere it has nothing to do.
+        """Drop the gradients if this stands between a backward and its step, or if the backward has failed.
+
+        Elsewhere it has nothing to do.
 
         Args:
             set_to_none: accepted as torch's; gradients are always set to None.
         """
-        if self._window.dropping_is_meant:
+        if self.session.failed or self._window.dropping_is_meant:
             self.session.drop_gradients()
             self._corrected = False
             self._window.restart()

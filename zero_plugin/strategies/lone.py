@@ -25,6 +25,7 @@ class LoneOptimizer:
     """
 
     whole_gradients: Final = True
+    failed: Final = False
     most_skips: Final = 0
     loss_scale: Final = 1.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,7 +22,14 @@ from zero_plugin.plugins import AutocastKwargs, GradScalerKwargs
 from zero_plugin.resolve.facts import Precision
 from zero_plugin.resolve.resolved import OptimizerSection, Resolved
 from zero_plugin.strategies.autocast import autocast_as, run_under_autocast
-from zero_plugin.strategies.base import DIRECT_BACKWARD, LATE_BACKWARD, Session, SessionRequest, persistent_tensors
+from zero_plugin.strategies.base import (
+    DIRECT_BACKWARD,
+    FAILED_BACKWARD,
+    LATE_BACKWARD,
+    Session,
+    SessionRequest,
+    persistent_tensors,
+)
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
@@ -78,6 +86,7 @@ class TorchSession(Session):
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         """See `Session.open_backward`."""
+        self._refuse_failed()
         if not self._has_gradients and self._has_strays():
             raise LoopError(DIRECT_BACKWARD)
         if self._ddp is None or not ends_window or self._local_only:
@@ -96,9 +105,17 @@ class TorchSession(Session):
             raise LoopError(LATE_BACKWARD)
         self._has_gradients |= reached
         self._reduces &= not reached
+        if self._ddp is not None:
+            try:
+                self._ddp.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                self._fail()
+                raise LoopError(_unused_parameters(self.module, str(error))) from None
 
-    def abandon_backward(self) -> None:
-        """See `Session.abandon_backward`: what it left is for `drop_strays`."""
+    def abandon_backward(self, *, reached: bool) -> None:
+        """See `Session.abandon_backward`."""
+        if reached and (self._has_gradients or self._has_strays()):
+            self._fail()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `Session.scale_loss`."""
@@ -123,6 +140,7 @@ class TorchSession(Session):
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
         """See `Session.clip`."""
+        self._refuse_failed()
         self._unscale()
         parameters = self._trained_parameters() if only is None else only
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
@@ -146,6 +164,7 @@ class TorchSession(Session):
     def step(self) -> bool:
         """See `Session.step`."""
         assert self.optimizer is not None
+        self._refuse_failed()
         if not self._has_gradients:
             if self._has_strays():
                 raise LoopError(DIRECT_BACKWARD)
@@ -174,6 +193,7 @@ class TorchSession(Session):
         self._finite = None
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
+        self.failed = False
 
     def drop_strays(self) -> None:
         """See `Session.drop_strays`."""
@@ -238,6 +258,16 @@ class TorchSession(Session):
         self._ddp = None
         self.optimizer = None
 
+    def _fail(self) -> None:
+        self.failed = True
+        if self._ddp is not None:
+            self._reduces = False
+            self._ddp.reducer._reset_state()  # else its next forward raises
+
+    def _refuse_failed(self) -> None:
+        if self.failed:
+            raise LoopError(FAILED_BACKWARD)
+
     def _has_strays(self) -> bool:
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
@@ -282,6 +312,20 @@ def torch_session(
         scale=_loss_scale(resolved, handlers.scaler) if resolved.precision == "fp16" else None,
         skips=resolved.precision != "bf16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
         autocast=handlers.autocast,
+    )
+
+
+def _unused_parameters(module: nn.Module, told: str) -> str:
+    """What to say of a backward that DDP waits for more gradients after; `told` is torch's own text."""
+    names = [name for name, p in module.named_parameters() if p.requires_grad]  # in the order that DDP numbers them
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", told)
+    found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
+    which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
+    return (
+        f"the loss of this backward() does not depend on {which} of the {type(module).__name__}: DDP waits for their "
+        "gradients, so that those of the others were not averaged over the processes.\n"
+        "Where parameters sit out by intention: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+        "find_unused_parameters=True)]). Else freeze them before prepare(), or let all take part."
     )
 
 

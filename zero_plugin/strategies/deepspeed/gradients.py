@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -58,6 +59,9 @@ class EngineGradients(ABC):
     @abstractmethod
     def drop(self) -> None:
         """Forget the window."""
+
+    def recover(self) -> None:  # noqa: B027 - where gradients are in `param.grad` alone, `drop` does it all
+        """A backward has failed: take back what it had begun to reduce and to gather, before `drop`."""
 
 
 def engine_gradients(engine: Any) -> EngineGradients:
@@ -271,6 +275,17 @@ class FlatGradients(EngineGradients):
         if wrapper.cpu_offload:
             wrapper._offload_accumulated_param_ids = set()
 
+    def recover(self) -> None:
+        """See `EngineGradients.recover`."""
+        wrapper = self._wrapper
+        get_accelerator().synchronize()
+        for bucket in wrapper.ipg_buckets.values():
+            bucket.clear()
+        wrapper.extra_large_param_to_reduce.clear()
+        wrapper.params_already_reduced = [False] * len(wrapper.params_already_reduced)
+        wrapper._release_ipg_buffers()
+        wrapper.clear_backward_seen_flag()
+
     def _sat_out(self) -> list[int]:
         """Ids of this process' parameters without a gradient in the window so far (offloaded gradients only)."""
         wrapper = self._wrapper
@@ -332,6 +347,19 @@ class Stage3Gradients(EngineGradients):
         wrapper.averaged_gradients = {}
         wrapper.reset_cpu_buffers()
         wrapper._offload_boundary_param_ids = set()
+
+    def recover(self) -> None:
+        """See `EngineGradients.recover`."""
+        wrapper = self._wrapper
+        get_accelerator().synchronize()
+        for group in wrapper.fp16_groups:
+            for p in group:
+                p.grad = None
+        for bucket in wrapper.ipg_buckets.values():
+            bucket.clear_params()
+        wrapper.params_already_reduced = dict.fromkeys(wrapper.params_already_reduced, False)
+        wrapper.parameter_offload.release_backward_leftovers()
+        wrapper.clear_backward_seen_flag()
 
     def _clear_sat_out(self) -> None:
         seen = self._wrapper._offload_boundary_param_ids

@@ -1,0 +1,200 @@
+"""Backwards that fail, or reach a part of the model: what is there afterwards, and who says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from paths import (
+    FURTHER,
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    global_batch,
+    loss_of,
+    own_batch,
+    raised,
+    running,
+    weights,
+)
+from torch import Tensor, nn
+
+from zero_plugin.errors import LoopError
+
+
+class _Fails(torch.autograd.Function):
+    """The identity, whose backward runs out of memory while `armed`."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if _Fails.armed:
+            raise torch.OutOfMemoryError("out of memory")
+        return gradient
+
+
+class Fragile(nn.Module):
+    """Its last layer has got its gradients when the backward fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.middle, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(_Fails.apply(self.middle(torch.tanh(self.first(x)))))  # type: ignore[no-untyped-call]
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _fail(accelerator: Any, model: Any, step: int) -> None:
+    _Fails.armed = True
+    try:
+        raised(
+            torch.OutOfMemoryError, "out of memory", by=lambda: accelerator.backward(loss_of(model, own_batch(step)))
+        )
+    finally:
+        _Fails.armed = False
+
+
+def _plain(windows: list[list[int]]) -> dict[str, Tensor]:
+    model = Fragile()
+    sgd = _sgd(model)
+    for window in windows:
+        for step in window:
+            (loss_of(model, global_batch(step)) / len(window)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    return model.state_dict()
+
+
+def check_a_failed_backward_is_dropped(path: str) -> None:
+    """Out of memory, `zero_grad()`, another batch: it trains as if the failed one had never been, before and after."""
+    for precision in ("no", "bf16"):
+        with running(path, mixed_precision=precision) as accelerator:
+            model = Fragile()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+            for step in range(4):
+                if step != 2:
+                    _fail(accelerator, model, 9)
+                    optimizer.zero_grad()
+                accelerator.backward(loss_of(model, own_batch(step)))
+                norm = float(accelerator.clip_grad_norm_(model.parameters(), float("inf")))
+                assert norm > 0
+                optimizer.step()
+                optimizer.zero_grad()
+            tolerance = 1e-5 if precision == "no" else 1e-2
+            assert_near(weights(accelerator, model), _plain([[0], [1], [2], [3]]), tolerance)
+
+
+def check_a_failed_backward_ends_its_window(path: str) -> None:
+    """In a window of several micro-batches `zero_grad()` drops the whole window, and a new one begins."""
+    for by_hand in (True, False):
+        with running(path, gradient_accumulation_steps=2) as accelerator:
+            model = Fragile()
+            model, optimizer = accelerator.prepare(model, _sgd(model))
+
+            def train(step: int, model: Any = model, optimizer: Any = optimizer, by_hand: bool = by_hand) -> None:
+                if by_hand:
+                    accelerator.backward(loss_of(model, own_batch(step)))
+                    optimizer.step()
+                    return
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, own_batch(step)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            train(0)
+            train(1)
+            train(7)
+            if by_hand:
+                _fail(accelerator, model, 8)
+                optimizer.zero_grad()
+                train(2)
+            else:
+                with accelerator.accumulate(model):
+                    _fail(accelerator, model, 8)
+                    optimizer.zero_grad()
+                    accelerator.backward(loss_of(model, own_batch(2)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            train(3)
+            assert optimizer.applied_steps == 2
+            assert_near(weights(accelerator, model), _plain([[0, 1], [2, 3]]), 1e-5)
+
+
+def check_a_failed_backward_is_not_applied(path: str) -> None:
+    """Without `zero_grad()` a part of its gradients is there: neither a step nor another backward goes on with them."""
+    with running(path) as accelerator:
+        model = Fragile()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        before = weights(accelerator, model)
+        _fail(accelerator, model, 9)
+        loss = loss_of(model, own_batch(0))
+        raised(LoopError, "failed", "optimizer.zero_grad()", by=lambda: accelerator.backward(loss))
+        raised(LoopError, "failed", "optimizer.zero_grad()", by=optimizer.step)
+        raised(
+            LoopError, "failed", "optimizer.zero_grad()", by=lambda: accelerator.clip_grad_norm_(model.parameters(), 1)
+        )
+        optimizer.zero_grad()
+        optimizer.step()
+        assert_near(weights(accelerator, model), before, 1e-9)
+
+
+class Branches(nn.Module):
+    """Its right layer may sit out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.left(x) + (self.right(x) if both else 0)
+
+
+def check_a_parameter_that_sits_out(path: str) -> None:
+    """DDP never finishes reducing then: the backward says which it is and what to write, and nothing is applied."""
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        net = Branches()
+        model, optimizer = accelerator.prepare(net, _sgd(net))
+
+        def backward(step: int, both: bool) -> None:
+            x, y = own_batch(step)
+            accelerator.backward((model(x, both) - y).square().mean())
+
+        for step in range(2):  # in a window's first micro-batch nothing is reduced, so anything may sit out
+            backward(step, step == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.applied_steps == 1
+        before = weights(accelerator, model)
+        backward(2, False)
+        words = ("right.weight", "right.bias", "find_unused_parameters=True", "kwargs_handlers")
+        raised(LoopError, *words, by=lambda: backward(3, False))
+        raised(LoopError, "failed", by=optimizer.step)
+        assert_near(weights(accelerator, model), before, 1e-9)
+        optimizer.zero_grad()
+        for step in range(4, 6):
+            backward(step, True)
+            optimizer.step()
+        assert optimizer.applied_steps == 2
+
+
+_ON_PATHS = [
+    check_a_failed_backward_is_dropped,
+    check_a_failed_backward_ends_its_window,
+    check_a_failed_backward_is_not_applied,
+]
+CHECKS = {
+    **checks_on(dict.fromkeys((*SINGLE, *PAIR, *FURTHER)), _ON_PATHS),
+    **checks_on(["ddp"], [check_a_parameter_that_sits_out]),
+}
