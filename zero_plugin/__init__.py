@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from zero_plugin.choices import DDPCommunicationHookType
     from zero_plugin.data.skip import skip_first_batches
     from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
+    from zero_plugin.distributed_type import DistributedType
     from zero_plugin.launch.basic_config import write_basic_config
     from zero_plugin.launch.notebook import debug_launcher, notebook_launcher
     from zero_plugin.placeholders import DummyOptim, DummyScheduler
@@ -36,6 +37,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
+    "DistributedType",
     "DummyOptim",
     "DummyScheduler",
     "GradScalerKwargs",
@@ -62,6 +64,7 @@ _HOME = {
     "DataLoaderConfiguration": "zero_plugin.plugins",
     "DeepSpeedPlugin": "zero_plugin.deepspeed_plugin",
     "DistributedDataParallelKwargs": "zero_plugin.plugins",
+    "DistributedType": "zero_plugin.distributed_type",
     "DummyOptim": "zero_plugin.placeholders",
     "DummyScheduler": "zero_plugin.placeholders",
     "GradScalerKwargs": "zero_plugin.plugins",
@@ -83,9 +86,9 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        from zero_plugin.utils.left_out import missing_name
+        from zero_plugin.utils.left_out import stand_in
 
-        raise missing_name(__name__, name)
+        return stand_in(__name__, name)
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

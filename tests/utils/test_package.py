@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from zero_plugin import utils
+from zero_plugin import Accelerator, utils
 from zero_plugin.utils.imports import DEVICES, PACKAGES
 from zero_plugin.utils.left_out import LEFT_OUT
 
@@ -42,11 +43,17 @@ def test_the_function_that_is_called_like_its_module() -> None:
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
-@pytest.mark.parametrize("module", ["zero_plugin.utils", "zero_plugin.utils.dataclasses"])
-def test_what_is_left_out_says_why(module: str) -> None:
-    """`from … import` of a name that is Accelerate's alone shows its sentence."""
-    with pytest.raises(ImportError, match=r"FullyShardedDataParallelPlugin is FSDP's; .* DeepSpeed stage 3 config\."):
-        exec(f"from {module} import FullyShardedDataParallelPlugin")
+@pytest.mark.parametrize("module", ["zero_plugin", "zero_plugin.utils", "zero_plugin.utils.dataclasses"])
+def test_what_is_left_out_says_why_when_it_is_used(module: str) -> None:
+    """A script may import what is Accelerate's alone, and ask whether something is one; using it shows a sentence."""
+    absent: Any = importlib.import_module(module).FullyShardedDataParallelPlugin
+    assert absent is utils.FullyShardedDataParallelPlugin
+    assert not isinstance(Accelerator, absent)
+    sentence = r"FullyShardedDataParallelPlugin is FSDP's; .* DeepSpeed stage 3 config\."
+    with pytest.raises(NotImplementedError, match=sentence):
+        absent(cpu_offload=True)
+    with pytest.raises(AttributeError, match=sentence):
+        _ = absent.FULL_SHARD
 
 
 def test_nothing_that_is_here_is_left_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zero_plugin.utils.left_out import missing_name
+from zero_plugin.utils.left_out import stand_in
 
 # Now: loaded later, the module would take the place of its function here.
 from zero_plugin.utils.tqdm import tqdm as tqdm
@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # each module's `__all__`, for editors and type checkers
     from zero_plugin.utils.versions import *  # noqa: F403
 
 _NAMES = {
-    "constants": """MODEL_NAME PROFILE_PATTERN_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME
-        SAFE_WEIGHTS_PATTERN_NAME STR_OPERATION_TO_FUNC TORCH_DYNAMO_MODES WEIGHTS_INDEX_NAME WEIGHTS_NAME
-        WEIGHTS_PATTERN_NAME""",
+    "constants": """MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME
+        SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
+        STR_OPERATION_TO_FUNC TORCH_DYNAMO_MODES WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME""",
     "dataclasses": """AutocastKwargs BaseEnum ComputeEnvironment DDPCommunicationHookType DataLoaderConfiguration
         DeepSpeedPlugin DistributedDataParallelKwargs DistributedType DynamoBackend EnumWithContains GradScalerKwargs
         GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType PrecisionType ProfileKwargs
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     # One rule for the questions `is_…_available`, of which there is one for every package that a script may want.
     home = "imports" if name.startswith("is_") and name.endswith("_available") else _HOME.get(name)
     if home is None:
-        raise missing_name(__name__, name)
+        return stand_in(__name__, name)
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

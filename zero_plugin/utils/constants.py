@@ -8,11 +8,16 @@ from typing import Any, Final
 
 __all__ = [
     "MODEL_NAME",
+    "OPTIMIZER_NAME",
     "PROFILE_PATTERN_NAME",
+    "RNG_STATE_NAME",
     "SAFE_MODEL_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
     "SAFE_WEIGHTS_NAME",
     "SAFE_WEIGHTS_PATTERN_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
     "STR_OPERATION_TO_FUNC",
     "TORCH_DYNAMO_MODES",
     "WEIGHTS_INDEX_NAME",
@@ -28,6 +33,13 @@ SAFE_MODEL_NAME: Final = "model"
 SAFE_WEIGHTS_NAME: Final = f"{SAFE_MODEL_NAME}.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME: Final = f"{SAFE_MODEL_NAME}{{suffix}}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME: Final = f"{SAFE_WEIGHTS_NAME}.index.json"
+# Of Accelerate's own checkpoints, which `Accelerator.load_state` does not read.
+OPTIMIZER_NAME: Final = "optimizer"
+SCHEDULER_NAME: Final = "scheduler"
+SAMPLER_NAME: Final = "sampler"
+SCALER_NAME: Final = "scaler.pt"
+RNG_STATE_NAME: Final = "random_states"
+
 PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
 
 TORCH_DYNAMO_MODES: Final = ["default", "reduce-overhead", "max-autotune"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any
 
 from zero_plugin.choices import (
     BaseEnum,
@@ -28,7 +28,7 @@ from zero_plugin.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from zero_plugin.utils.left_out import missing_name
+from zero_plugin.utils.left_out import stand_in
 from zero_plugin.utils.trees import TensorInformation
 
 __all__ = [
@@ -56,5 +56,5 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    raise missing_name(__name__, name)
+def __getattr__(name: str) -> Any:
+    return stand_in(__name__, name)

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import parse
 
 from zero_plugin.utils.environment import parse_flag_from_env, patch_environment
-from zero_plugin.utils.left_out import missing_name
+from zero_plugin.utils.left_out import stand_in
 
 __all__ = [
     "DEVICES",
@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Callable[..., bool]:
         return functools.partial(_is_installed, asked)
     if name == f"is_{asked}_available" and asked in DEVICES:
         return functools.partial(_has_device, asked)
-    raise missing_name(__name__, name)
+    return stand_in(__name__, name)
 
 
 def _is_installed(name: str, min_version: str | None = None) -> bool:

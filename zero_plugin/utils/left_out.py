@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, NoReturn
 
-__all__ = ["LEFT_OUT", "missing_name"]
+__all__ = ["LEFT_OUT", "stand_in"]
 
 LEFT_OUT: Final[dict[str, str]] = {
     name: reason
@@ -56,10 +56,6 @@ LEFT_OUT: Final[dict[str, str]] = {
             deepspeed_required get_grad_scaler get_mixed_precision_context_manager map_pytorch_optim_to_deepspeed""",
         ),
         (
-            "names a file of Accelerate's checkpoints; Accelerator.load_state reads ours",
-            "OPTIMIZER_NAME RNG_STATE_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME",
-        ),
-        (
             "is about back ends of Accelerate's own; zero_plugin runs on CUDA, CPU or TPU",
             """MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION is_habana_gaudi1""",
@@ -70,13 +66,31 @@ LEFT_OUT: Final[dict[str, str]] = {
 }
 
 
-def missing_name(module: str, name: str) -> Exception:
-    """What a module's `__getattr__` raises for a name that it does not have.
+class _LeftOut(type):
+    """The type of a stand-in: a class, so that `isinstance` may ask for it, that says why it cannot be used."""
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"{cls.__name__} {LEFT_OUT[cls.__name__]}.")
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(f"{cls.__name__} {LEFT_OUT[cls.__name__]}.")
+
+
+def stand_in(module: str, name: str) -> Any:
+    """What a module's `__getattr__` gives for a name that it does not have.
+
+    A script may import a name for a case that never comes (an FSDP plugin behind a flag), so the import succeeds.
 
     Returns:
-        An ImportError where Accelerate has the name, with what to use instead. (Of an AttributeError, `from … import`
-        would show no more than that the name is missing.) Else an AttributeError.
+        Where Accelerate has the name, a class of which there is no instance; calling it, or looking something up in it,
+        raises NotImplementedError or AttributeError with what to use instead.
+
+    Raises:
+        AttributeError: Accelerate has no such name either.
     """
-    if name in LEFT_OUT:
-        return ImportError(f"{name} {LEFT_OUT[name]}.")
-    return AttributeError(f"module {module!r} has no attribute {name!r}")
+    if name not in LEFT_OUT:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return _stand_ins.setdefault(name, _LeftOut(name, (), {"__module__": __name__}))
+
+
+_stand_ins: dict[str, _LeftOut] = {}  # one for each name, so that `is` holds between two imports
