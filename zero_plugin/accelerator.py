@@ -257,6 +257,7 @@ class Accelerator(
         Its values are those that it would have outside. transformers' `from_pretrained` and `from_config` need no such
         context after `Accelerator()`, unless the configuration says `zero3_init_flag: false`.
         """
+        self._follow_configuration()
         return self._strategy.init_model()
 
     def end_training(self) -> None:

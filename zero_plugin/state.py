@@ -54,6 +54,9 @@ class Run(Protocol):
     @sync_gradients.setter
     def sync_gradients(self, ends: bool) -> None: ...
 
+    def _follow_configuration(self) -> None:
+        """Take the plugin that is selected now."""
+
     def end_training(self) -> None:
         """Close every session and the process group."""
 
@@ -194,12 +197,13 @@ class AcceleratorState(ProcessCalls):
         return self._named_plugins(name)[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Let the next `prepare` take the DeepSpeed configuration of that name."""
+        """Let the next `prepare`, and `from_pretrained` at once, follow the DeepSpeed configuration of that name."""
         for key, plugin in self._named_plugins(name).items():
             if key == name:
                 plugin.select(_from_accelerator_state=True)
             else:
                 plugin._unselect()
+        self._run._follow_configuration()
 
     @property
     def backend(self) -> str | None:

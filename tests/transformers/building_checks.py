@@ -27,6 +27,8 @@ from small import (
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 
+from zero_plugin import Accelerator, DeepSpeedPlugin
+
 
 class Plain(nn.Module):
     """What a user's own module may do when it is made: initialise its children, tie, draw, and keep buffers."""
@@ -62,6 +64,23 @@ def check_the_plugins_context(folder: Path) -> None:
         assert not is_partitioned(GPT2LMHeadModel.from_pretrained(place))
         with plugin.zero3_init_context_manager(enable=True):
             assert is_partitioned(GPT2LMHeadModel.from_pretrained(place))
+
+
+def check_the_selected_plugin(folder: Path) -> None:
+    """Models are built as the plugin says that is selected when they are."""
+    place = stored(gpt2, folder / "gpt2")
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    another = Accelerator()
+    try:
+        for name, partitioned in (("student", False), ("teacher", True), ("student", False)):
+            accelerator.state.select_deepspeed_plugin(name)
+            assert is_partitioned(GPT2LMHeadModel.from_pretrained(place)) is partitioned
+            with another.init_model():
+                assert is_partitioned(nn.Linear(64, 64)) is partitioned
+    finally:
+        another.end_training()
+        accelerator.end_training()
 
 
 def check_pretrained(folder: Path) -> None:

@@ -140,17 +140,17 @@ class DeepSpeedStrategy(Strategy):
 
     def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:
         """See `Strategy.load_pretrained`; where transformers is imported by now, and `zero3_init_flag` is not false."""
-        if not self._asks_for_partitions or "transformers" not in sys.modules:
+        if partitioned is None:
+            partitioned = self._settings.zero3_init_flag is not False
+        partitions = partitioned and self._asks_for_partitions and "transformers" in sys.modules
+        integration = sys.modules.get("transformers.integrations.deepspeed")
+        if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
         _import_deepspeed(self._processes)
 
         from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_pretrained, whole_pretrained
 
-        if partitioned is False:
-            return whole_pretrained()
-        if partitioned is None and self._settings.zero3_init_flag is False:
-            return nullcontext()
-        return partition_pretrained(BuildConfig(self._document, self._processes))
+        return partition_pretrained(BuildConfig(self._document, self._processes)) if partitions else whole_pretrained()
 
     @property
     def _asks_for_partitions(self) -> bool:
