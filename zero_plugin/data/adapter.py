@@ -23,6 +23,7 @@ from zero_plugin.data.draws import Draws, undisturbed
 from zero_plugin.data.epochs import Epochs
 from zero_plugin.data.portion import Portion
 from zero_plugin.data.stream import StreamShard
+from zero_plugin.data.worker import let_threads_settle
 from zero_plugin.errors import LoopError
 
 __all__ = ["DataLoaderAdapter", "copy_loader", "shard_of"]
@@ -228,6 +229,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     def _read(self, skip: int) -> Iterator[Portion]:
         """The wrapped loader's batches, without the first `skip`, with their counts; map-style data are not read."""
         base, shard = self.base_dataloader, self._shard
+        let_threads_settle(base.num_workers)
         if shard is None:
             for position, batch in enumerate(base):
                 if position >= skip:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +14,21 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-__all__ = ["WorkerStart", "WorkerWatch", "watch_worker"]
+from zero_plugin.collectives import num_processes
+
+__all__ = ["WorkerStart", "WorkerWatch", "let_threads_settle", "watch_worker"]
+
+_SETTLED_SECONDS = 0.01
+
+
+def let_threads_settle(workers: int) -> None:
+    """Wait a moment before a loader forks its workers, if a collective may just have ended.
+
+    The communication threads enter Python then, to free tensors. Where one is about to when the process forks, the
+    child waits for it for ever; Python 3.12 no longer does.
+    """
+    if workers and sys.version_info < (3, 12) and num_processes() > 1:
+        time.sleep(_SETTLED_SECONDS)
 
 
 class WorkerWatch:
