@@ -12,7 +12,7 @@ from torch import nn
 from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
 from zero_plugin.backward import run_backward
 from zero_plugin.errors import LoopError
-from zero_plugin.first_steps import find_unprepared
+from zero_plugin.first_steps import find_parameters
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.strategies.torch_session import TorchSession
@@ -116,11 +116,10 @@ def test_another_models_loss_is_no_micro_batch() -> None:
         assert one.ends_here
 
 
-def test_parameters_that_nobody_prepared() -> None:
-    """They are found behind other models and branches; frozen ones and plain tensors are well."""
+def test_the_parameters_of_a_loss() -> None:
+    """They are found behind other models and branches; frozen ones and plain tensors are none."""
     known, stranger, frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
     latent = torch.zeros(1, 2, requires_grad=True)
-    ids = {id(p) for p in known.parameters()}
-    assert find_unprepared(frozen(known(latent)).sum(), ids) == []
-    found = find_unprepared((known(latent) + stranger(frozen(known(latent)))).sum(), ids)
-    assert {id(p) for p in found} == {id(p) for p in stranger.parameters()}
+    found = find_parameters((known(latent) + stranger(frozen(known(latent)))).sum())
+    assert {id(p) for p in found} == {id(p) for model in (known, stranger) for p in model.parameters()}
+    assert len(found) == 4

@@ -1,9 +1,9 @@
-"""Looks at every backward until each optimizer has stepped once, for mistakes that a loop would hide for ever."""
+"""Looks at the first backwards, and at some of the later ones, for mistakes that a loop would hide for ever."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -13,31 +13,59 @@ from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.training import Training
 
-__all__ = ["FirstSteps", "find_unprepared"]
+__all__ = ["FirstSteps", "find_parameters"]
+
+
+# A walk of the graph takes up to milliseconds: of so many backwards the first ones of each model, and one of the later.
+_FIRST = 10
+_EVERY = 100
 
 
 class FirstSteps:
     """Finds losses that train what is not prepared, and loops that never step.
 
+    Looked at are the first backwards that reach each trained model, the first one of every epoch, one in a hundred
+    otherwise, and those that follow after a parameter was unfrozen.
+
     Args:
         trainings: all prepared models; the caller adds to it.
         running_epoch: the prepared loader that is being iterated.
         say: prints a line.
-
-    Attributes:
-        pending: whether some optimizer has not stepped yet, so that `look_at` is to be called.
     """
 
     def __init__(
         self, trainings: Sequence[Training], running_epoch: Callable[[], Epoch | None], say: Callable[[str], None]
     ) -> None:
-        self.pending = True
         self._trainings = trainings
         self._running_epoch = running_epoch
         self._say = say
-        self._epoch_ended = False  # a backward of an epoch's last batch was seen
+        self._backwards = 0  # since something was prepared
+        self._next = 1  # of them that is looked at anyhow
+        self._new: list[Training] = []  # those not looked at often enough
+        self._frozen: list[nn.Parameter] = []  # parameters of trained models that are not trained
         self._said = self._said_loose = False
         self._mentioned = 0  # of those that wait
+
+    def begin(self) -> None:
+        """Something else is prepared, or nothing any more."""
+        self._backwards, self._next, self._mentioned = 0, 1, 0
+        trained = [training for training in self._trainings if training.optimizer is not None]
+        self._new = [training for training in trained if training.looks < _FIRST]
+        known = {id(p) for training in trained for p in training.parameters}
+        self._frozen = [p for training in trained for p in training.session.module.parameters() if id(p) not in known]
+
+    def is_due(self) -> bool:
+        """Whether the backward that is about to run is one to `look_at`; counts it."""
+        self._backwards += 1
+        if self._backwards >= self._next:
+            return True
+        epoch = self._running_epoch()
+        if epoch is not None and epoch.position == 0:
+            return True
+        for training in self._new:
+            if training.reached:  # by the backward before
+                return True
+        return bool(self._frozen) and any(p.requires_grad for p in self._frozen)
 
     def may_run_loose(self, strategy: Strategy, processes: int) -> bool:
         """Whether a backward may run though nothing is prepared with its optimizer; said once.
@@ -61,28 +89,34 @@ class FirstSteps:
         Raises:
             LoopError: nothing is prepared to be trained, or the loss reaches something that is not.
         """
-        optimizers = [training.optimizer for training in self._trainings if training.optimizer is not None]
-        if not optimizers:
+        trained = [training for training in self._trainings if training.optimizer is not None]
+        if not trained:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
-        self._refuse_unprepared(loss)
+        found = find_parameters(loss)
+        self._refuse_strangers([p for p in found if not any(id(p) in training.ids for training in trained)])
         self._mention(waiting)
+        ids = {id(p) for p in found}
+        for training in [training for training in self._new if not training.ids.isdisjoint(ids)]:
+            training.looks += 1
+            if training.looks == _FIRST:
+                self._new.remove(training)
+        is_first = len(trained) == 1 and bool(self._new)  # of one model alone nobody asks whether it was reached
+        self._next = self._backwards + (1 if is_first else _EVERY)
         epoch = self._running_epoch()
-        last_batch = epoch is not None and epoch.end_of_dataloader
-        if self._epoch_ended and not last_batch:
+        if self._backwards > _EVERY or (epoch is not None and epoch.position == 0):
             self.say_if_none()
-        self._epoch_ended = last_batch
-        self.pending = any(optimizer.applied_steps == 0 for optimizer in optimizers)
 
     def say_if_none(self) -> None:
-        """At an epoch's end: say it if no optimizer was ever asked to step."""
-        acted = any(o.applied_steps or o.skipped_in_a_row for t in self._trainings if (o := t.optimizer) is not None)
-        if self._epoch_ended and not acted and not self._said:
-            self._said = True
-            self._say(
-                "an epoch has ended and optimizer.step() was never called: backward() computes gradients and never "
-                "steps, so nothing was trained"
-            )
-        self._epoch_ended = False
+        """After a window's backwards: say it if no optimizer was ever asked to step."""
+        optimizers = [(o, t.window.steps) for t in self._trainings if (o := t.optimizer) is not None]
+        asked = any(o.applied_steps or o.skipped_in_a_row or not o.acted for o, _ in optimizers)
+        if self._said or asked or self._backwards <= max((steps for _, steps in optimizers), default=self._backwards):
+            return
+        self._said = True
+        self._say(
+            "backward() has run again and again and optimizer.step() was never called: backward() computes gradients "
+            "and never steps, so nothing was trained"
+        )
 
     def _mention(self, waiting: Sequence[AcceleratedOptimizer]) -> None:
         for optimizer in waiting[self._mentioned :]:
@@ -93,8 +127,8 @@ class FirstSteps:
             )
         self._mentioned = len(waiting)
 
-    def _refuse_unprepared(self, loss: Tensor) -> None:
-        strangers = find_unprepared(loss, {id(p) for training in self._trainings for p in _trained(training)})
+    def _refuse_strangers(self, strangers: Sequence[nn.Parameter]) -> None:
+        """Refuse parameters that the loss reaches and that no prepared optimizer's model trains."""
         if not strangers:
             return
         owners = {id(p): training for training in self._trainings for p in training.session.module.parameters()}
@@ -110,8 +144,10 @@ class FirstSteps:
         name = type(owner.session.module).__name__
         if owner.optimizer is not None:
             raise LoopError(
-                f"the loss of this backward() reaches parameters of the {name} that were frozen when it was prepared; "
-                "make them require gradients before prepare()."
+                f"the loss of this backward() reaches parameters of the {name} that were frozen when it was prepared, "
+                "or have come since: they would not be averaged over the processes, or not be trained.\n"
+                "Have them require gradients before prepare(). To unfreeze later: accelerator.free_memory(), then "
+                "prepare() the model again with a new optimizer."
             )
         raise LoopError(
             f"the loss of this backward() reaches the {name}, which was prepared without an optimizer.\n"
@@ -120,14 +156,13 @@ class FirstSteps:
         )
 
 
-def find_unprepared(loss: Tensor, known: Collection[int]) -> list[nn.Parameter]:
-    """Parameters that the gradient of `loss` would reach and that are not among `known`.
+def find_parameters(loss: Tensor) -> list[nn.Parameter]:
+    """Parameters that the gradient of `loss` would reach.
 
     It walks the whole graph, which takes milliseconds for a large model.
 
     Args:
         loss: with its graph.
-        known: ids of parameters.
     """
     found: list[nn.Parameter] = []
     pending = [loss.grad_fn]
@@ -137,14 +172,10 @@ def find_unprepared(loss: Tensor, known: Collection[int]) -> list[nn.Parameter]:
         if node is None:
             continue
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+        if isinstance(leaf, nn.Parameter):
             found.append(leaf)
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)
                 pending.append(following)
     return found
-
-
-def _trained(training: Training) -> Sequence[nn.Parameter]:
-    return () if training.optimizer is None else training.parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class Training:
             small one, and a loop may freeze a model for another model's loss.
         given_optimizer: what the user passed to `prepare`.
         optimizer: what the user got for it; None for a model that is not trained.
+        ids: of the parameters.
+        looks: how many of its backwards `FirstSteps` has looked at.
         reached: whether a gradient has come since it was last set to False; see `watch_gradients`.
         reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not in the last one
             of a window.
@@ -45,9 +47,14 @@ class Training:
     parameters: tuple[nn.Parameter, ...]
     given_optimizer: Optimizer | DummyOptim | None = None
     optimizer: AcceleratedOptimizer | None = None
+    ids: frozenset[int] = field(init=False)
+    looks: int = 0
     reached: bool = False
     watches: bool = False
     reduces_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        self.ids = frozenset(map(id, self.parameters))
 
     def is_of_model(self, model: Any) -> bool:
         """Whether `model` is this one, prepared or the user's own module."""

@@ -138,7 +138,7 @@ class Joining:
         )
         self._trained.append(training)
         self._window = training.window
-        self._first_steps.pending = True
+        self._first_steps.begin()
         if len({trained.window.steps for trained in self._trained}) > 1:
             raise LoopError(
                 "the trained models came out with different gradient_accumulation_steps; prepare the training loader "

@@ -101,12 +101,13 @@ class LoopCalls:
             LoopError: gradients came from elsewhere; the loss reaches a module that was not prepared, or no prepared
                 one; with accumulation and without `accumulate`, it reaches several models.
         """
-        if self._first_steps.pending:
-            if not self._trained and self._first_steps.may_run_loose(self._strategy, self._processes.world_size):
-                self._window = self._loose
-                run_loose_backward(self._loose, loss, counts=bool(self._waiting), **kwargs)
-                return
-            self._first_steps.look_at(loss, self._waiting)
+        looks = self._first_steps
+        if not self._trained and looks.may_run_loose(self._strategy, self._processes.world_size):
+            self._window = self._loose
+            run_loose_backward(self._loose, loss, counts=bool(self._waiting), **kwargs)
+            return
+        if looks.is_due():
+            looks.look_at(loss, self._waiting)
         self._window = run_backward(self._trained, self._untrained, loss, **kwargs)[0].window
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:

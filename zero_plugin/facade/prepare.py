@@ -34,6 +34,7 @@ class PrepareCalls(Joining):
     prepare_data_loader: Callable[..., Any]
     _configurations: Configurations
     _dataloaders: list[DataLoaderAdapter]
+    _freed = False  # free_memory() was called since the last prepare()
     _follow_configuration: Callable[[], None]
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
@@ -108,7 +109,8 @@ class PrepareCalls(Joining):
         for prepared in (self._trainings, self._trained, self._untrained, self._waiting, self._dataloaders):
             prepared.clear()
         self._loop = LoopFacts()
-        self._first_steps.pending = True
+        self._first_steps.begin()
+        self._freed = True
         self._window = self._loose = self._new_window()
         self.resolved = None
         gc.collect()
@@ -138,6 +140,9 @@ class PrepareCalls(Joining):
     def _prepare(self, objects: Sequence[Any], left: set[int], *, only_evaluates: bool = False) -> tuple[Any, ...]:
         """What `objects` become; of those whose id is in `left`, a model is not moved."""
         self._follow_configuration()
+        if self._freed:
+            self._freed = False
+            gc.collect()  # the wrapper that the script has let go of meanwhile still hooks the model's parameters
         loaders: list[DataLoader[Any]] = []
         models: list[nn.Module] = []
         optimizers: list[Optimizer | DummyOptim] = []

@@ -1,0 +1,126 @@
+"""Which backwards are looked at, and what is found in them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.errors import LoopError
+from zero_plugin.first_steps import FirstSteps
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.resolve.facts import Facts
+from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.training import Training
+
+
+class Loop:
+    """Trainings of two layers each, of which the first may be frozen, looked at as the facade does."""
+
+    def __init__(self, *, models: int = 1, frozen: bool = False) -> None:
+        self.models = [nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(models)]
+        self.trainings = []
+        for model in self.models:
+            model[0].requires_grad_(not frozen)
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            session = TorchSession(model, model, sgd, precision="no", clipping=None)
+            trained = tuple(p for p in model.parameters() if p.requires_grad)
+            optimizer, window = AcceleratedOptimizer(sgd), AccumulationWindow(1)
+            optimizer.run_in(session, window)
+            resolved: Any = SimpleNamespace(precision="no")
+            self.trainings.append(Training(session, Facts(), resolved, window, trained, sgd, optimizer))
+        self.epoch: Any = None
+        self.said: list[str] = []
+        self.looks = FirstSteps(self.trainings, lambda: self.epoch, self.said.append)
+        self.looks.begin()
+
+    def backward(self, which: int = 0, *further: nn.Module) -> bool:
+        """Whether this backward was looked at."""
+        x = torch.ones(1, 1)
+        for module in (self.models[which], *further):
+            x = module(x)
+        due = self.looks.is_due()
+        if due:
+            self.looks.look_at(x.sum())
+        for index, training in enumerate(self.trainings):
+            training.reached = index == which
+        return due
+
+
+def test_the_first_backwards_and_one_in_a_hundred() -> None:
+    """Whether or not anything steps, so that an optimizer that waits for its turn costs nothing."""
+    loop = Loop()
+    assert [number for number in range(1, 315) if loop.backward()] == [*range(1, 11), 110, 210, 310]
+
+
+def test_every_epoch_is_looked_at() -> None:
+    """A module that joins in a later epoch is found in its first backward."""
+    loop = Loop()
+    for _ in range(20):
+        loop.backward()
+    loop.epoch = SimpleNamespace(position=7, end_of_dataloader=False)
+    assert not loop.backward()
+    loop.epoch.position = 0
+    with pytest.raises(LoopError, match="no prepared model"):
+        loop.backward(0, nn.Linear(1, 1))
+
+
+def test_a_model_that_is_trained_later() -> None:
+    """The first model's losses are not looked at because the second never steps; then the second one's are."""
+    loop = Loop(models=2)
+    assert sum(loop.backward(0) for _ in range(50)) == 10
+    assert [loop.backward(1) for _ in range(15)] == [False, *[True] * 10, *[False] * 4]
+
+
+def test_a_parameter_is_unfrozen() -> None:
+    """At whatever step, the first loss that reaches it is refused; before, and while none does, all is well."""
+    loop = Loop(frozen=True)
+    for _ in range(20):
+        loop.backward()
+    loop.models[0][0].requires_grad_(True)
+    with pytest.raises(LoopError, match="were frozen when it was prepared, or have come since"):
+        loop.backward()
+    loop.models[0][0].requires_grad_(False)
+    assert not loop.backward()
+
+
+def test_a_layer_is_replaced() -> None:
+    """As by resize_token_embeddings after prepare(): it is not the model that was prepared."""
+    loop = Loop()
+    loop.models[0][1] = nn.Linear(1, 1)
+    with pytest.raises(LoopError, match="of the Sequential that were frozen when it was prepared, or have come since"):
+        loop.backward()
+
+
+def test_a_loop_that_never_steps_has_no_prepared_loader() -> None:
+    """It is told so in its hundredth backward, or at the end, once; not after the backwards of one step."""
+    loop = Loop()
+    for _ in range(300):
+        loop.backward()
+    loop.looks.say_if_none()
+    assert len(loop.said) == 1
+    assert "optimizer.step() was never called" in loop.said[0]
+    short = Loop()
+    short.backward()
+    short.looks.say_if_none()
+    assert not short.said
+    short.backward()
+    short.looks.say_if_none()
+    assert len(short.said) == 1
+
+
+def test_a_loop_that_steps_is_told_nothing() -> None:
+    """Also where the step is inside a window."""
+    loop = Loop()
+    for _ in range(3):
+        loop.backward()
+    loop.trainings[0].window.resize(2)
+    assert loop.trainings[0].optimizer is not None
+    loop.trainings[0].window.count_backward()
+    loop.trainings[0].optimizer.step()
+    loop.looks.say_if_none()
+    assert not loop.said
