@@ -64,7 +64,6 @@ def test_they_can_be_read_back(accelerator: Any, tmp_path: Any) -> None:
         4,
         True,
         rng_types=["torch", "generator"],
-        log_with="jsonl",
         project_dir=tmp_path,
         step_scheduler_with_optimizer=False,
         even_batches=False,
@@ -73,7 +72,7 @@ def test_they_can_be_read_back(accelerator: Any, tmp_path: Any) -> None:
     assert (one.mixed_precision, one.gradient_accumulation_steps) == ("bf16", 4)
     assert (one.project_dir, one.logging_dir, one.save_iteration) == (tmp_path, tmp_path, 0)
     assert one.rng_types == ["torch", "generator"]
-    assert (one.log_with, one.step_scheduler_with_optimizer) == ("jsonl", False)
+    assert not one.step_scheduler_with_optimizer
     assert one.deepspeed_plugin is None
     assert one.device == torch.device("cpu")
     one.even_batches = True
@@ -85,6 +84,20 @@ def test_defaults_contradict_no_file(accelerator: Any) -> None:
     one = accelerator(config={"mixed_precision": "bf16", "deepspeed_config": {"gradient_accumulation_steps": 3}})
     assert (one.mixed_precision, one.gradient_accumulation_steps) == ("bf16", 3)
     assert one.gradient_accumulation_plugin.num_steps is None
+
+
+def test_what_accelerates_launcher_says(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are followed as flags are: ZeRO, accumulation, precision, the compiler."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    one = accelerator(cpu=True)
+    model = nn.Linear(4, 4)
+    one.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert (one.resolved.zero_stage, one.resolved.precision, one.gradient_accumulation_steps) == (1, "bf16", 2)
+    assert model._compiled_call_impl is not None
 
 
 def test_records_and_arguments_beside_them(accelerator: Any) -> None:
