@@ -40,14 +40,16 @@ def probe(*loaders, processes=1, **options):
     [
         (DataLoader(DATA, batch_size=4), 4, True, 3),
         (DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 5, drop_last=False)), 5, True, 3),
-        (DataLoader(DATA, batch_sampler=Ragged()), 3, False, 1),
-        (DataLoader(DATA, batch_sampler=Ragged(), collate_fn=lambda b: {"x": [torch.zeros(len(b), 2)]}), 3, False, 1),
+        (DataLoader(DATA, batch_sampler=[[0, 1, 2], [3]]), 3, False, 1),
+        (DataLoader(DATA, batch_sampler=Ragged()), None, False, 1),
+        (DataLoader(DATA, batch_size=None, sampler=BatchSampler(SequentialSampler(DATA), 4, False)), 4, True, 3),
+        (DataLoader(torch.arange(6).split(2), batch_size=None), None, False, 2),
         (DataLoader(Stream(), batch_size=None), None, False, None),
         (DataLoader(Stream(), batch_size=2), 2, True, None),
     ],
 )
 def test_the_batch_size_is_found(loader, size, fixed, batches):
-    """Stated by the loader, by its batch sampler, seen on one batch, or unknown for a stream that must not be read."""
+    """Stated by the loader or its batch sampler, seen in a list of batches, else unknown: nothing is drawn or read."""
     facts = probe(loader, processes=2)
     assert (facts.micro_batch, facts.micro_batch_fixed, facts.batches_per_epoch) == (size, fixed, batches)
     assert bool(facts.micro_batch_reason) is (size is not None)
@@ -71,24 +73,25 @@ def test_split_batches_and_loaders_divided_already():
     assert probe(divided, processes=2).batches_per_epoch == 3
 
 
-def test_looking_at_a_first_batch_leaves_no_trace():
-    """The random numbers that a batch sampler draws for it are given back, and nothing is read."""
-    read = []
+def test_a_batch_sampler_is_left_alone():
+    """One that can be iterated once loses no batch, and one with a generator of its own gives torch's order."""
 
-    class Shuffled(Ragged):
+    class Own:
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(1)
+
         def __iter__(self):
-            return iter([torch.randperm(3).tolist()])
+            return iter(torch.randperm(8, generator=self.generator).view(4, 2).tolist())
 
-    class Reading(TensorDataset):
-        def __getitem__(self, index):
-            read.append(index)
-            return super().__getitem__(index)
+        def __len__(self):
+            return 4
 
-    torch.manual_seed(1)
-    expected = torch.rand(())
-    torch.manual_seed(1)
-    facts = probe(DataLoader(Reading(torch.arange(22)), batch_sampler=Shuffled()))
-    assert (facts.micro_batch, read) == (3, [])
-    assert torch.rand(()) == expected
-    ready = probe(DataLoader(torch.arange(6).split(2), batch_size=None))
-    assert (ready.micro_batch, ready.micro_batch_fixed) == (2, False)
+    def batches(sampler, *, probed):
+        loader = DataLoader(TensorDataset(torch.arange(8)), batch_sampler=sampler)
+        prepared = prepare_loader(loader, rank=0, world_size=1, device=None)
+        if probed:
+            probe_loop([loader], [prepared])
+        return [batch[0].tolist() for batch in prepared]
+
+    for make in (Own, lambda: ([i, i + 1] for i in range(0, 8, 2))):
+        assert batches(make(), probed=True) == batches(make(), probed=False)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from zero_plugin.resolve.facts import LoopFacts
 
@@ -43,37 +40,15 @@ def _batch_size(loader: DataLoader[Any]) -> tuple[int | None, str, bool]:
     """Samples per batch, how that was found, and whether every full batch has it."""
     if loader.batch_size is not None:
         return loader.batch_size, "the training DataLoader's batch_size", True
-    declared = getattr(loader.batch_sampler, "batch_size", None)
+    batches: Any = loader.batch_sampler
+    if batches is None and isinstance(loader.sampler, BatchSampler):
+        batches = loader.sampler
+    declared = getattr(batches, "batch_size", None)
     if isinstance(declared, int):
         return declared, "the training DataLoader's batch_sampler.batch_size", True
-    if isinstance(loader.dataset, IterableDataset):
-        return None, "", False  # reading a batch of a stream could consume it
-    size = _peek_size(loader)
-    return size, "the first batch of the training DataLoader" if size else "", False
-
-
-def _peek_size(loader: DataLoader[Any]) -> int | None:
-    """Samples in a first batch; the random numbers that drawing it takes are given back."""
-    states = random.getstate(), torch.get_rng_state()
-    try:
-        if loader.batch_sampler is not None:  # no need to read data, or to start workers
-            return next((len(indices) for indices in loader.batch_sampler), None)
-        index = next(iter(loader.sampler), None)
-        return None if index is None else _first_dimension(loader.collate_fn(loader.dataset[index]))
-    finally:
-        random.setstate(states[0])
-        torch.set_rng_state(states[1])
-
-
-def _first_dimension(batch: Any) -> int | None:
-    """Length of the first tensor found in a nested batch."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else None
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return next((size for item in batch if (size := _first_dimension(item))), None)
-    return None
+    if isinstance(batches, list | tuple) and batches:
+        return len(batches[0]), "the first batch that the training DataLoader lists", False
+    return None, "", False  # what is drawn or read to look at it may be lost to the loop, or change its order
 
 
 def _length(loader: Sized) -> int | None:
