@@ -70,7 +70,7 @@ def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) ->
 
 def test_environment_of_the_workers(launch: Launch, tmp_path: Path) -> None:
     """Exactly one variable of ours; threads from cores and processes unless the user set them; DeepSpeed on the CPU."""
-    script = 'import os; print(sorted(n for n in os.environ if n.startswith(("ZERO_PLUGIN", "ACCELERATE"))))'
+    script = 'import os; print(sorted(n for n in os.environ if n.startswith("ZERO_PLUGIN")))'
     (tmp_path / "names.py").write_text(script)
     names = set(ast.literal_eval(launch("--cpu", "names.py").stdout))
     assert names - set(os.environ) == {ENVIRONMENT_VARIABLE}
@@ -81,6 +81,16 @@ def test_environment_of_the_workers(launch: Launch, tmp_path: Path) -> None:
     assert {row["DS_ACCELERATOR"] for row in rows} == {"cpu"}
     (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7").stdout)
     assert row["OMP_NUM_THREADS"] == "7"
+
+
+def test_streams_role_and_the_working_folder(launch: Launch, tmp_path: Path) -> None:
+    """`--tee` and `--role` are torchrun's; a script in another folder can import from the working one."""
+    (tmp_path / "beside.py").write_text("import os; name = os.environ['ROLE_NAME']")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "say.py").write_text("import sys, beside; print(beside.name); print('no', file=sys.stderr)")
+    done = launch("--cpu", "--tee", "1", "--role", "trainer", "scripts/say.py")
+    assert done.stdout == "[trainer0]:trainer\n"
+    assert done.stderr == "no\n"
 
 
 def test_other_starters_hand_nothing_over(tmp_path: Path, environment: dict[str, str]) -> None:
