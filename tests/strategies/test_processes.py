@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_plugin import Accelerator
+from zero_plugin.errors import LoopError
 from zero_plugin.plugins import InitProcessGroupKwargs
 from zero_plugin.state import PartialState
 
@@ -41,6 +43,8 @@ def check_one_after_another(init_method: str) -> None:
         accelerator.end_training()
         assert not dist.is_initialized()
         assert not accelerator._processes.backend
+        with pytest.raises(LoopError, match="has ended") if accelerator.num_processes > 1 else nullcontext():
+            accelerator.wait_for_everyone()
 
 
 def check_two_at_once(init_method: str) -> None:

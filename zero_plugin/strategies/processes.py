@@ -60,9 +60,16 @@ class Processes:
 
     @collective("wait_for_everyone")
     def barrier(self) -> None:
-        """Wait for every process."""
-        if self.world_size > 1 and dist.is_initialized():
-            dist.barrier(device_ids=[self.device.index or 0] if "nccl" in dist.get_backend() else None)
+        """Wait for every process.
+
+        Raises:
+            LoopError: the process group has ended.
+        """
+        if self.world_size > 1:
+            if not dist.is_initialized():
+                raise LoopError("end_training() has ended the process group; there is nobody to wait for any more.")
+            over_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend()
+            dist.barrier(device_ids=[self.device.index or 0] if over_nccl else None)
 
     def hold(self, end: Callable[[], None]) -> None:
         """Somebody trains with these processes until `stop` is called with the same `end`, which ends that training."""
