@@ -84,8 +84,8 @@ class Problem:
         return f"{self.headline}\n    {self.fix}" if self.fix else self.headline
 
 
-class ConfigError(ZeroPluginError):
-    """Every problem found in the configuration, at once."""
+class ConfigError(ZeroPluginError, ValueError):
+    """Every problem found in the configuration, at once; a ValueError too, as scripts written for Accelerate expect."""
 
     exit_code = 2
 
