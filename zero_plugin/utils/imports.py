@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from packaging.requirements import Requirement
 from packaging.version import parse
@@ -85,7 +84,7 @@ DEVICES: Final[dict[str, str]] = {
 }
 
 
-def __getattr__(name: str) -> Callable[..., bool]:
+def __getattr__(name: str) -> Any:
     asked = name.removeprefix("is_").removesuffix("_available")
     if name == f"is_{asked}_available" and asked in PACKAGES:
         return functools.partial(_is_installed, asked)
