@@ -95,6 +95,8 @@ def check_every_way() -> None:
                 flags.append(loader.end_of_dataloader)
             assert seen == expected, case
             assert flags == [False] * (len(flags) - 1) + [True] * bool(flags), case
+            if flags and (even or not samples % batch):
+                assert loader.remainder == len(expected) - (len(flags) - 1) * loader.total_batch_size, case
             for step in zip(*gather_object([sizes]), strict=True):
                 assert max(step) - min(step) <= (0 if even else 1), case
             if isinstance(data, Numbers):

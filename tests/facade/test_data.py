@@ -14,7 +14,7 @@ from zero_plugin.accelerator import Accelerator
 from zero_plugin.data.dispatch import DataLoaderDispatcher
 from zero_plugin.data.loader import DataLoaderShard
 from zero_plugin.data.samplers import SeedableRandomSampler
-from zero_plugin.data_loader import get_sampler
+from zero_plugin.data_loader import get_sampler, prepare_data_loader
 from zero_plugin.plugins import DataLoaderConfiguration
 
 
@@ -58,6 +58,9 @@ def test_the_configuration_shows_and_acts(accelerators) -> None:
     assert type(get_sampler(loader)) is SeedableRandomSampler
     assert get_sampler(loader).initial_seed == 4
     assert accelerator.prepare(loader) is loader
+    other = prepare_data_loader(DataLoader(range(4)))
+    assert accelerator.prepare(other) is other
+    assert accelerator._dataloaders == [loader, other], "its place is kept in checkpoints"
     plain = accelerators().prepare_data_loader(DataLoader(range(9), batch_size=2))
     assert type(plain) is DataLoaderShard
 

@@ -13,8 +13,8 @@ class DataLoaderStateMixin:
     Attributes:
         batch_size: samples per process and batch; None where batches have no common size.
         end_of_dataloader: whether the current batch is the epoch's last, on all processes.
-        remainder: samples in the epoch's last step, over all processes, where it is not full; 0 where it is, -1 where
-            that is not known or an incomplete step is left out.
+        remainder: samples in the epoch's last step, over all processes, told at that step at the latest; 0 may stand
+            for a full one, -1 for one that is not known or, where it is incomplete, is left out.
         position: index of the current batch in the loop; -1 before the first.
         batches_left: batches to come in this epoch after the current one; None where that is not known.
         batch_samples: samples in the current batch, repeated ones included; None where nobody counts.

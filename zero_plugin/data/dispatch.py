@@ -110,6 +110,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                     "dispatch_batches: the batch holds neither a tensor nor a list with one entry per sample, so it "
                     "cannot be divided; write dispatch_batches=None, and each process reads its own"
                 )
+            self.remainder = samples  # read ahead: when the loop has the last step, it is this one's
             first = cut_rows(step, slice(0, how.world)) if first is None else first
             part, rest = divmod(samples, how.world)
             if rest and how.even:

@@ -183,7 +183,10 @@ class PrepareCalls(Joining):
         if isinstance(o, AcceleratedScheduler) or any(o is training.session.model for training in self._trainings):
             return True
         if isinstance(o, DataLoader):
-            return bool(getattr(o, "_is_accelerate_prepared", False))
+            prepared = bool(getattr(o, "_is_accelerate_prepared", False))
+            if prepared:
+                self.prepare_data_loader(o)  # it counts among this Accelerator's, whoever has prepared it
+            return prepared
         if any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self._trainings):
             raise LoopError(
                 f"prepare() got a {type(o).__name__} that is prepared already; go on with what it returned for that."
