@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
 from zero_plugin.errors import CheckpointError
-from zero_plugin.plugins import DataLoaderConfiguration, ProjectConfiguration
+from zero_plugin.plugins import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 
 
 class Training:
@@ -322,3 +322,26 @@ def test_random_numbers_go_on(make_training: Any, tmp_path: Path) -> None:
     drawn = draw()
     training.accelerator.load_state(folder)
     assert draw() == drawn
+
+
+def test_the_loss_scale_goes_on(make_training: Any, tmp_path: Path) -> None:
+    """Factor, patience and count of good steps under fp16 are those of the save: the next halving comes as it would."""
+    scaler = GradScalerKwargs(init_scale=1024.0, growth_interval=4)
+    training = make_training(mixed_precision="fp16", kwargs_handlers=[scaler])
+
+    def train(overflows: str) -> list[float]:
+        scales = []
+        for letter in overflows:
+            x = torch.full((8, 7), torch.inf) if letter == "x" else torch.ones(8, 7)
+            training.accelerator.backward(training.model(x).square().mean())
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            scales.append(training.optimizer.loss_scale)
+        return scales
+
+    train("..x.")
+    folder = training.accelerator.save_state(tmp_path / "saved")
+    scales = train("...xx.")
+    assert len(set(scales)) > 1
+    training.accelerator.load_state(folder)
+    assert train("...xx.") == scales

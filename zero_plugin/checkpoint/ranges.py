@@ -31,7 +31,13 @@ class _Files:
 
     def descriptor(self, file: str) -> int:
         if file not in self.open:
-            self.open[file] = os.open(self.folder / file, self._flags)
+            try:
+                self.open[file] = os.open(self.folder / file, self._flags)
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{self.folder / file} is there for the main process, but not for this one: checkpoints need a "
+                    "file system that all machines share."
+                ) from None
         return self.open[file]
 
     def close(self) -> None:

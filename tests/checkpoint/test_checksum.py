@@ -1,0 +1,31 @@
+"""The checksum of tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_plugin.checkpoint.checksum import sum_words, word_type
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_pieces_add_up(dtype: torch.dtype) -> None:
+    """The sums of pieces, cut anywhere, add up to those of the whole, which are what the formula says."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, generator=generator).mul(100).to(dtype)
+    words = values.view(word_type(dtype))
+    whole = sum_words(words, 0)
+    for cut in (0, 1, 1023, 1024, 2047, 4999, 5000):
+        assert torch.equal(sum_words(words[:cut], 0) + sum_words(words[cut:], cut), whole)
+    exact = [sum(words.tolist()), sum((place + 1) * word for place, word in enumerate(words.tolist()))]
+    assert [number % 2**64 for number in whole.tolist()] == [number % 2**64 for number in exact]
+
+
+def test_finds_a_changed_word_and_a_changed_order() -> None:
+    """One other bit, and two words in the other order, give other sums."""
+    words = torch.arange(3000, dtype=torch.int32)
+    changed, swapped = words.clone(), words.clone()
+    changed[2999] ^= 1
+    swapped[[0, 2000]] = words[[2000, 0]]
+    assert not torch.equal(sum_words(changed, 0), sum_words(words, 0))
+    assert not torch.equal(sum_words(swapped, 0), sum_words(words, 0))
