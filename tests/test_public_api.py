@@ -48,7 +48,7 @@ ACCELERATOR = """
     register_save_state_pre_hook save save_iteration save_model save_state scaler_handler set_trigger
     skip_first_batches split_batches split_between_processes sync_gradients trigger_sync_in_backward
     unscale_gradients unwrap_model use_distributed use_seedable_sampler use_stateful_dataloader verify_device_map
-    wait_for_everyone
+    wait_for_everyone whole_weights
 """
 
 

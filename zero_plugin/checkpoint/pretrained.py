@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.checkpoint.save_model import write_model_folder
+from zero_plugin.strategies.base import persistent_tensors, shared_names
 
 __all__ = ["adapter_names", "has_adapters", "write_configuration", "write_pretrained"]
 
@@ -29,7 +30,8 @@ def adapter_names(module: Any) -> frozenset[str]:
     """
     from peft import get_peft_model_state_dict
 
-    stand_ins = {name: torch.empty(0, device="meta") for name in module.state_dict()}
+    names = [*(name for name, _ in persistent_tensors(module)), *shared_names(module)]
+    stand_ins = {name: torch.empty(0, device="meta") for name in names}
     stored = {
         id(tensor)
         for adapter in module.peft_config

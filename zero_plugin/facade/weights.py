@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from zero_plugin.checkpoint.objects import write_object
 from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_pretrained
 from zero_plugin.config.document import Document
 from zero_plugin.errors import LoopError
+from zero_plugin.nested import list_leaves
 from zero_plugin.run_record import describe_run, write_record
 from zero_plugin.strategies.base import Session, persistent_tensors, shared_names
 from zero_plugin.strategies.processes import Processes
@@ -121,6 +123,32 @@ class WeightCalls:
         if error[0] is not None:
             raise error[0]
 
+    @collective("whole_weights", meets=True)
+    def _enter_whole(self, stack: ExitStack, models: tuple[nn.Module, ...]) -> None:
+        for model in models:
+            session = self._session_of(model)
+            if session is None:
+                raise LoopError(f"whole_weights() got a {type(model).__name__} that is not prepared.")
+            stack.enter_context(session.whole_weights())
+
+    @contextmanager
+    def whole_weights(self, *models: nn.Module) -> Iterator[None]:
+        """Inside, the weights of prepared models can be read and written as in plain torch; collective.
+
+        For averages of weights (EMA, a mean teacher), weights that are clipped, `load_state_dict` between steps. Under
+        ZeRO the optimizer goes on from what was written; at stage 3 parameters are whole inside, on every process, and
+        what process 0 wrote stays. Every process has to write the same.
+
+        Args:
+            *models: prepared ones.
+
+        Raises:
+            LoopError: a model is not prepared, or its weights lie on NVMe.
+        """
+        with ExitStack() as stack:
+            self._enter_whole(stack, models)
+            yield
+
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """`torch.save` on the main process only.
 
@@ -128,7 +156,15 @@ class WeightCalls:
             obj: what to save.
             f: path, or file opened for writing.
             safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`; each shared one once.
+
+        Raises:
+            LoopError: a tensor is partitioned, so that no process has it.
         """
+        if any(hasattr(leaf, "ds_id") and leaf.numel() != leaf.ds_numel for leaf in list_leaves(obj)):
+            raise LoopError(
+                "save() got parameters that ZeRO stage 3 has partitioned: no process has them.\n"
+                "Write accelerator.save(accelerator.get_state_dict(model), …), or use save_model()."
+            )
         if self._processes.rank == 0:
             write_object(obj, f, safe_serialization=safe_serialization)
 

@@ -224,6 +224,10 @@ class Session(ABC):
     def take_masters_from_weights(self) -> None:
         """The module's weights were changed otherwise: go on from them."""
 
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Inside, the weights are whole on every process, and what is written to them stays. Collective."""
+        return nullcontext()
+
     @abstractmethod
     def scale_state(self) -> dict[str, float]:
         """Where the loss scale stands: see `LossScale.state`; empty where there is none."""

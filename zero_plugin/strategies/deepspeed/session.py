@@ -28,6 +28,7 @@ from zero_plugin.strategies.deepspeed.states import (
     refuse_unreachable,
 )
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
+from zero_plugin.strategies.deepspeed.written import follow_loading, refuse_partitioned_states, whole_weights
 from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 
@@ -62,6 +63,12 @@ class EngineSession(Session):
         self._swap_folders = swap_folders
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
+        self._written = False  # the weights, by the script: the masters follow before they are used
+        self._hooks: list[Any] = []
+        if self.optimizer is not None:
+            self._hooks += follow_loading(self.module, self._note_written)
+        if engine.zero_optimization_partition_weights():
+            self._hooks += refuse_partitioned_states(self.module)
         # A backward is opened and closed here, once, whatever of the model runs in it and how often. DeepSpeed would do
         # so in every output's hook, and divide what comes in by the accumulation steps.
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
@@ -149,6 +156,8 @@ class EngineSession(Session):
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
+        if self._written:
+            self.take_masters_from_weights()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
             return False
@@ -203,6 +212,8 @@ class EngineSession(Session):
     def optimized_pieces(self) -> list[OptimizedPiece]:
         """See `Session.optimized_pieces`."""
         refuse_unreachable(self.engine)
+        if self._written:
+            self.take_masters_from_weights()
         return engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
@@ -215,9 +226,17 @@ class EngineSession(Session):
 
     def take_masters_from_weights(self) -> None:
         """See `Session.take_masters_from_weights`."""
+        self._written = False
         refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
             refresh()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """See `Session.whole_weights`."""
+        with whole_weights(self.module):
+            yield
+        self._written = self.optimizer is not None
 
     def scale_state(self) -> dict[str, float]:
         """See `Session.scale_state`."""
@@ -248,6 +267,8 @@ class EngineSession(Session):
 
     def close(self) -> None:
         """See `Session.close`."""
+        for hook in self._hooks:
+            hook.remove()
         self.engine.destroy()
         self.engine.optimizer = None
         self.engine.basic_optimizer = None
@@ -257,6 +278,9 @@ class EngineSession(Session):
         if self._swap_folders:
             dist.barrier()  # another process may still be writing the last step's states
             remove_swap_folders(self._swap_folders)
+
+    def _note_written(self) -> None:
+        self._written = True
 
     def _refuse_failed(self) -> None:
         if self.failed:

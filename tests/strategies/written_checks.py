@@ -1,0 +1,162 @@
+"""Weights that the script writes and reads by itself between steps, as in plain torch: they count, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from paths import (
+    FURTHER,
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    weights,
+)
+from torch import Tensor, nn
+
+from zero_plugin.errors import LoopError
+
+Write = Callable[[Any], None]
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _load(model: Any) -> None:
+    torch.manual_seed(23)
+    model.load_state_dict({name: torch.randn_like(tensor) for name, tensor in make_net().state_dict().items()})
+
+
+def _clamp(model: Any) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
+def _plain(write: Write) -> dict[str, Tensor]:
+    model = make_net()
+    sgd = _sgd(model)
+    for step in range(4):
+        loss_of(model, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+        if step == 1:
+            write(model)
+    return model.state_dict()
+
+
+def _trained(path: str, precision: str, write: Callable[[Any, Any], None]) -> dict[str, Tensor]:
+    with running(path, mixed_precision=precision) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        for step in range(4):
+            accelerator.backward(loss_of(model, own_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                write(accelerator, model)
+        return weights(accelerator, model)
+
+
+def check_loaded_weights(path: str) -> None:
+    """`load_state_dict` of the unwrapped model or of a part of it counts; at stage 3 it needs the context."""
+
+    def load(accelerator: Any, model: Any) -> None:
+        module = accelerator.unwrap_model(model)
+        if path.startswith("zero3"):
+            raised(LoopError, "whole_weights", by=lambda: module.load_state_dict(make_net().state_dict()))
+            with accelerator.whole_weights(model):
+                _load(module)
+        else:
+            _load(module)
+
+    for precision in ("no", "bf16"):
+        assert_near(_trained(path, precision, load), _plain(_load), 1e-5 if precision == "no" else 2e-2)
+
+    def load_part(accelerator: Any, model: Any) -> None:
+        with accelerator.whole_weights(model):
+            part = accelerator.unwrap_model(model)[0]
+            part.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in part.state_dict().items()})
+
+    def zero_part(model: Any) -> None:
+        model[0].load_state_dict({name: torch.zeros_like(tensor) for name, tensor in model[0].state_dict().items()})
+
+    assert_near(_trained(path, "no", load_part), _plain(zero_part), 1e-5)
+
+
+def check_clamped_weights(path: str) -> None:
+    """WGAN's clipping of weights, in the context."""
+
+    def clamp(accelerator: Any, model: Any) -> None:
+        with accelerator.whole_weights(model):
+            _clamp(model)
+
+    for precision in ("no", "bf16"):
+        assert_near(_trained(path, precision, clamp), _plain(_clamp), 1e-5 if precision == "no" else 2e-2)
+
+
+def check_a_mean_teacher(path: str) -> None:
+    """A prepared average of a prepared model moves in the context of both."""
+    plain, average = make_net(), make_net()
+    sgd = _sgd(plain)
+    for step in range(2):
+        loss_of(plain, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+        for slow, fast in zip(average.parameters(), plain.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.5)
+    with running(path) as accelerator:
+        student, teacher = make_net(), make_net().requires_grad_(False)
+        student, optimizer, teacher = accelerator.prepare(student, _sgd(student), teacher)
+        for step in range(2):
+            accelerator.backward(loss_of(student, own_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            with accelerator.whole_weights(student, teacher), torch.no_grad():
+                for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+                    slow.lerp_(fast, 0.5)
+        assert_near(weights(accelerator, teacher), average.state_dict(), 1e-5)
+        assert_near(weights(accelerator, student), plain.state_dict(), 1e-5)
+        raised(LoopError, "not prepared", by=lambda: accelerator.whole_weights(make_net()).__enter__())
+
+
+def check_partitions_are_no_weights(path: str) -> None:
+    """At stage 3 `state_dict` of the module or a part of it is refused by name, and so is saving its parameters."""
+    with running(path) as accelerator:
+        model = make_net()
+        model, _ = accelerator.prepare(model, _sgd(model))
+        module = accelerator.unwrap_model(model)
+        for part in (module, module[0]):
+            if path.startswith("zero3"):
+                raised(LoopError, "get_state_dict", by=part.state_dict)
+            else:
+                assert part.state_dict()
+        if path.startswith("zero3"):
+            raised(LoopError, "get_state_dict", by=lambda: accelerator.save(list(module.parameters()), "/nowhere"))
+    assert list(module.state_dict()) == list(make_net().state_dict())
+
+
+def check_copies_are_by_themselves(path: str) -> None:
+    """A copy's `load_state_dict` is not taken for the model's."""
+    if not is_zero(path) or path.startswith("zero3"):
+        return
+    with running(path, mixed_precision="bf16") as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        twin = copy.deepcopy(accelerator.unwrap_model(model))
+        _load(twin)
+        assert not optimizer.session._written
+
+
+_ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
+CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR, *FURTHER)), _ALL)
