@@ -60,12 +60,25 @@ def test_a_skipped_step_does_not_advance() -> None:
     loop = Loop()
     schedule = LambdaLR(loop.sgd, lambda step: 1.0)
     prepared = AcceleratedScheduler(schedule, loop.optimizer, times=1)
-    for skipped, expected in ((True, 0), (False, 1)):
-        loop.backward()
+    for gradient, expected in ((float("nan"), 0), (1.0, 1), (float("inf"), 1)):
+        loop.backward(gradient)
         loop.optimizer.step()
-        loop.optimizer._is_overflow = skipped
         prepared.step()
         assert schedule.last_epoch == expected
+
+
+def test_one_call_per_epoch() -> None:
+    """An epoch counts if any of its steps was applied, though its last one was skipped, or stood inside a window."""
+    loop = Loop(steps=2, lr=1.0)
+    prepared = AcceleratedScheduler(LambdaLR(loop.sgd, lambda step: 0.5**step), loop.optimizer, times=1)
+    nan = float("nan")
+    epochs = (([1.0, 1.0, nan, 1.0], 0.5), ([1.0] * 3, 0.25), ([nan] * 3, 0.25), ([1.0] * 2, 0.125))
+    for gradients, rate in epochs:
+        for gradient in gradients:
+            loop.backward(gradient)
+            loop.optimizer.step()
+        prepared.step()
+        assert prepared.get_last_lr() == [rate]
 
 
 @pytest.mark.parametrize("times", [2, 3, 4])
@@ -92,6 +105,17 @@ def test_a_plateau_counts_measurements() -> None:
     state = prepared.state_dict()
     prepared.load_state_dict({**state, "num_bad_epochs": 7})
     assert prepared.num_bad_epochs == 7
+
+
+def test_a_plateau_loses_no_measurement() -> None:
+    """Also those inside a window, and after a step that was skipped."""
+    loop = Loop(steps=3, lr=1.0)
+    prepared = AcceleratedScheduler(ReduceLROnPlateau(loop.sgd, factor=0.1, patience=1), loop.optimizer)
+    for gradient in (1.0, float("nan"), 1.0):
+        loop.backward(gradient)
+        loop.optimizer.step()
+        prepared.step(1.0)
+    assert prepared.get_last_lr() == [0.1]
 
 
 def test_it_may_move_by_itself() -> None:

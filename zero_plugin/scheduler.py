@@ -19,7 +19,7 @@ __all__ = ["AcceleratedScheduler"]
 
 
 class AcceleratedScheduler:
-    """A schedule that advances only with applied optimizer steps.
+    """A schedule that advances only with applied optimizer steps: once per call, however many were applied before it.
 
     Args:
         scheduler: the torch schedule.
@@ -52,8 +52,10 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         if times is None:
             times = 1 if split_batches else num_processes()
+        self._measures = isinstance(scheduler, ReduceLROnPlateau)
         # A plateau schedule counts measurements, which are as many as calls, whoever counts steps.
-        self._times = 1 if isinstance(scheduler, ReduceLROnPlateau) or not step_with_optimizer else times
+        self._times = 1 if self._measures or not step_with_optimizer else times
+        self._applied = [optimizer.applied_steps for optimizer in self.optimizers]  # at the last call of `step`
         self.length = ScheduleLength(scheduler, self._times, typed_per_step or self._times)
         for optimizer in self.optimizers:
             optimizer.schedules.append(self)
@@ -61,11 +63,18 @@ class AcceleratedScheduler:
             driven._opt_called = True  # else torch's schedule warns that it moves ahead of its optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, if the optimizer's last `step` was applied."""
-        if self.step_with_optimizer:
-            for optimizer in self.optimizers:
-                if not optimizer.acted or optimizer.step_was_skipped:
-                    return
+        """Advance, unless every step of an optimizer since the last call was skipped, or stood inside a window.
+
+        A ReduceLROnPlateau takes every measurement.
+        """
+        if self.step_with_optimizer and not self._measures:
+            stays = False
+            for index, optimizer in enumerate(self.optimizers):
+                applied, self._applied[index] = self._applied[index], optimizer.applied_steps
+                if applied == optimizer.applied_steps and (not optimizer.acted or optimizer.step_was_skipped):
+                    stays = True
+            if stays:
+                return
         if (line := self.length.count()) is not None:
             announce(line)
         for _ in range(self._times):
@@ -100,6 +109,7 @@ class AcceleratedScheduler:
         """Load the schedule's state."""
         self.scheduler.load_state_dict(state_dict)
         self.length.resume(self.scheduler.last_epoch)
+        self._applied = [optimizer.applied_steps for optimizer in self.optimizers]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "scheduler":
