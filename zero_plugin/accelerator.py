@@ -35,7 +35,7 @@ from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.prepare import ShardIterable
 from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
-from zero_plugin.facade.checkpoints import CheckpointCalls, LoadHook, SaveHook
+from zero_plugin.facade.checkpoints import CheckpointCalls, SaveHook
 from zero_plugin.facade.collecting import CollectingCalls
 from zero_plugin.facade.compute import ComputeCalls
 from zero_plugin.facade.data import DataCalls
@@ -43,6 +43,7 @@ from zero_plugin.facade.gradients import GradientCalls
 from zero_plugin.facade.loop import LoopCalls
 from zero_plugin.facade.prepare import PrepareCalls
 from zero_plugin.facade.processes import ProcessCalls
+from zero_plugin.facade.restoring import LoadHook, RestoringCalls
 from zero_plugin.facade.settings import SettingCalls
 from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
@@ -80,6 +81,7 @@ class Accelerator(
     ComputeCalls,
     WeightCalls,
     CheckpointCalls,
+    RestoringCalls,
     TrackingCalls,
 ):
     """Trains a model on ZeRO 0-3, DDP or one device, as the configuration says, with one and the same loop.
@@ -259,6 +261,9 @@ class Accelerator(
         """
         self._follow_configuration()
         return self._strategy.init_model()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Accelerator:
+        return self  # objects that hold one are copied for the same run
 
     def end_training(self) -> None:
         """Close every session and the process group; collective. It also runs at the end of the process."""

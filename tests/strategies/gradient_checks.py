@@ -241,6 +241,17 @@ def check_processes_with_fewer_batches_follow(path: str) -> None:
                 assert len(loader) == 2
 
 
+def check_arguments_of_backward(path: str) -> None:
+    """Those of `Tensor.backward`: a loss of several numbers with its gradient, a graph that is kept."""
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        x, y = own_batch(0)
+        losses = (model(x).float() - y).square().flatten()
+        accelerator.backward(losses, gradient=torch.full_like(losses, 1 / len(losses)))
+        optimizer.step()
+        assert_near(weights(accelerator, model), _trained_plainly([0]))
+
+
 def check_lomo_is_refused(path: str) -> None:
     """It would change weights within backward."""
     with running(path) as accelerator:

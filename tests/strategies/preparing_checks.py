@@ -176,6 +176,7 @@ def check_memory_is_freed(path: str) -> None:
             assert accelerator._schedulers == [schedule]
             assert all(getattr(o, "_is_accelerate_prepared", False) for o in (model, optimizer, schedule))
             _train(accelerator, model, optimizer, schedule)
+            assert copy.deepcopy({"of": accelerator})["of"] is accelerator
             kept = optimizer
             model, optimizer, schedule, loader = call(model, optimizer, schedule, loader)
             assert (model, optimizer, schedule, loader) == (None, None, None, None)

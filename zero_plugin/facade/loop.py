@@ -94,13 +94,15 @@ class LoopCalls:
         torch's own backward, said once.
 
         Args:
-            loss: scalar.
+            loss: scalar, or with `gradient` of its shape.
             **kwargs: for `Tensor.backward`, e.g. `retain_graph`.
 
         Raises:
             LoopError: gradients came from elsewhere; the loss reaches a module that was not prepared, or no prepared
                 one; with accumulation and without `accumulate`, it reaches several models.
         """
+        if "gradient" in kwargs:
+            kwargs["grad_tensors"] = kwargs.pop("gradient")  # as torch.autograd.backward has it
         looks = self._first_steps
         if not self._trained and looks.may_run_loose(self._strategy, self._processes.world_size):
             self._window = self._loose
