@@ -108,6 +108,31 @@ def test_more_backwards_than_the_window_is_an_error() -> None:
         window.count_backward()
 
 
+def test_no_step_at_the_end_of_an_epoch() -> None:
+    """`if (i + 1) % 4 == 0: step()` over 10 batches: the next epoch's first backward says what to write."""
+    epoch = FakeEpoch(10)
+    window = AccumulationWindow(4, lambda: epoch)
+    for epoch.batch in range(10):
+        window.count_backward()
+        if (epoch.batch + 1) % 4 == 0:
+            assert window.count_step()
+    epoch.batch = 0
+    with pytest.raises(LoopError, match=r"last accumulation window has 2(.|\n)* or i \+ 1 == len\(loader\)"):
+        window.count_backward()
+
+
+def test_an_early_step_at_the_end_of_a_loader_that_was_not_prepared() -> None:
+    """After whole windows, without a running loader, the advice is to prepare it."""
+    window = AccumulationWindow(4)
+    for _ in range(4):
+        window.count_backward()
+    assert window.count_step()
+    window.count_backward()
+    window.count_backward()
+    with pytest.raises(LoopError, match=r"windows before had 4(.|\n)*prepare\(\) the loader"):
+        window.count_step()
+
+
 def test_entering_accumulate_twice_is_an_error() -> None:
     """A nested accumulate() would count one micro-batch as two."""
     window = AccumulationWindow(2)

@@ -59,6 +59,7 @@ class AccumulationWindow:
         self._told_by_context = False  # this window's micro-batches come from accumulate()
         self._since_step = 0  # backwards since the loop last called step()
         self._backwards = 0  # of the window
+        self._ended_windows = 0
 
     @property
     def divisor(self) -> int:
@@ -71,6 +72,11 @@ class AccumulationWindow:
         if self.in_context:
             return self.ends_here
         return self._is_end(1 if self._stepped else self._batches + 1)
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the step that ended the window was the last thing to happen: no gradients have come since."""
+        return self._stepped and self._since_step == 0
 
     @property
     def correction(self) -> float:
@@ -122,11 +128,7 @@ class AccumulationWindow:
         if self._told_by_context or self._stepped or self.steps == 1:
             self._open()
         elif self._batches >= self._size and self._decided is None:
-            raise LoopError(
-                f"backward() ran {self._since_step} times without optimizer.step(), but gradient_accumulation_steps is "
-                f"{self.steps}.\nCall optimizer.step() after every backward (it acts on every {self.steps}th), or set "
-                "gradient_accumulation_steps to the number of backwards between two steps of this loop."
-            )
+            raise LoopError(self._describe_missing_step())
         self._backwards += 1
         self._advance()
 
@@ -144,11 +146,8 @@ class AccumulationWindow:
         applies = self.ends_here or (self.steps == 1 and not self.in_context and self._decided is None)
         since, self._since_step = self._since_step, 0
         if not applies and not self._told_by_context and self._decided is None and since > 1:
-            raise LoopError(
-                f"optimizer.step() comes after {since} backwards, but gradient_accumulation_steps is {self.steps}.\n"
-                f"Set gradient_accumulation_steps to {since}, or wrap each micro-batch in "
-                "`with accelerator.accumulate(model):`."
-            )
+            raise LoopError(self._describe_early_step(since))
+        self._ended_windows += applies
         self._stepped = applies
         return applies
 
@@ -170,6 +169,35 @@ class AccumulationWindow:
             if self.in_context:
                 self._told_by_context = True
                 self._advance()
+
+    def _describe_missing_step(self) -> str:
+        n = self.steps
+        if self._batches < n:  # the epoch has ended before
+            return (
+                f"optimizer.step() was not called at the end of the epoch, whose last accumulation window has "
+                f"{self._batches} micro-batches; gradient_accumulation_steps is {n}.\n"
+                "Call optimizer.step() after every backward: it acts where a window ends. Or step by hand "
+                f"`if (i + 1) % {n} == 0 or i + 1 == len(loader)`."
+            )
+        return (
+            f"backward() ran {self._since_step} times without optimizer.step(), but gradient_accumulation_steps is "
+            f"{n}.\nCall optimizer.step() after every backward (it acts on every {n}th), or set "
+            "gradient_accumulation_steps to the number of backwards between two steps of this loop."
+        )
+
+    def _describe_early_step(self, backwards: int) -> str:
+        found = (
+            f"optimizer.step() comes after {backwards} backwards, but gradient_accumulation_steps is {self.steps}.\n"
+        )
+        if self._ended_windows and self._running_epoch() is None:
+            return found + (
+                f"The windows before had {n}: where this is the end of the data, prepare() the loader, so that its end "
+                "is known and the gradients are averaged over the shorter window."
+            )
+        return found + (
+            f"Set gradient_accumulation_steps to {backwards}, or wrap each micro-batch in "
+            "`with accelerator.accumulate(model):`."
+        )
 
     def _open(self) -> None:
         self._backwards = 0

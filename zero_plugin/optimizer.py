@@ -185,9 +185,18 @@ class AcceleratedOptimizer(Optimizer):
             self.session.drop_strays()
 
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
-        """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens."""
+        """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens.
+
+        Raises:
+            LoopError: the step was taken; or see `Session.clip`.
+        """
         if not self._window.ends_here:
             return torch.tensor(float("nan"))
+        if self._window.is_applied:
+            raise LoopError(
+                "the gradients are to be clipped after optimizer.step(), which has applied and dropped them.\n"
+                "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."
+            )
         self._correct()
         return self.session.clip(max_norm, norm_type=norm_type, only=only)
 
@@ -209,7 +218,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def unscale(self) -> None:
         """Take the loss scale out of the coming step's gradients, where the script can see them."""
-        if self.session.whole_gradients and self.session.loss_scale != 1.0:
+        if self.session.whole_gradients and self.session.loss_scale != 1.0 and not self._window.is_applied:
             self.clip(float("inf"), norm_type=2.0, only=None)
 
     def call_after_step(self, call: Callable[[], None]) -> None:

@@ -48,5 +48,21 @@ def check_a_layer_is_unfrozen(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
+def check_clipping_comes_too_late(path: str) -> None:
+    """After the step: named; what the configuration says of clipping, and the window's size, hold on."""
+    with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for i in range(2):
+            before = weights(accelerator, model)
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            raised(LoopError, "before optimizer.step()", by=lambda: accelerator.clip_grad_norm_(net.parameters(), 0.01))
+            optimizer.zero_grad()
+            after = weights(accelerator, model)
+            moved = torch.stack([(after[name] - before[name]).norm() for name in before]).norm()
+            assert abs(float(moved) - 0.1 * 0.01) < 1e-5
+
+
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
 CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)
