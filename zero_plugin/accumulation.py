@@ -186,9 +186,8 @@ class AccumulationWindow:
         )
 
     def _describe_early_step(self, backwards: int) -> str:
-        found = (
-            f"optimizer.step() comes after {backwards} backwards, but gradient_accumulation_steps is {self.steps}.\n"
-        )
+        n = self.steps
+        found = f"optimizer.step() comes after {backwards} backwards, but gradient_accumulation_steps is {n}.\n"
         if self._ended_windows and self._running_epoch() is None:
             return found + (
                 f"The windows before had {n}: where this is the end of the data, prepare() the loader, so that its end "
