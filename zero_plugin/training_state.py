@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from zero_plugin.errors import CheckpointError
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.scheduler import AcceleratedScheduler
 from zero_plugin.strategies.optimizer_states import algorithm_of, describe_groups, restore_groups, state_scalars
 from zero_plugin.training import Training
 
-__all__ = ["describe_training", "is_inside_window", "refuse_other_optimizer", "restore_training"]
+__all__ = [
+    "describe_training",
+    "is_inside_window",
+    "refuse_other_optimizer",
+    "restore_training",
+    "schedules_of",
+]
 
 
 def describe_training(training: Training) -> dict[str, Any]:
@@ -71,6 +79,12 @@ def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]
 def is_inside_window(training: Training) -> bool:
     """Whether gradients wait for the window's step: they are in no checkpoint."""
     return training.optimizer is not None and (not training.window.ends_here or training.window.dropping_is_meant)
+
+
+def schedules_of(trainings: Iterable[Training], waiting: Iterable[AcceleratedOptimizer]) -> list[AcceleratedScheduler]:
+    """Every prepared schedule once, in the order of the optimizers that they drive."""
+    optimizers = [*(training.optimizer for training in trainings if training.optimizer), *waiting]
+    return list({id(schedule): schedule for optimizer in optimizers for schedule in optimizer.schedules}.values())
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

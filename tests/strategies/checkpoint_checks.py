@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from offload_checks import prepared, wide_net, zero3
 from paths import FURTHER, PAIR, assert_near, loss_of, make_net, own_batch, running, same, weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -118,6 +119,32 @@ def check_goes_on_within_a_shuffled_epoch(path: str, folder: Path) -> None:
     assert run(interrupted=False) == run(interrupted=True)
 
 
+def check_precisions_convert(path: str, folder: Path) -> None:
+    """From 16-bit weights with masters, 32 bits go on at the masters' precision; back, 16 bits are rounded from it."""
+    with running(path, mixed_precision="bf16") as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        accelerator.save_state(folder / "halved")
+        halved = weights(accelerator, model)
+    masters = load_file(folder / "halved" / "optimizer" / "masters.safetensors")
+    assert same(halved, load_file(folder / "halved" / "model.safetensors"))
+    assert same(halved, {name: tensor.bfloat16() for name, tensor in masters.items()})
+    assert not same({name: tensor.float() for name, tensor in halved.items()}, masters)
+    with running("ddp") as accelerator:
+        model, optimizer = prepare(accelerator)
+        accelerator.load_state(folder / "halved")
+        assert same(weights(accelerator, model), masters)
+        step(accelerator, model, optimizer, own_batch(1))
+        accelerator.save_state(folder / "whole")
+    whole = load_file(folder / "whole" / "model.safetensors")
+    with running(path, mixed_precision="bf16") as accelerator:
+        model, optimizer = prepare(accelerator)
+        accelerator.load_state(folder / "whole")
+        assert same(weights(accelerator, model), {name: tensor.bfloat16() for name, tensor in whole.items()})
+        accelerator.save_state(folder / "again")
+    assert same(load_file(folder / "again" / "optimizer" / "masters.safetensors"), whole)
+
+
 def check_hooks_get_whole_weights(path: str, folder: Path) -> None:
     """A save hook has every weight whole on the main process; what it takes over is the load hook's to load."""
     with running(path) as accelerator:
@@ -203,6 +230,7 @@ CHECKS = {
         (check_failure_on_one_is_everyones, ("zero3",)),
         (check_goes_on_within_a_shuffled_epoch, ("ddp", "zero2")),
         (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),
+        (check_precisions_convert, ("zero0", "zero2", "zero3")),
     )
     for path in paths
 } | {"nvme": ([2], check_nvme_and_elsewhere)}

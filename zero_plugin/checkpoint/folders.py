@@ -13,10 +13,28 @@ from zero_plugin.checkpoint.durable import sync_folder
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, find_damage, read_manifest
 from zero_plugin.errors import CheckpointError
 
-__all__ = ["choose_checkpoint", "numbered_checkpoints", "open_draft", "publish_draft", "rotate_checkpoints"]
+__all__ = [
+    "automatic_folder",
+    "choose_checkpoint",
+    "numbered_checkpoints",
+    "open_draft",
+    "publish_draft",
+    "rotate_checkpoints",
+]
 
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
 _AUTOMATIC: Final = "checkpoint_"
+
+
+def automatic_folder(project_dir: str | os.PathLike[str] | None) -> Path:
+    """Where checkpoints are that are named automatically.
+
+    Raises:
+        CheckpointError: the run has no folder.
+    """
+    if project_dir is None:
+        raise CheckpointError("automatic_checkpoint_naming needs Accelerator(project_dir=…).")
+    return Path(project_dir).expanduser().absolute() / "checkpoints"
 
 
 def open_draft(target: Path, needed_bytes: int) -> Path:

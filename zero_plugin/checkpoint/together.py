@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from zero_plugin import collectives
 from zero_plugin.errors import CheckpointError, ZeroPluginError
 
-__all__ = ["all_or_none", "on_main"]
+__all__ = ["all_or_none", "on_main", "taken_out"]
 
 T = TypeVar("T")
 
@@ -39,6 +39,13 @@ def on_main(step: Callable[[], T]) -> T:
     outcome = [all_or_none(lambda: step() if is_main else None)]
     result: T = collectives.broadcast_object_list(outcome)[0]
     return result
+
+
+def taken_out(all_of: Sequence[Any], left: Sequence[Any]) -> list[int]:
+    """Places of the items that are in `left` no more, as the main process sees it. Collective."""
+    gone = [index for index, item in enumerate(all_of) if not any(item is other for other in left)]
+    places: list[int] = collectives.broadcast_object_list([gone])[0]
+    return places
 
 
 def _describe(error: Exception) -> str:

@@ -1,0 +1,194 @@
+"""What a script calls to go on from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zero_plugin.agreement import collective
+from zero_plugin.checkpoint.folders import automatic_folder, choose_checkpoint
+from zero_plugin.checkpoint.load import LoadReport, load_tensors, verify_checksums
+from zero_plugin.checkpoint.manifest import Manifest, read_manifest
+from zero_plugin.checkpoint.nested_file import read_nested
+from zero_plugin.checkpoint.random_state import restore_random_state
+from zero_plugin.checkpoint.together import all_or_none, on_main, taken_out
+from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.errors import CheckpointError
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.plugins import DataLoaderConfiguration, ProjectConfiguration
+from zero_plugin.strategies.processes import Processes
+from zero_plugin.training import Training
+from zero_plugin.training_state import refuse_other_optimizer, restore_training, schedules_of
+
+__all__ = ["LoadHook", "RestoringCalls"]
+
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class RestoringCalls:
+    """The calls of the facade that read checkpoints."""
+
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    _custom_objects: list[Any]
+    _dataloaders: list[DataLoaderAdapter]
+    _load_model_state_pre_hook: OrderedDict[int, LoadHook]
+    _processes: Processes
+    _say: Callable[[str], None]
+    _trainings: list[Training]
+    _waiting: list[AcceleratedOptimizer]
+
+    @collective("load_state", meets=True)
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,  # noqa: ARG002 - torch.load is not used
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        verify: bool = False,
+        map_location: str | None = None,
+    ) -> LoadReport:
+        """Go on from a checkpoint that `save_state` wrote, by whatever strategy and processes; collective.
+
+        The loaders draw the interrupted epoch's order again, from its first batch:
+        `skip_first_batches(loader, report.batches[i])` begins where it stopped. With
+        `DataLoaderConfiguration(use_stateful_dataloader=True)` they begin there by themselves.
+
+        Args:
+            input_dir: a checkpoint, or a folder of `checkpoint_<number>`s, of which the newest complete one is loaded;
+                absent: that of `project_dir/checkpoints`, where naming is automatic.
+            load_kwargs: accepted for scripts that give it.
+            strict: tensors that only the model or only the checkpoint has are an error.
+            weights_only: load the models' weights, and nothing else.
+            verify: read everything once more, and compare it with the checksums.
+            map_location: `cpu` or `on_device`, accepted for scripts that give it: tensors are read to where they live.
+
+        Returns:
+            What was restored, and what was not.
+
+        Raises:
+            CheckpointError: it is damaged, and which is the newest good one before it; or it does not fit.
+        """
+        if map_location not in (None, "cpu", "on_device"):
+            raise TypeError(
+                f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
+                "or None. Tensors are read to where they live in any case."
+            )
+        folder, passed_over = on_main(lambda: choose_checkpoint(self._find_checkpoint(input_dir)))
+        manifest = all_or_none(lambda: read_manifest(folder))
+        if verify:
+            verify_checksums(folder, manifest)
+        saved = all_or_none(lambda: read_nested(folder / "training"))
+        report = LoadReport(folder, not_restored=[f"a newer checkpoint: {damage}" for damage in passed_over])
+        all_or_none(lambda: self._refuse_unfitting(manifest, saved, weights_only=weights_only))
+        loaded_by_hooks = self._run_load_hooks(folder)
+        for index, (training, stored, record) in enumerate(
+            zip(self._trainings, manifest.models, saved["models"], strict=True)
+        ):
+            if training.optimizer is not None:
+                training.session.drop_gradients()
+                training.window.restart()
+            optimizer = {} if record["optimizer"] is None else record["optimizer"]
+            report.not_restored += load_tensors(
+                folder,
+                training.session,
+                stored,
+                optimizer.get("scalars", {}),
+                weights=index not in loaded_by_hooks,
+                optimizer=not weights_only and bool(optimizer),
+                strict=strict,
+            )
+            report.steps = report.steps or optimizer.get("applied_steps", 0)
+        report.restored.append("weights")
+        if not weights_only:
+            all_or_none(lambda: self._restore(folder, saved, report))
+        self._say(str(report))
+        return report
+
+    def _find_checkpoint(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        if input_dir is not None:
+            return Path(input_dir).expanduser().absolute()
+        if self.project_configuration.automatic_checkpoint_naming:
+            return automatic_folder(self.project_configuration.project_dir)
+        raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")
+
+    def _run_load_hooks(self, folder: Path) -> Sequence[int]:
+        models = [training.session.model for training in self._trainings]
+        left = list(models)
+        for hook in tuple(self._load_model_state_pre_hook.values()):
+            hook(left, str(folder))
+        return taken_out(models, left)
+
+    def _refuse_unfitting(self, manifest: Manifest, saved: dict[str, Any], *, weights_only: bool) -> None:
+        if len(manifest.models) != len(self._trainings):
+            stored = ", ".join(model.kind for model in manifest.models) or "none"
+            raise CheckpointError(
+                f"the checkpoint has {len(manifest.models)} models ({stored}), here {len(self._trainings)} are "
+                "prepared; prepare the same models in the same order before load_state()."
+            )
+        if not weights_only:
+            for training, record in zip(self._trainings, saved["models"], strict=True):
+                refuse_other_optimizer(training, record)
+
+    def _restore(self, folder: Path, saved: dict[str, Any], report: LoadReport) -> None:
+        """All but the models' tensors; random states last, since what comes before may draw."""
+        project = self.project_configuration
+        for training, record in zip(self._trainings, saved["models"], strict=True):
+            report.not_restored += restore_training(training, record)
+        report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
+        parts: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
+            ("optimizers without a model", self._waiting, saved["waiting_optimizers"]),
+            ("schedules", schedules_of(self._trainings, self._waiting), saved["schedules"]),
+        )
+        for what, running, states in parts:
+            if len(running) != len(states):
+                report.not_restored.append(f"{what}: {len(states)} in the checkpoint, {len(running)} here")
+                continue
+            for one, state in zip(running, states, strict=True):
+                one.load_state_dict(state)
+            report.restored.extend([what] if states else [])
+        self._restore_loaders(saved["loaders"], report)
+        self._restore_objects(read_nested(folder / "objects"), report)
+        if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
+            project.iteration = saved["iteration"] + 1
+        problem = restore_random_state(read_nested(folder / "random"), self._processes.rank)
+        report.restored.append("random states")
+        report.not_restored.extend([] if problem is None else [problem])
+
+    def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport) -> None:
+        if len(states) != len(self._dataloaders):
+            report.not_restored.append(
+                f"places of the loaders: {len(states)} in the checkpoint, {len(self._dataloaders)} here"
+            )
+            return
+        for loader, state in zip(self._dataloaders, states, strict=True):
+            # Scripts skip by themselves what the interrupted epoch has had, unless loaders are asked to.
+            goes_on = self.dataloader_config.use_stateful_dataloader
+            loader.load_state_dict(state if goes_on else {**state, "batches": 0})
+            report.batches.append(_batches_had(loader, state))
+        report.restored.extend(["orders of the loaders"] if states else [])
+
+    def _restore_objects(self, stored: list[dict[str, Any]], report: LoadReport) -> None:
+        if len(stored) != len(self._custom_objects):
+            names = ", ".join(entry["class"] for entry in stored) or "none"
+            raise CheckpointError(
+                f"the checkpoint has {len(stored)} registered objects ({names}), here {len(self._custom_objects)} are "
+                "registered; register the same ones in the same order before load_state()."
+            )
+        for o, entry in zip(self._custom_objects, stored, strict=True):
+            o.load_state_dict(entry["state"])
+        report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
+
+
+def _batches_had(loader: DataLoaderAdapter, state: dict[str, Any]) -> int:
+    """Batches of this loader that the interrupted epoch has had, whose batches may have been of another size."""
+    if state["_iterator_finished"]:
+        return 0
+    then, now = state["total_batch_size"], loader.total_batch_size
+    return int(state["batches"] if then is None or now is None else state["batches"] * then // now)
