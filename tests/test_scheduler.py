@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.optimizer import AcceleratedOptimizer
@@ -116,6 +117,21 @@ def test_a_plateau_loses_no_measurement() -> None:
         loop.optimizer.step()
         prepared.step(1.0)
     assert prepared.get_last_lr() == [0.1]
+
+
+def test_a_chain_goes_on() -> None:
+    """A ChainedScheduler has no `last_epoch`; its state goes out and in, and its rates are shown."""
+    loop = Loop(lr=1.0)
+    parts = [LambdaLR(loop.sgd, lambda step: 0.5**step), ConstantLR(loop.sgd, factor=0.1, total_iters=9)]
+    prepared = AcceleratedScheduler(ChainedScheduler(parts), loop.optimizer)
+    assert str(prepared.describe(None, None, 3)).startswith("ChainedScheduler: learning rate 0.1 start")
+    state = copy.deepcopy(prepared.state_dict())
+    loop.backward()
+    loop.optimizer.step()
+    prepared.step()
+    assert prepared.get_last_lr() == [0.5]
+    prepared.load_state_dict(state)
+    assert [part.last_epoch for part in parts] == [0, 0]
 
 
 def test_it_may_move_by_itself() -> None:

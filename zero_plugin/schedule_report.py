@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
     LambdaLR,
+    LinearLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 from zero_plugin.curves import CURVES, describe_curve
@@ -28,6 +35,18 @@ __all__ = ["ScheduleLength", "describe_section", "describe_torch_schedule", "own
 
 # Rates of torch's schedules come from running a copy, some 20 µs a step.
 _MOST_SIMULATED = 20_000
+# These depend on the number of steps alone; what a script's own function or class counts must not be counted twice.
+_CLOSED = (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    StepLR,
+)
 
 
 def own_steps(scheduler: Any) -> int | None:
@@ -133,12 +152,13 @@ def describe_torch_schedule(scheduler: Any, times: int, steps_per_epoch: int | N
     """
     own = own_steps(scheduler)
     last = own if own is not None else None if steps_per_epoch is None else steps_per_epoch * times
-    if last is None or last > _MOST_SIMULATED or scheduler.last_epoch > 0 or isinstance(scheduler, ReduceLROnPlateau):
+    begun = getattr(scheduler, "last_epoch", 0) > 0  # a ChainedScheduler has none
+    if last is None or last > _MOST_SIMULATED or begun or isinstance(scheduler, ReduceLROnPlateau):
         return None
-    try:
-        rates = _simulate(scheduler, last)
-    except Exception:  # noqa: BLE001 - a schedule of the user's own that cannot be copied or run by itself
-        return None
+    if not _is_closed(scheduler):
+        start = scheduler.optimizer.param_groups[0]["lr"]
+        return _points(type(scheduler).__name__, lambda _: float(start), None, None, None) + _epoch(steps_per_epoch)
+    rates = _simulate(scheduler, last)
     total = -(-last // times)
     peak = rates.index(max(rates))
     name = type(scheduler).__name__
@@ -162,8 +182,11 @@ def _points(
     if warm is not None:
         steps[warm] = "after warm-up"
     shown = ", ".join(f"{rate(step):.3g} {steps[step]} (step {step})" for step in sorted(steps))
-    epoch = "" if steps_per_epoch is None else f"; one epoch is {steps_per_epoch} optimizer steps"
-    return f"{name}: learning rate {shown}{epoch}"
+    return f"{name}: learning rate {shown}{_epoch(steps_per_epoch)}"
+
+
+def _epoch(steps: int | None) -> str:
+    return "" if steps is None else f"; one epoch is {steps} optimizer steps"
 
 
 def _other_end(total: int, here: float, other: float) -> str:
@@ -173,6 +196,17 @@ def _other_end(total: int, here: float, other: float) -> str:
         f"; scheduler_counts is processes, which ends at {here:.3g} in step {total}: "
         f"with scheduler_counts: steps it would be {other:.3g} there"
     )
+
+
+def _is_closed(scheduler: Any) -> bool:
+    """Whether running a copy calls nothing that the script wrote."""
+    kind = type(scheduler)
+    if kind in (SequentialLR, ChainedScheduler):
+        return all(map(_is_closed, scheduler._schedulers))
+    if kind is LambdaLR:  # transformers' schedules are partials of its own functions
+        functions = [getattr(shape, "func", shape) for shape in scheduler.lr_lambdas]
+        return all(str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions)
+    return kind in _CLOSED
 
 
 def _simulate(scheduler: LRScheduler, steps: int) -> list[float]:

@@ -108,7 +108,7 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the schedule's state."""
         self.scheduler.load_state_dict(state_dict)
-        self.length.resume(self.scheduler.last_epoch)
+        self.length.resume(getattr(self.scheduler, "last_epoch", 0))  # a ChainedScheduler has none
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]
 
     def __getattr__(self, name: str) -> Any:
