@@ -182,6 +182,35 @@ def check_hooks_get_whole_weights(path: str, folder: Path) -> None:
         assert same(weights(accelerator, model), end)
 
 
+def check_odd_partitions(folder: Path) -> None:
+    """However a stage cuts and orders its partitions, the files hold what DDP's hold, and are read back into them."""
+    sections: dict[str, dict[str, Any]] = {
+        "gathered": {"stage": 3},  # every parameter is below the threshold, and stays whole between steps
+        "sub-groups": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 40},
+        "round-robin": {"stage": 2, "round_robin_gradients": True},
+    }
+    kept: dict[str, list[dict[str, Tensor]]] = {}
+    for name in ("ddp", *sections):
+        section = {"zero_optimization": sections[name]} if name in sections else None
+        with running("zero3" if section else "ddp", deepspeed=section) as accelerator:
+            model, optimizer = prepare(accelerator)
+            if name != "ddp":
+                accelerator.load_state(folder / "ddp")  # of two steps
+                accelerator.save_state(folder / "read back")
+                for file in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+                    read = load_file(folder / "read back" / f"{file}.safetensors")
+                    assert same(read, load_file(folder / "ddp" / f"{file}.safetensors")), name
+            for index in range(2, 4) if section else range(4):
+                if index == 2 and name == "ddp":
+                    accelerator.save_state(folder / "ddp")
+                step(accelerator, model, optimizer, own_batch(index))
+            saved = accelerator.save_state(folder / name / "end")
+            kept[name] = [load_file(saved / f) for f in ("model.safetensors", "optimizer/exp_avg.safetensors")]
+            assert_near(weights(accelerator, model), kept[name][0], 1e-6)
+        for got, wanted in zip(kept[name], kept["ddp"], strict=True):
+            assert_near(got, wanted, 1e-4)
+
+
 def check_nvme_and_elsewhere(folder: Path) -> None:
     """What lies on NVMe is saved from there and read to there: it goes on there, in memory and under DDP alike."""
     places = {
@@ -233,4 +262,4 @@ CHECKS = {
         (check_precisions_convert, ("zero0", "zero2", "zero3")),
     )
     for path in paths
-} | {"nvme": ([2], check_nvme_and_elsewhere)}
+} | {"nvme": ([2], check_nvme_and_elsewhere), "odd": ([2], check_odd_partitions)}
