@@ -182,6 +182,32 @@ def check_hooks_get_whole_weights(path: str, folder: Path) -> None:
         assert same(weights(accelerator, model), end)
 
 
+def check_several_models(path: str, folder: Path) -> None:
+    """Every model is stored and read, also one that is not trained, each with its own optimizer."""
+    with running(path) as accelerator:
+        nets = [make_net() for _ in range(3)]
+        adamw = torch.optim.AdamW(nets[0].parameters(), lr=1e-2)
+        sgd = torch.optim.SGD(nets[1].parameters(), lr=1e-2, momentum=0.9)
+        *models, _, _ = accelerator.prepare(*nets[:2], adamw, sgd)
+        models.append(accelerator.prepare(nets[2]))
+        for model, optimizer in zip(models, accelerator._optimizers, strict=False):
+            step(accelerator, model, optimizer, own_batch(0))
+        wanted = [weights(accelerator, model) for model in models]
+        saved = accelerator.save_state(folder / "saved")
+        assert (saved / "model_1" / "optimizer" / "momentum_buffer.safetensors").exists()
+        assert not (saved / "model_2" / "optimizer").exists()
+        for model, optimizer in zip(models, accelerator._optimizers, strict=False):
+            step(accelerator, model, optimizer, own_batch(1))
+        accelerator.load_state(saved)
+        assert all(same(weights(accelerator, m), state) for m, state in zip(models, wanted, strict=True))
+    with running("ddp") as accelerator:
+        nets = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(3)]
+        optimizers = [torch.optim.AdamW(nets[0].parameters()), torch.optim.SGD(nets[1].parameters(), 0.1, 0.9)]
+        models = [*accelerator.prepare(*nets[:2], *optimizers)[:2], accelerator.prepare(nets[2])]
+        accelerator.load_state(saved)
+        assert all(same(weights(accelerator, m), state) for m, state in zip(models, wanted, strict=True))
+
+
 def check_odd_partitions(folder: Path) -> None:
     """However a stage cuts and orders its partitions, the files hold what DDP's hold, and are read back into them."""
     sections: dict[str, dict[str, Any]] = {
@@ -260,6 +286,7 @@ CHECKS = {
         (check_goes_on_within_a_shuffled_epoch, ("ddp", "zero2")),
         (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),
         (check_precisions_convert, ("zero0", "zero2", "zero3")),
+        (check_several_models, ("zero2", "zero3")),
     )
     for path in paths
 } | {"nvme": ([2], check_nvme_and_elsewhere), "odd": ([2], check_odd_partitions)}
