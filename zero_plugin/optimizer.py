@@ -225,6 +225,10 @@ class AcceleratedOptimizer(Optimizer):
         """Run `call` after every applied step."""
         self._after_step.append(call)
 
+    def stop_calling(self, call: Callable[[], None]) -> None:
+        """Undo `call_after_step`."""
+        self._after_step.remove(call)
+
     def _count_skip(self, culprit: str | None) -> None:
         self.skipped_in_a_row += 1
         if not self._told_of_skips and self.session.loss_scale == 1.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.probe.model import probe_model
 from zero_plugin.resolve.facts import Facts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
-from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.resolve.resolved import Resolved, SchedulerSection
 from zero_plugin.run_record import describe_run, keep_record
 from zero_plugin.scheduler import AcceleratedScheduler
 from zero_plugin.schedules import build_schedule
@@ -125,9 +126,8 @@ def begin_steps(
     section = training.resolved.scheduler
     if section is not None and not schedules and not optimizer.schedules:
         # A section whose schedule the loop never asked for still is what the user wrote.
-        schedule = AcceleratedScheduler(build_schedule(section, optimizer.optimizer), optimizer, times=1)
-        optimizer.call_after_step(schedule.step)
-        _say_learning_rate(schedule, training.resolved, training.facts, say)
+        training.take_back_schedule = _step_by_itself(section, optimizer)
+        _say_learning_rate(optimizer.schedules[-1], training.resolved, training.facts, say)
         say("the configuration's schedule steps by itself, since no scheduler was prepared")
     return optimizer
 
@@ -155,23 +155,64 @@ def prepare_schedule(
     assert optimizer is not None, "a schedule is found by its optimizer"
     by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
     counted = training.facts.machine.processes if by_process else 1
+    _join_schedule(training, schedule, document, processes, say)
     if not isinstance(schedule, DummyScheduler):
         prepared = AcceleratedScheduler(schedule, optimizer, step_with_optimizer, times=counted)
     elif schedule.lr_scheduler_callable is not None:
         real = schedule.lr_scheduler_callable(optimizer.optimizer)
         prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1)
     else:
-        if training.facts.scheduler is None or not training.facts.scheduler.placeholder:  # prepared after its model
-            told = training.resolved.said_aloud
-            training.facts = replace(training.facts, scheduler=schedule.describe())
-            training.resolved = resolve(document, training.facts)
-            _tell(document, training.facts, training.resolved, processes, say, told)
         assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
         real = build_schedule(training.resolved.scheduler, optimizer.optimizer)
         typed = counted if schedule.total_num_steps is not None else 1  # a section's numbers are optimizer steps
         prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1, typed_per_step=typed)
     _say_learning_rate(prepared, training.resolved, training.facts, say)
     return prepared
+
+
+def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
+    """The section's schedule, stepped by the optimizer; what undoes it, with all that it has set in the groups."""
+    settings = [{name: deepcopy(group[name]) for name in group if name != "params"} for group in optimizer.param_groups]
+    schedule = AcceleratedScheduler(build_schedule(section, optimizer.optimizer), optimizer, times=1)
+    optimizer.call_after_step(schedule.step)
+
+    def take_back() -> None:
+        optimizer.stop_calling(schedule.step)
+        optimizer.schedules.remove(schedule)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            for name in group.keys() - before.keys() - {"params"}:
+                del group[name]
+            group.update(before)
+
+    return take_back
+
+
+def _join_schedule(
+    training: Training, schedule: Any, document: Document, processes: Processes, say: Callable[[str], None]
+) -> None:
+    """Resolve anew where a schedule comes in a later call than its optimizer.
+
+    Raises:
+        ConfigError: the configuration describes another one.
+        LoopError: that one has stepped by itself already.
+    """
+    placeholder = isinstance(schedule, DummyScheduler) and schedule.lr_scheduler_callable is None
+    known = training.facts.scheduler
+    if known is not None and (known.placeholder or not placeholder):
+        return
+    told = training.resolved.said_aloud
+    facts = replace(training.facts, scheduler=schedule.describe() if placeholder else SchedulerFacts())
+    resolved = resolve(document, facts)
+    if training.take_back_schedule is not None:
+        if training.optimizer is not None and training.optimizer.applied_steps:
+            raise LoopError(
+                f"prepare() got a {type(schedule).__name__} after optimizer steps in which the configuration's "
+                "schedule has stepped by itself; prepare it before the first step."
+            )
+        training.take_back_schedule()
+        training.take_back_schedule = None
+    training.facts, training.resolved = facts, resolved
+    _tell(document, facts, resolved, processes, say, told)
 
 
 def _resolve(

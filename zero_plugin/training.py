@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class Training:
         ids: of the parameters.
         looks: how many of its backwards `FirstSteps` has looked at.
         reached: whether a gradient has come since it was last set to False; see `watch_gradients`.
+        take_back_schedule: undoes the schedule that the configuration describes and that steps by itself.
         reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not in the last one
             of a window.
     """
@@ -51,6 +52,7 @@ class Training:
     looks: int = 0
     reached: bool = False
     watches: bool = False
+    take_back_schedule: Callable[[], None] | None = None
     reduces_each_batch: bool = False
 
     def __post_init__(self) -> None:

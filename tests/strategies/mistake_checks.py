@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from paths import (
     PAIR,
@@ -16,8 +18,10 @@ from paths import (
     running,
     weights,
 )
+from torch.optim.lr_scheduler import LambdaLR
 
-from zero_plugin.errors import LoopError
+from zero_plugin import DummyScheduler
+from zero_plugin.errors import ConfigError, LoopError
 
 
 def check_a_layer_is_unfrozen(path: str) -> None:
@@ -62,6 +66,39 @@ def check_clipping_comes_too_late(path: str) -> None:
             after = weights(accelerator, model)
             moved = torch.stack([(after[name] - before[name]).norm() for name in before]).norm()
             assert abs(float(moved) - 0.1 * 0.01) < 1e-5
+
+
+def check_a_schedule_comes_after_its_section_runs(path: str) -> None:
+    """A placeholder takes over from the section's schedule, which stepped by itself; a real one is refused."""
+    sections: list[dict[str, Any]] = [
+        {"type": "ExponentialLR", "params": {"gamma": 0.5}},
+        {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 3}},
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 0.1, "warmup_type": "linear"}},
+    ]
+    for section in sections:
+        rates = []
+        for later in (False, True):
+            with running(path, deepspeed={"scheduler": section}) as accelerator:
+                net = make_net()
+                sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+                if later:
+                    model, optimizer = accelerator.prepare(net, sgd)
+                    schedule = accelerator.prepare(DummyScheduler(optimizer))
+                else:
+                    model, optimizer, schedule = accelerator.prepare(net, sgd, DummyScheduler(sgd))
+                for i in range(3):
+                    rates.append(optimizer.param_groups[0]["lr"])
+                    accelerator.backward(loss_of(model, own_batch(i)))
+                    optimizer.step()
+                    schedule.step()
+        assert rates[:3] == rates[3:], rates
+    with running(path, deepspeed={"scheduler": sections[0]}) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        raised(ConfigError, "scheduler", by=lambda: accelerator.prepare(LambdaLR(optimizer, lambda step: 1.0)))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        raised(LoopError, "before the first step", by=lambda: accelerator.prepare(DummyScheduler(optimizer)))
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
