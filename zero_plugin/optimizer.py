@@ -111,12 +111,25 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that required gradients when their model was prepared.
+        """Add a group of parameters that required gradients when their model was prepared, and were in no group.
 
         Raises:
-            LoopError: the optimizer's parameters are partitioned.
+            LoopError: they did not, or the optimizer's parameters are partitioned.
         """
-        self._changeable("add_param_group()").add_param_group(param_group)
+        optimizer = self._changeable("add_param_group()")
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        if isinstance(self.session, Session):
+            joining = set(map(id, parameters))
+            left = [p for p in self.session.left_out if id(p) not in joining]
+            if len(self.session.left_out) - len(left) < len(joining):
+                raise LoopError(
+                    "optimizer.add_param_group() got parameters that were frozen when their model was prepared, or are "
+                    "in the optimizer, or not the model's: gradients of others are not averaged over the processes.\n"
+                    "Have them require gradients before prepare()."
+                )
+            self.session.left_out = left
+        optimizer.add_param_group({**param_group, "params": parameters})
 
     def state_dict(self) -> dict[str, Any]:
         """The running optimizer's state."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from zero_plugin.errors import LoopError
 from zero_plugin.placeholders import DummyOptim
 
-__all__ = ["Pair", "holds_any", "pair_models"]
+__all__ = ["Pair", "holds_any", "pair_models", "parameters_left_out"]
 
 
 class Pair(NamedTuple):
@@ -60,6 +60,12 @@ def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:
     """Whether the optimizer holds a parameter of the model."""
     held = {id(p) for p in _parameters(optimizer)}
     return any(id(p) in held for p in model.parameters())
+
+
+def parameters_left_out(optimizer: Optimizer | DummyOptim, model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the model that get gradients, and that the optimizer does not hold."""
+    held = {id(p) for p in _parameters(optimizer)}
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in held]
 
 
 def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) -> nn.Module:

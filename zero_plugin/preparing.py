@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -17,7 +18,7 @@ from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import LoopError
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.optimizers import describe_optimizer
-from zero_plugin.pairing import Pair
+from zero_plugin.pairing import Pair, parameters_left_out
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.probe.model import probe_model
 from zero_plugin.resolve.facts import Facts, OptimizerFacts, SchedulerFacts
@@ -63,7 +64,9 @@ def start_training(
     facts, resolved = _resolve(document, facts, optimizer, schedules)
     _tell(document, facts, resolved, processes, say)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    left_out = _find_left_out(model, optimizer, say)
     session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, say, **how), processes)
+    session.left_out = left_out
     parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
     training = Training(session, facts, resolved, window, parameters)
     session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
@@ -95,6 +98,7 @@ def add_optimizer(
     training.facts, training.resolved = _resolve(document, training.facts, optimizer, schedules)
     _tell(document, training.facts, training.resolved, processes, say, told)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    training.session.left_out = _find_left_out(model, optimizer, say)
     strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real, say))
 
 
@@ -120,6 +124,7 @@ def begin_steps(
     assert training.session.optimizer is not None, "the session has just been given one"
     optimizer = AcceleratedOptimizer(training.session.optimizer) if held is None else held
     optimizer.run_in(training.session, training.window)
+    training.session.follow_zero_grad(optimizer.zero_grad)
     training.given_optimizer, training.optimizer = given, optimizer
     for schedule in optimizer.schedules:  # prepared before
         _say_learning_rate(schedule, training.resolved, training.facts, say)
@@ -168,6 +173,21 @@ def prepare_schedule(
         prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1, typed_per_step=typed)
     _say_learning_rate(prepared, training.resolved, training.facts, say)
     return prepared
+
+
+def _find_left_out(
+    model: nn.Module, optimizer: Optimizer | DummyOptim | None, say: Callable[[str], None]
+) -> list[nn.Parameter]:
+    """See `Session.left_out`; said."""
+    if optimizer is None or not (left_out := parameters_left_out(optimizer, model)):
+        return []
+    trainable = sum(p.requires_grad for p in model.parameters())
+    say(
+        f"{len(left_out)} of the {trainable} trainable parameters of the {type(model).__name__} are in no optimizer: "
+        "their gradients are computed, never applied, and count in no norm; requires_grad_(False) before prepare() "
+        "saves them"
+    )
+    return left_out
 
 
 def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) -> Callable[[], None]:

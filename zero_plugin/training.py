@@ -106,11 +106,15 @@ class Training:
         if self.optimizer is None:
             return None
         ids = {id(p) for p in given}
-        counted = sum(id(p) in ids for p in self.parameters)
+        stepped: Sequence[nn.Parameter] = self.parameters
+        if self.session.left_out:
+            idle = set(map(id, self.session.left_out))
+            stepped = [p for p in stepped if id(p) not in idle]
+        counted = sum(id(p) in ids for p in stepped)
         if not counted:
             return None
         self._refuse_other_clipping(max_norm)
-        only = None if counted == len(self.parameters) else list(given)
+        only = None if counted == len(stepped) else list(given)
         return self.optimizer.clip(max_norm, norm_type=norm_type, only=only)
 
     def _refuse_other_clipping(self, max_norm: float) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,7 +28,15 @@ from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["DIRECT_BACKWARD", "FAILED_BACKWARD", "LATE_BACKWARD", "Session", "SessionRequest", "Strategy"]
+__all__ = [
+    "DIRECT_BACKWARD",
+    "FAILED_BACKWARD",
+    "LATE_BACKWARD",
+    "LOSS_OF_OTHERS",
+    "Session",
+    "SessionRequest",
+    "Strategy",
+]
 
 DIRECT_BACKWARD = (
     "gradients came to this model from loss.backward().\n"
@@ -35,6 +45,10 @@ DIRECT_BACKWARD = (
 FAILED_BACKWARD = (
     "a backward of this model has failed and left a part of its gradients behind.\n"
     "Call optimizer.zero_grad() before you go on: it drops the window's gradients, and the window begins anew."
+)
+LOSS_OF_OTHERS = (
+    "the loss of this backward() depends on no trained parameter of the prepared model, and was multiplied by its loss "
+    "scale.\nCall loss.backward() for what is not prepared."
 )
 LATE_BACKWARD = (
     "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
@@ -80,11 +94,13 @@ class Session(ABC):
         last_norm: norm of the last step's gradients before clipping, where one was computed.
         whole_gradients: whether `p.grad` of the user's own parameters are the step's gradients, whole, as in plain
             torch; not where they are partitioned.
+        left_out: parameters that get gradients and are in no group of the optimizer.
         failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
     """
 
     whole_gradients = True
     failed = False
+    left_out: Sequence[nn.Parameter] = ()
 
     model: nn.Module
     module: nn.Module
@@ -146,6 +162,10 @@ class Session(ABC):
     @abstractmethod
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """Ask `ends_window` before each forward whether the backward to come is the window's last."""
+
+    def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
+        """Have `zero_grad()` of the model do the same as its optimizer's, `zero_grad`."""
+        _route_zero_grad(self.model, zero_grad)
 
     @abstractmethod
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
@@ -334,6 +354,19 @@ class Strategy(ABC):
             partitioned: whether it does so inside; None as the configuration says.
         """
         return nullcontext()
+
+
+def _route_zero_grad(model: nn.Module, zero_grad: Callable[[], None]) -> None:
+    own = type(model).zero_grad
+
+    @functools.wraps(own)
+    def routed(this: nn.Module, set_to_none: bool = True) -> None:
+        if this is model:
+            zero_grad()
+        else:  # a copy
+            own(this, set_to_none)
+
+    model.zero_grad = MethodType(routed, model)  # type: ignore[method-assign]
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:

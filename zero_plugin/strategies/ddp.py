@@ -17,7 +17,7 @@ from zero_plugin.strategies.autocast import autocast_as
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import keep_weights_in_fp32, torch_optimizer, torch_session
+from zero_plugin.strategies.torch_session import TorchSession, keep_weights_in_fp32, torch_optimizer, torch_session
 
 __all__ = ["DdpStrategy"]
 
@@ -88,7 +88,10 @@ class DdpStrategy(Strategy):
                 f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model, "
                 "which was prepared frozen or for evaluation only.\nPass them in one call."
             )
-        session.optimizer = torch_optimizer(request)
+        optimizer = torch_optimizer(request)
+        assert isinstance(session, TorchSession)
+        assert optimizer is not None, "the request is for one"
+        session.train_with(optimizer)
 
     @contextmanager
     def reduce_next_backward(self, session: Session) -> Iterator[None]:

@@ -14,7 +14,7 @@ from zero_plugin.strategies.autocast import autocast_as
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import keep_weights_in_fp32, torch_optimizer, torch_session
+from zero_plugin.strategies.torch_session import TorchSession, keep_weights_in_fp32, torch_optimizer, torch_session
 
 __all__ = ["SingleStrategy"]
 
@@ -48,7 +48,10 @@ class SingleStrategy(Strategy):
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
         """See `Strategy.add_optimizer`."""
         keep_weights_in_fp32(request)
-        session.optimizer = torch_optimizer(request)
+        optimizer = torch_optimizer(request)
+        assert isinstance(session, TorchSession)
+        assert optimizer is not None, "the request is for one"
+        session.train_with(optimizer)
 
     def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
         """See `Strategy.hold_optimizer`: a model that stays as it is trains well here."""

@@ -26,6 +26,7 @@ from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
     FAILED_BACKWARD,
     LATE_BACKWARD,
+    LOSS_OF_OTHERS,
     Session,
     SessionRequest,
     persistent_tensors,
@@ -34,6 +35,7 @@ from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
+from zero_plugin.strategies.step_guard import StepGuard
 
 __all__ = ["TorchSession", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
 
@@ -66,7 +68,7 @@ class TorchSession(Session):
     ) -> None:
         self.model = model
         self.module = module
-        self.optimizer = optimizer
+        self.optimizer: Optimizer | None = None
         self._clipping = clipping
         self._clipped = False
         self._unscaled = False
@@ -83,12 +85,24 @@ class TorchSession(Session):
         if precision != "no":
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             self._undo_autocast = run_under_autocast(module, lambda: autocast_as(precision, device.type, autocast))
+        self._is_open = False  # inside a backward that was opened
+        if optimizer is not None:
+            self.train_with(optimizer)
+
+    def train_with(self, optimizer: Optimizer) -> None:
+        """Step with `optimizer` from now on; the session had none before."""
+        self.optimizer = optimizer
+        self._guard = StepGuard([optimizer])
+        # One parameter is enough to see a loss.backward() between two others; before a window all are looked at.
+        first = next((p for p in self._trained_parameters() if p.requires_grad), None)
+        self._watch = None if first is None else first.register_post_accumulate_grad_hook(self._refuse_direct)  # type: ignore[no-untyped-call]
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         """See `Session.open_backward`."""
         self._refuse_failed()
         if not self._has_gradients and self._has_strays():
             raise LoopError(DIRECT_BACKWARD)
+        self._is_open = True
         if self._ddp is None or not ends_window or self._local_only:
             return
         finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
@@ -101,6 +115,9 @@ class TorchSession(Session):
 
     def close_backward(self, *, reached: bool) -> None:
         """See `Session.close_backward`."""
+        self._is_open = False
+        if self._scale is not None and reached and not self._has_gradients and not self._has_strays():
+            raise LoopError(LOSS_OF_OTHERS)
         if reached and self._unscaled:  # what was clipped has the loss scale taken out, what came now has not
             raise LoopError(LATE_BACKWARD)
         self._has_gradients |= reached
@@ -114,6 +131,7 @@ class TorchSession(Session):
 
     def abandon_backward(self, *, reached: bool) -> None:
         """See `Session.abandon_backward`."""
+        self._is_open = False
         if reached and (self._has_gradients or self._has_strays()):
             self._fail()
 
@@ -173,7 +191,11 @@ class TorchSession(Session):
             self.clip(self._clipping)
         applied = self._is_finite()
         if applied:
-            self.optimizer.step()
+            self._guard.is_open = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._guard.is_open = False
         if self._scale is not None:
             self._scale.update(skipped=not applied)
         self.last_norm, self._norm = self._norm, None
@@ -193,6 +215,8 @@ class TorchSession(Session):
         self._finite = None
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
+        for p in self.left_out:
+            p.grad = None
         self.failed = False
 
     def drop_strays(self) -> None:
@@ -254,9 +278,19 @@ class TorchSession(Session):
         """See `Session.close`."""
         if self._undo_autocast is not None:
             self._undo_autocast()
+        if self.optimizer is not None:
+            self._guard.remove()
+            if self._watch is not None:
+                self._watch.remove()
+        for model in (self.model, self.module):
+            model.__dict__.pop("zero_grad", None)
         self.model = self.module
         self._ddp = None
         self.optimizer = None
+
+    def _refuse_direct(self, _: Tensor) -> None:
+        if not self._is_open:
+            raise LoopError(DIRECT_BACKWARD)
 
     def _fail(self) -> None:
         self.failed = True

@@ -112,7 +112,10 @@ class ReplicatedGradients(EngineGradients):
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._wrapper = engine.optimizer
-        self._parameters = list(engine.module.parameters())
+        groups = getattr(self._wrapper, "fp16_groups", None)
+        if groups is None:  # torch's own optimizer, in fp32
+            groups = [group["params"] for group in self._wrapper.param_groups]
+        self._parameters = [p for group in groups for p in group]
         self._measure = functools.cache(self._norm_of_gradients)
         engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = self._clip
@@ -146,7 +149,8 @@ class ReplicatedGradients(EngineGradients):
 
     def drop(self) -> None:
         """See `EngineGradients.drop`."""
-        self._engine.zero_grad()
+        for p in self._parameters:
+            p.grad = None
 
     def _clip(self) -> None:
         # The engine's own clipping, at fp32, measures the norm once more and averages what is equal on all processes.

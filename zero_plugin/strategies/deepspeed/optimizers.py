@@ -55,6 +55,9 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     if replacement is None:
         return optimizer
     _move_schedules(request.schedules, replacement)
+    # What the script has built on its own optimizer and not prepared, such as another library's schedule, drives this.
+    optimizer.param_groups = replacement.param_groups
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules warn where it never steps
     return replacement
 
 

@@ -16,7 +16,14 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.optim import Optimizer
 
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import DIRECT_BACKWARD, FAILED_BACKWARD, LATE_BACKWARD, Session, persistent_tensors
+from zero_plugin.strategies.base import (
+    DIRECT_BACKWARD,
+    FAILED_BACKWARD,
+    LATE_BACKWARD,
+    LOSS_OF_OTHERS,
+    Session,
+    persistent_tensors,
+)
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
@@ -30,7 +37,9 @@ from zero_plugin.strategies.deepspeed.states import (
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 from zero_plugin.strategies.deepspeed.written import follow_loading, refuse_partitioned_states, whole_weights
 from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.graph import reached_parameters
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
+from zero_plugin.strategies.step_guard import StepGuard
 
 __all__ = ["EngineSession"]
 
@@ -46,11 +55,14 @@ class EngineSession(Session):
             optimizer.
         clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
         swap_folders: this engine's own folders of NVMe files, removed at the end.
+        given: the script's optimizer, which may be another than the engine's.
     """
 
     whole_gradients = False
 
-    def __init__(self, engine: Any, *, clipping: float | None, swap_folders: tuple[Path, ...]) -> None:
+    def __init__(
+        self, engine: Any, *, clipping: float | None, swap_folders: tuple[Path, ...], given: Optimizer | None = None
+    ) -> None:
         self.engine = engine
         self.model = engine
         self.module: nn.Module = engine.module
@@ -67,6 +79,10 @@ class EngineSession(Session):
         self._hooks: list[Any] = []
         if self.optimizer is not None:
             self._hooks += follow_loading(self.module, self._note_written)
+        runs = {id(o): o for o in (given, self.optimizer) if o is not None}
+        self._guard = StepGuard(runs.values())
+        self._hooks.append(self._guard)
+        self._passed = False  # the running backward has come through the model's outputs
         if engine.zero_optimization_partition_weights():
             self._hooks += refuse_partitioned_states(self.module)
         # A backward is opened and closed here, once, whatever of the model runs in it and how often. DeepSpeed would do
@@ -78,9 +94,23 @@ class EngineSession(Session):
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
 
+    def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
+        """See `Session.backward`; nothing happens to the model where the loss does not depend on it."""
+        self.open_backward(ends_window=ends_window, loss=loss)
+        try:
+            torch.autograd.backward(self.scale_loss(loss), **kwargs)
+        except BaseException:
+            self.abandon_backward(reached=True)
+            raise
+        reached = self._passed or bool(reached_parameters(loss, self._trained))
+        self.close_backward(reached=reached)
+        if self._scales and not reached:
+            raise LoopError(LOSS_OF_OTHERS)
+
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
         """See `Session.open_backward`."""
         self._refuse_failed()
+        self._passed = False
         self._gradients.before_backward(self._micro_batches)
         self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
         self._enter()
@@ -146,6 +176,15 @@ class EngineSession(Session):
             self._gradients.set_clipping(max_norm)
         return self._gradients.norm()
 
+    def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
+        """See `Session.follow_zero_grad`; the engine's step calls it too, of itself."""
+        engine, own = self.engine, self.engine.zero_grad
+
+        def routed(set_to_none: bool = True) -> None:  # noqa: ARG001 - as torch's
+            (own if engine._running_engine_step else zero_grad)()
+
+        engine.zero_grad = routed
+
     def scale_gradients(self, factor: float) -> None:
         """See `Session.scale_gradients`."""
         self._gradients.scale(factor)
@@ -161,8 +200,12 @@ class EngineSession(Session):
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
             return False
-        with self._thawed():
-            self._step()
+        self._guard.is_open = True
+        try:
+            with self._thawed():
+                self._step()
+        finally:
+            self._guard.is_open = False
         applied = bool(self.engine.was_step_applied())
         self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
@@ -314,6 +357,7 @@ class EngineSession(Session):
     def _refuse_direct_backward(self) -> None:
         """The engine's hook on the model's outputs: a backward that was not opened must not end in the parameters."""
         if self.engine._running_engine_backward:
+            self._passed = True
             return
         if any(map(_is_reached, self._trained)):
             raise LoopError(DIRECT_BACKWARD)
@@ -325,6 +369,8 @@ class EngineSession(Session):
             )
 
     def _start_window(self) -> None:
+        for p in self.left_out:
+            p.grad = None
         self._micro_batches = 0
         self._finalized = False
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from zero_plugin.compilation import compile_in_place
 from zero_plugin.config.document import Document
@@ -117,7 +118,8 @@ class DeepSpeedStrategy(Strategy):
             _undo_first_step(engine)
         if self.handlers.compiles:
             compile_in_place(engine.module, self.handlers.compiler)
-        return EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders)
+        given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
+        return EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
 
     @contextmanager
     def init_model(self) -> Iterator[None]:
