@@ -15,13 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from zero_plugin.accumulation import AccumulationWindow, Epoch
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.optimizers import describe_optimizer
 from zero_plugin.pairing import Pair, parameters_left_out
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.probe.model import probe_model
-from zero_plugin.resolve.facts import Facts, OptimizerFacts, SchedulerFacts
+from zero_plugin.resolve.facts import Facts, LoopFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved, SchedulerSection
 from zero_plugin.run_record import describe_run, keep_record
@@ -31,7 +31,7 @@ from zero_plugin.strategies.base import SessionRequest, Strategy
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
 
-__all__ = ["add_optimizer", "begin_steps", "prepare_schedule", "start_training"]
+__all__ = ["add_optimizer", "begin_steps", "join_loaders", "prepare_schedule", "start_training"]
 
 
 def start_training(
@@ -272,6 +272,46 @@ def _say_learning_rate(
     line = schedule.describe(resolved.scheduler, facts.scheduler, epoch)
     if line is not None:
         say(line)
+
+
+def join_loaders(
+    training: Training, loop: LoopFacts, document: Document, say: Callable[[str], None], *, surely_trains: bool
+) -> None:
+    """Check what a training was resolved to without a loader, now that one has come.
+
+    Args:
+        training: prepared before.
+        loop: of the loaders.
+        document: what was asked for.
+        say: prints a line.
+        surely_trains: whether the loader cannot be one for evaluation, which would be well.
+
+    Raises:
+        ConfigError: the loader is not what the configuration says.
+        LoopError: with the loader, the configuration means another number of micro-batches per step.
+    """
+    if training.facts.loop != LoopFacts():
+        return
+    facts, problem = replace(training.facts, loop=loop), None
+    try:
+        resolved = resolve(document, facts)
+    except ConfigError as error:
+        if surely_trains:
+            raise
+        problem = str(error)
+    else:
+        before, now = training.window.steps, resolved.accumulation
+        if before == now:
+            training.facts, training.resolved = facts, resolved
+            return
+        problem = (
+            f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with it, "
+            f"it means {now}.\nPass the loader to prepare() with the model, or before it; or write "
+            "gradient_accumulation_steps."
+        )
+        if surely_trains:
+            raise LoopError(problem)
+    say(f"where this DataLoader is not for evaluation: {problem}")
 
 
 def _describe(optimizer: Optimizer | DummyOptim) -> OptimizerFacts:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from paths import (
     weights,
 )
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 from zero_plugin import DummyScheduler
 from zero_plugin.errors import ConfigError, LoopError
@@ -99,6 +103,33 @@ def check_a_schedule_comes_after_its_section_runs(path: str) -> None:
         accelerator.backward(loss_of(model, own_batch(0)))
         optimizer.step()
         raised(LoopError, "before the first step", by=lambda: accelerator.prepare(DummyScheduler(optimizer)))
+
+
+def check_the_loader_comes_after_its_model(path: str) -> None:
+    """Where it makes the configuration mean another accumulation, or another micro-batch, it is refused or said."""
+    data = torch.randn(32, 8)
+    micro = {"train_micro_batch_size_per_gpu": 8}
+    for deepspeed, kind, words in (
+        ({"train_batch_size": 16}, LoopError, ("settled to gradient_accumulation_steps 1", "means")),
+        (micro, ConfigError, ("8, but the loop trains on 2",)),
+    ):
+        for shuffles in (True, False):
+            said = io.StringIO()
+            with contextlib.redirect_stderr(said), running(path, deepspeed=deepspeed) as accelerator:
+                net = make_net()
+                accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+                loader: Any = DataLoader(data, batch_size=2, shuffle=shuffles)
+                if shuffles:
+                    raised(kind, *words, by=functools.partial(accelerator.prepare, loader))
+                else:  # it may be one for evaluation
+                    accelerator.prepare(loader)
+                    first = accelerator.is_main_process
+            assert shuffles or all((word in said.getvalue()) is first for word in words), said.getvalue()
+    with running(path, deepspeed=micro) as accelerator:
+        net = make_net()
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.prepare(DataLoader(data, batch_size=8, shuffle=True))
+        accelerator.prepare(DataLoader(data, batch_size=3, shuffle=True))  # a second one is another loop's
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]

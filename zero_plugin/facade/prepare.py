@@ -19,7 +19,8 @@ from zero_plugin.errors import LoopError
 from zero_plugin.facade.joining import Joining
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
-from zero_plugin.probe.loop import probe_loop
+from zero_plugin.preparing import join_loaders
+from zero_plugin.probe.loop import probe_loop, surely_train
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import plain
 from zero_plugin.scheduler import AcceleratedScheduler
@@ -203,3 +204,5 @@ class PrepareCalls(Joining):
                 processes=self._processes.world_size,
                 split_batches=self.dataloader_config.split_batches,
             )
+            for training in self._trained:
+                join_loaders(training, self._loop, self.document, self._say, surely_trains=surely_train(loaders))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from zero_plugin.resolve.facts import LoopFacts
 
-__all__ = ["probe_loop"]
+__all__ = ["probe_loop", "surely_train"]
 
 
 def probe_loop(
@@ -30,6 +30,11 @@ def probe_loop(
     if size is not None and split_batches:
         size, reason = max(1, size // processes), f"{reason} {size} ÷ {processes} processes (split_batches)"
     return LoopFacts(size, reason, fixed, _length(prepared[index]))
+
+
+def surely_train(loaders: Sequence[DataLoader[Any]]) -> bool:
+    """Whether some loader is none for evaluation, which would go through its data in order."""
+    return any(not isinstance(getattr(loader, "sampler", None), SequentialSampler) for loader in loaders)
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
