@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -64,13 +65,15 @@ class Agreement:
         rank: of this process.
         world_size: of all.
         patience: how long it waits.
+        limit: seconds after which a meeting fails: the process group's own time-out.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, patience: Patience) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, patience: Patience, limit: float = float("inf")) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._patience = patience
+        self._limit = limit
         self._calls = 0
         self._call = ""
         self._since: float | None = None  # when the present call was entered
@@ -78,6 +81,7 @@ class Agreement:
         self._meeting = False  # the script waits in the store, where it can be told of an error
         self._error: str | None = None
         self._answered = 0
+        self._late = ""  # who has not come to the present call, as far as known
         self._next_warning = 0.0
         self._script = threading.get_ident()
         self._stopping = threading.Event()
@@ -88,7 +92,7 @@ class Agreement:
         """The script comes to a collective call. False inside another one, which it is a part of.
 
         Raises:
-            LoopError: another process is in a different call, or gone.
+            LoopError: another process is in a different call, or gone, or has not come to a meeting in time.
         """
         if self._since is not None:
             return False
@@ -96,6 +100,7 @@ class Agreement:
         self._calls += 1
         self._call = call
         self._next_warning = self._patience.late
+        self._late = ""
         self._since = time.monotonic()
         if meets:
             try:
@@ -132,6 +137,7 @@ class Agreement:
     def _meet(self) -> None:
         """Wait until every process has come to its call of this number and name."""
         self._meeting = True
+        deadline = time.monotonic() + self._limit
         try:
             key = f"met/{self._calls}/{self._call}"
             come = self._store.add(key, 1)
@@ -139,6 +145,8 @@ class Agreement:
             while come < self._world_size:
                 if self._error is not None:
                     raise LoopError(self._error)
+                if time.monotonic() > deadline:
+                    raise LoopError(self._overdue())
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
                 come = self._store.add(key, 0)
@@ -201,16 +209,26 @@ class Agreement:
 
     def _warn_of(self, late: dict[int, Standing | None]) -> None:
         waited = 0.0 if self._since is None else time.monotonic() - self._since
+        if late:
+            self._late = "; ".join(
+                f"process {rank} does not answer"
+                if standing is None
+                else f"process {rank} is at {standing.line}, its last such call was {standing.last_call}"
+                for rank, standing in late.items()
+            )
         if not late or waited < self._next_warning:
             return
         self._next_warning = 2 * waited
-        told = "; ".join(
-            f"process {rank} does not answer"
-            if standing is None
-            else f"process {rank} is at {standing.line}, its last such call was {standing.last_call}"
-            for rank, standing in late.items()
-        )
+        told = self._late
         _print(f"{self._here('has waited')} for {waited:.0f} s: {told}. It waits until the process group's time-out.")
+
+    def _overdue(self) -> str:
+        told = self._late or "other processes have not come"
+        return (
+            f"{self._here('has waited')} for {self._limit:.0f} s, the process group's time-out: {told}.\n"
+            "Where a process may take that long, raise it: "
+            "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
+        )
 
     def _here(self, state: str = "is") -> str:
         return f"process {self._rank} {state} in {self._call}() ({script_line(self._script)})"
@@ -268,9 +286,19 @@ def start_watching(patience: Patience | None = None) -> None:
     end_watching()
     _groups_watched += 1  # groups may follow one another in the same store
     store = c10d.PrefixStore(f"zero_plugin/agreement/{_groups_watched}", c10d._get_default_store())
-    _agreement, _watched_group = Agreement(store, dist.get_rank(), group.size(), patience or Patience()), group
+    patience = patience or Patience()
+    _agreement = Agreement(store, dist.get_rank(), group.size(), patience, _time_out(group))
+    _watched_group = group
     atexit.unregister(_tell_end)
     atexit.register(_tell_end)
+
+
+def _time_out(group: Any) -> float:
+    """Of the group's operations, in seconds; without end for a backend that does not tell."""
+    device = torch.device(dist.get_backend_config(group).split(",")[0].split(":")[0])
+    options = getattr(group._get_backend(device), "options", None)
+    limit = getattr(options, "_timeout", None)
+    return float("inf") if limit is None else float(limit.total_seconds())
 
 
 def end_watching() -> None:

@@ -14,7 +14,7 @@ import pytest
 SCRIPT = Path(__file__).parent / "disagree.py"
 SCRIPTS = [
     *(f"ddp:{how}" for how in ("save_alone", "gather_alone", "wait_alone", "long_calls", "short_calls")),
-    *(f"ddp:{how}" for how in ("leaves", "fails", "more_steps", "late")),
+    *(f"ddp:{how}" for how in ("leaves", "fails", "more_steps", "late", "overdue")),
     "zero3:state_alone",
 ]
 
@@ -126,3 +126,13 @@ def test_a_late_process_is_named_and_waited_for(folder: Path) -> None:
         assert f"process 0 has waited in {call}()" in run.outputs[0]
     assert f"process 1 is at {line_of('time.sleep(3)')}" in run.outputs[0]
     assert "error" not in run.outputs[0]
+
+
+def test_a_meeting_ends_with_the_time_out(folder: Path) -> None:
+    """A process that is busy elsewhere for longer, or was killed, is named then; nobody waits for ever."""
+    run = ended(folder, "ddp:overdue")
+    assert run.codes[0] == 1
+    assert "LoopError" in run.outputs[0]
+    assert "in get_state_dict()" in run.outputs[0]
+    assert "for 3 s, the process group's time-out: process 1 is at" in run.outputs[0]
+    assert "InitProcessGroupKwargs(timeout=" in run.outputs[0]
