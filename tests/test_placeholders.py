@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.placeholders import UNSET, DummyOptim, DummyScheduler
@@ -50,3 +51,12 @@ def test_an_unprepared_placeholder_says_to_prepare_it(call):
     """Stepping it would train nothing."""
     with pytest.raises(LoopError, match="prepare"):
         call()
+
+
+def test_parameters_come_with_their_names_or_without() -> None:
+    """`named_parameters()`, also in groups, as torch's optimizers take them; a tensor alone is a group too."""
+    model = torch.nn.Linear(2, 2)
+    weight, bias = model.parameters()
+    assert DummyOptim(model.named_parameters()).params == [weight, bias]
+    groups = [{"params": model.named_parameters(), "lr": 0.1}, {"params": [bias]}, {"params": weight}]
+    assert [group["params"] for group in DummyOptim(groups, lr=0.2).param_groups] == [[weight, bias], [bias], weight]

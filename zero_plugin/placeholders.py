@@ -30,7 +30,8 @@ class DummyOptim:
     """Stands for the optimizer that the configuration's `optimizer` section describes.
 
     Args:
-        params: parameters, or parameter groups (dicts), as for a torch optimizer; a generator is read once, here.
+        params: parameters, with their names or without, or parameter groups (dicts), as for a torch optimizer; a
+            generator is read once, here.
         lr: learning rate; fills `optimizer.params.lr`.
         weight_decay: fills `optimizer.params.weight_decay`.
         **kwargs: every other argument of that optimizer (`betas`, `eps`, …); each fills its own open field.
@@ -39,7 +40,7 @@ class DummyOptim:
     def __init__(
         self, params: Iterable[Any], lr: float | Unset = UNSET, weight_decay: float | Unset = UNSET, **kwargs: Any
     ) -> None:
-        self.params = list(params)
+        self.params = [_without_names(item) for item in params]
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
@@ -122,6 +123,13 @@ class DummyScheduler:
             LoopError: always.
         """
         raise LoopError(_unprepared("DummyScheduler", "scheduler", "step"))
+
+
+def _without_names(item: Any) -> Any:
+    """A parameter of `named_parameters()`, or a group of such, as `parameters()` would give it."""
+    if isinstance(item, dict) and isinstance(item.get("params"), Iterable) and not hasattr(item["params"], "shape"):
+        return {**item, "params": [_without_names(inner) for inner in item["params"]]}
+    return item[1] if isinstance(item, tuple) else item
 
 
 def _as_rate(value: Any) -> float:

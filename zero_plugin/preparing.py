@@ -305,8 +305,8 @@ def join_loaders(
             training.facts, training.resolved = facts, resolved
             return
         problem = (
-            f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with it, "
-            f"it means {now}.\nPass the loader to prepare() with the model, or before it; or write "
+            f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with "
+            f"it, it means {now}.\nPass the loader to prepare() with the model, or before it; or write "
             "gradient_accumulation_steps."
         )
         if surely_trains:
