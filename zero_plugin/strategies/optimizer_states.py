@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -213,15 +213,23 @@ def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any
     """The state that the optimizer makes for a tensor of one element: which types it works with. Empty if it fails."""
     trial = torch.zeros(1, dtype=stepped.dtype, device=stepped.device, requires_grad=True)
     trial.grad = torch.zeros_like(trial)
-    groups, states = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = [{**groups[group], "params": [trial]}], defaultdict(dict)
+    meanwhile = {
+        "param_groups": [{**optimizer.param_groups[group], "params": [trial]}],
+        "state": defaultdict(dict),
+        "_optimizer_step_pre_hooks": OrderedDict(),  # this is no step that anybody watches
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    before = {name: held for name in meanwhile if (held := optimizer.__dict__.get(name)) is not None}
+    if len(before) < len(meanwhile):
+        return {}  # a wrapper around an optimizer: what would step is another object
+    optimizer.__dict__.update(meanwhile)
     try:
         type(optimizer).step(optimizer)
         return dict(optimizer.state[trial])
     except Exception:  # noqa: BLE001 - any optimizer may come here, and its own types are only the better guess
         return {}
     finally:
-        optimizer.param_groups, optimizer.state = groups, states
+        optimizer.__dict__.update(before)
 
 
 def _as_in(example: Any, number: float) -> Any:
