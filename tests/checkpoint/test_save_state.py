@@ -68,27 +68,37 @@ def numbered(tmp_path: Path, **more: Any) -> ProjectConfiguration:
 
 
 @pytest.mark.parametrize("by_itself", [False, True])
-def test_goes_on_bitwise_within_an_epoch(make_training: Any, tmp_path: Path, by_itself: bool) -> None:
-    """Losses after the load are the uninterrupted run's: order of the samples, dropout, statistics, schedule, Adam."""
-    how = DataLoaderConfiguration(use_stateful_dataloader=by_itself)
-    first = make_training(dataloader_config=how)
-    first.steps(first.loader, 2)
+@pytest.mark.parametrize(("accumulation", "batches"), [(1, 2), (4, 4)])
+def test_goes_on_bitwise_within_an_epoch(
+    make_training: Any, tmp_path: Path, by_itself: bool, accumulation: int, batches: int
+) -> None:
+    """Losses after the load are the uninterrupted run's: order of the samples, dropout, statistics, schedule, Adam.
+
+    With accumulation the rest of the epoch's six batches is a shorter window, in both.
+    """
+    how: dict[str, Any] = {
+        "dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=by_itself),
+        "gradient_accumulation_steps": accumulation,
+    }
+    first = make_training(**how)
+    first.steps(first.loader, batches)
     first.accelerator.save_state(tmp_path / "saved")
     first.accelerator.end_training()
 
-    whole = make_training()
+    whole = make_training(gradient_accumulation_steps=accumulation)
     for _ in range(2):
         whole.steps(whole.loader)
     whole.accelerator.end_training()
 
-    later = make_training(dataloader_config=how)
+    later = make_training(**how)
     torch.manual_seed(7)
     report = later.accelerator.load_state(tmp_path / "saved", verify=True)
-    assert (report.steps, report.batches, report.not_restored) == (2, [2], [])
+    assert (report.steps, report.batches, report.not_restored) == (batches // accumulation, [batches], [])
     later.steps(later.loader if by_itself else later.accelerator.skip_first_batches(later.loader, report.batches[0]))
     later.steps(later.loader)
-    assert later.losses == whole.losses[2:]
-    assert later.optimizer.applied_steps == whole.optimizer.applied_steps
+    assert later.losses == whole.losses[batches:]
+    assert later.optimizer.applied_steps == whole.optimizer.applied_steps == 2 * (6 if accumulation == 1 else 2)
+    assert later.schedule.last_epoch == whole.schedule.last_epoch
 
 
 def test_weights_are_a_model_folder(make_training: Any, tmp_path: Path) -> None:
