@@ -75,6 +75,15 @@ def check_mismatch(rank: int, world: int) -> None:
     with pytest.raises(LoopError, match="pad_across_processes") as caught:
         collectives.gather(torch.ones(2, rank + 1))
     assert f"process {world - 1}: [((2, {world}), 'torch.float32')]" in str(caught.value)
+    for most in (2, 9):
+        with pytest.raises(LoopError, match="differ in number"):
+            collectives.gather([torch.ones(2)] * (most - min(rank, 1)))
+    with pytest.raises(LoopError, match="differ in number"):
+        collectives.gather([torch.ones(2)] * min(rank, 1))
+    with pytest.raises(LoopError, match=r"process 0 is in gather\(\), process 1 is in reduce\(\)"):
+        (collectives.reduce if rank else collectives.gather)(torch.ones(2))
+    many = collectives.gather([torch.full((rank + i,), i) for i in range(9)])
+    assert [t.tolist() for t in many] == [[i] * sum(r + i for r in range(world)) for i in range(9)]
     for call in (collectives.reduce, collectives.broadcast):
         with pytest.raises(LoopError, match=rf"{call.__name__}: the processes' tensors differ"):
             call({"a": torch.ones(2), "b": torch.ones(rank + 1)})

@@ -32,6 +32,9 @@ __all__ = [
     "start_sum",
 ]
 
+_HEADER = 8  # numbers that processes tell each other before tensors travel
+_LENGTHS = 5  # first dimensions among them
+
 Reduction = Literal["sum", "mean", "max", "none"]
 
 
@@ -68,15 +71,21 @@ def gather(tree: Any) -> Any:
         LoopError: a leaf is no tensor, or dtypes or the other dimensions differ between the processes.
     """
     leaves = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for leaf in _tensors(tree, "gather")]
-    if num_processes() > 1 and leaves:
-        headers = _gather_equal(torch.tensor([[leaf.shape[0], _fingerprint(leaf)] for leaf in leaves])).tolist()
-        if any(row[1] != first[1] for header in headers for row, first in zip(header, headers[0], strict=True)):
+    if num_processes() > 1:
+        lengths = [leaf.shape[0] for leaf in leaves]
+        kinds = _fingerprint([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves])
+        headers = _exchange("gather", [len(leaves), kinds, *lengths[:_LENGTHS]])
+        if any(header[:2] != headers[0][:2] for header in headers):
             _raise_mismatch(
                 leaves,
-                "gather: the processes' tensors differ in dtype or beyond the first dimension:",
-                "call pad_across_processes(tensor, dim=1) first",
+                "gather: the processes' tensors differ in number, in dtype or beyond the first dimension:",
+                "give as many on each; call pad_across_processes(tensor, dim=1) where they differ beyond the first",
             )
-        leaves = [_concatenate(leaf, [header[i][0] for header in headers]) for i, leaf in enumerate(leaves)]
+        told = [header[2:] for header in headers]
+        if len(lengths) > _LENGTHS:
+            rest = _gather_equal(torch.tensor(lengths[_LENGTHS:])).tolist()
+            told = [[*first, *later] for first, later in zip(told, rest, strict=True)]
+        leaves = [_concatenate(leaf, [own[i] for own in told]) for i, leaf in enumerate(leaves)]
     gathered = iter(leaves)
     return map_leaves(lambda _: next(gathered), tree)
 
@@ -241,8 +250,25 @@ def _gather_equal(tensor: Tensor) -> Tensor:
     return stacked.view(tensor.dtype).view(processes, *tensor.shape).to(tensor.device)
 
 
-def _fingerprint(tensor: Tensor) -> int:
-    return zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode())
+def _exchange(call: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Every process' `numbers`, at most 7, filled up with zeros.
+
+    It has one size in all calls, since backends abort where sizes differ: so a process that is in another call is told.
+
+    Raises:
+        LoopError: it is.
+    """
+    header = [_fingerprint(call), *numbers]
+    headers = _gather_equal(torch.tensor(header + [0] * (_HEADER - len(header)))).tolist()
+    if any(other[0] != header[0] for other in headers):
+        calls = gather_object([call])
+        places = ", ".join(f"process {rank} is in {name}()" for rank, name in enumerate(calls))
+        raise LoopError(f"{places}.\nBoth are collective: every process has to make the same calls in the same order.")
+    return [other[1:] for other in headers]
+
+
+def _fingerprint(told: Any) -> int:
+    return zlib.crc32(repr(told).encode())
 
 
 def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
@@ -253,8 +279,8 @@ def _refuse_mismatch(leaves: list[Tensor], call: str, told: Callable[[Tensor], A
     """Raise where `told` of the leaves differs between the processes: backends would abort, wait, or mix up numbers."""
     if num_processes() == 1:
         return
-    fingerprints = _gather_equal(torch.tensor([zlib.crc32(repr([told(leaf) for leaf in leaves]).encode())]))
-    if (fingerprints != fingerprints[0]).any():
+    headers = _exchange(call, [_fingerprint([told(leaf) for leaf in leaves])])
+    if any(header != headers[0] for header in headers):
         _raise_mismatch(leaves, f"{call}: the processes' tensors differ:")
 
 

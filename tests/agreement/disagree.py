@@ -27,7 +27,7 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     """Train two steps together, then each process goes its own way."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store = f"file://{folder}/{path}-{how}.store"
-    limit = timedelta(seconds=3 if how == "overdue" else 60)
+    limit = timedelta(seconds=10 if how == "overdue" else 60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
     start_watching(Patience(tick=0.2, asks=0.6, late=1.0))
     zero = {"stage": int(path[-1]), "stage3_param_persistence_threshold": 0} if path.startswith("zero") else None
@@ -82,7 +82,7 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     elif how == "overdue":
         if first:
             accelerator.get_state_dict(model)
-        time.sleep(20)
+        time.sleep(25)
     elif how == "late":
         for call in (lambda: accelerator.get_state_dict(model), gather):
             if not first:

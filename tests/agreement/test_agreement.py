@@ -134,5 +134,5 @@ def test_a_meeting_ends_with_the_time_out(folder: Path) -> None:
     assert run.codes[0] == 1
     assert "LoopError" in run.outputs[0]
     assert "in get_state_dict()" in run.outputs[0]
-    assert "for 3 s, the process group's time-out: process 1 is at" in run.outputs[0]
+    assert "for 10 s, the process group's time-out: process 1 is at" in run.outputs[0]
     assert "InitProcessGroupKwargs(timeout=" in run.outputs[0]
