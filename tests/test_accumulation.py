@@ -19,6 +19,10 @@ class FakeEpoch:
     batch: int = -1
 
     @property
+    def position(self) -> int:
+        return self.batch
+
+    @property
     def batches_left(self) -> int | None:
         return self.length - self.batch - 1 if self.known else None
 
@@ -131,6 +135,20 @@ def test_an_early_step_at_the_end_of_a_loader_that_was_not_prepared() -> None:
     window.count_backward()
     with pytest.raises(LoopError, match=r"windows before had 4(.|\n)*prepare\(\) the loader"):
         window.count_step()
+
+
+def test_a_window_goes_on_over_a_break(capfd: pytest.CaptureFixture[str]) -> None:
+    """An epoch that is left inside a window: its gradients count in the next one, and that is said once."""
+    epoch = FakeEpoch(10)
+    window = AccumulationWindow(4, lambda: epoch)
+    acts = []
+    for _ in range(3):
+        for epoch.batch in range(6):
+            with window:
+                window.count_backward()
+                acts.append(window.count_step())
+    assert [index for index, act in enumerate(acts) if act] == [3, 7, 11, 15]
+    assert capfd.readouterr().err.count("an epoch was left after 2 of the 4 micro-batches") == 1
 
 
 def test_entering_accumulate_twice_is_an_error() -> None:

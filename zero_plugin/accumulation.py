@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from zero_plugin.announce import announce
 from zero_plugin.errors import LoopError
 
 __all__ = ["AccumulationWindow", "Epoch", "TogetherWindows"]
@@ -60,6 +61,9 @@ class AccumulationWindow:
         self._since_step = 0  # backwards since the loop last called step()
         self._backwards = 0  # of the window
         self._ended_windows = 0
+        self._epoch: Epoch | None = None  # of the last micro-batch
+        self._position = -1  # in it
+        self._told = False
 
     @property
     def divisor(self) -> int:
@@ -208,9 +212,17 @@ class AccumulationWindow:
 
     def _advance(self) -> None:
         epoch = self._running_epoch()
-        if self._batches == 0 and epoch is not None and self.plans_ahead:
-            left = epoch.batches_left
-            self._size = self.steps if left is None else min(self.steps, left + 1)
+        if epoch is not None:
+            if self._batches == 0 and self.plans_ahead:
+                left = epoch.batches_left
+                self._size = self.steps if left is None else min(self.steps, left + 1)
+            elif self._batches and epoch is self._epoch and epoch.position < self._position and not self._told:
+                self._told = True
+                announce(
+                    f"an epoch was left after {self._batches} of the {self._size} micro-batches of an accumulation "
+                    "window (by break, or zipped with a shorter loader): the window goes on in the next epoch"
+                )
+            self._epoch, self._position = epoch, epoch.position
         self._batches += 1
         self.ends_here = self._is_end(self._batches)
 
