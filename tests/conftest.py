@@ -17,7 +17,7 @@ import pytest
 
 from zero_plugin.strategies.deepspeed.build_lock import find_stale_build_locks
 
-_OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory")
+_OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
 _BUILD_OP = """
 import sys
 from deepspeed.accelerator import get_accelerator

@@ -158,7 +158,7 @@ def test_dry_run_shows_variables_and_configuration(
 
 @pytest.fixture
 def train(
-    tmp_path: Path, environment: dict[str, str], run_launcher: Callable[..., Any]
+    tmp_path: Path, environment: dict[str, str], run_launcher: Callable[..., Any], built_ops: None
 ) -> Callable[..., dict[str, Any]]:
     """Launch a script of this folder to its end and return what it printed; nothing is left behind."""
 

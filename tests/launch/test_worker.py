@@ -83,3 +83,29 @@ def test_failures_print_as_under_python(tmp_path: Path) -> None:
         mine, pythons = run(tmp_path, WORKER, name), run(tmp_path, name)
         assert mine.returncode == pythons.returncode
         assert mine.stderr == pythons.stderr
+
+
+LEAVES_ITS_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+class Model:
+    is_initialized = staticmethod(dist.is_initialized)
+    destroy = dist.destroy_process_group
+
+    def __del__(self, print=print):
+        print("model gone, group", "there" if self.is_initialized() else "gone")
+
+dist.destroy_process_group = lambda destroy=Model.destroy, print=print: (destroy(), print("group gone"))
+model = Model()
+"""
+
+
+def test_a_group_that_a_script_leaves_is_ended(tmp_path: Path) -> None:
+    """First what the script holds goes, then the group: gloo aborts at exit while a model holds it."""
+    (tmp_path / "script.py").write_text(LEAVES_ITS_GROUP)
+    done = run(tmp_path, WORKER, "script.py")
+    assert (done.returncode, done.stdout) == (0, "model gone, group there\ngroup gone\n"), done.stderr
+    module = run(tmp_path, WORKER, "-m", "script")
+    assert module.returncode == 0, module.stderr
+    assert module.stdout.endswith("group gone\n")

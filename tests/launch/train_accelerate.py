@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 
@@ -47,14 +46,5 @@ def main() -> None:
     accelerator.end_training()
 
 
-def leave_together() -> None:
-    """Without this, about one gloo process in six aborts as it ends, whoever launched it."""
-    gc.collect()
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
     main()
-    leave_together()

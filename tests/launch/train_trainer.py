@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 
@@ -60,14 +59,5 @@ def main() -> None:
         )
 
 
-def leave_together() -> None:
-    """Without this, about one gloo process in six aborts as it ends, whoever launched it."""
-    gc.collect()  # the Trainer holds DDP in a cycle
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
     main()
-    leave_together()
