@@ -113,8 +113,8 @@ class ReplicatedGradients(EngineGradients):
         self._engine = engine
         self._wrapper = engine.optimizer
         groups = getattr(self._wrapper, "fp16_groups", None)
-        if groups is None:  # torch's own optimizer, in fp32
-            groups = [group["params"] for group in self._wrapper.param_groups]
+        if groups is None:  # torch's own optimizer in fp32, or none
+            groups = [group["params"] for group in getattr(self._wrapper, "param_groups", ())]
         self._parameters = [p for group in groups for p in group]
         self._measure = functools.cache(self._norm_of_gradients)
         engine.enable_backward_allreduce = False
