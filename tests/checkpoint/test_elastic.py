@@ -28,7 +28,6 @@ SOURCES = {
     "zero3": (2, "zero3", "no"),
     "zero3-cpu": (2, "zero3-cpu", "no"),
     "zero3-bf16": (2, "zero3", "bf16"),
-    "zero0-bf16": (2, "zero0", "bf16"),
     "zero1-bf16": (2, "zero1", "bf16"),
 }
 # (source, processes, path, precision): the paths of one process go on from both, those of two from all.
@@ -52,7 +51,6 @@ PAIRS = [
     ("zero3-cpu", 1, "single", "no"),
     ("zero3-bf16", 2, "zero3", "bf16"),
     ("zero3-bf16", 1, "zero2", "bf16"),
-    ("zero0-bf16", 2, "zero3", "bf16"),
     ("zero1-bf16", 2, "zero1", "bf16"),
 ]
 
