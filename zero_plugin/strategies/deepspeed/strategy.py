@@ -219,6 +219,7 @@ def _import_deepspeed(processes: Processes) -> Any:
     if "ZERO_PLUGIN_DEBUG" not in os.environ:
         deepspeed.utils.logger.setLevel(logging.WARNING)
         deepspeed.utils.logger.addFilter(_is_not_of_untested)
+        deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, whatever the level
     # torch renames collectives that DeepSpeed 0.19 calls by their old names at every step.
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
     # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
