@@ -11,6 +11,7 @@ from gan import Case, discriminator_loss, generator_loss, make_nets, make_optimi
 from paths import (
     PAIR,
     SINGLE,
+    ZERO,
     assert_near,
     checks_on,
     global_batch,
@@ -363,6 +364,28 @@ def check_clipping_is_of_one_model(path: str) -> None:
         accelerator.backward(two(own_batch(1)[1]).mean())
         if is_zero(path):
             raised(LoopError, "after clip_grad_norm_()", by=lambda: accelerator.backward(loss_of(one, own_batch(2))))
+
+
+def check_each_model_has_its_own_configuration(path: str) -> None:
+    """What was open is filled for each from its own optimizer and sizes; the first one's stays as it was."""
+    deepspeed = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "zero_optimization": {**(ZERO[path] if is_zero(path) else {}), "reduce_bucket_size": "auto"},
+    }
+    with running(path, deepspeed=deepspeed) as accelerator:
+        small, large = make_net(), nn.Sequential(nn.Linear(8, 2048), nn.Linear(2048, 4))
+        found = []
+        for model, lr, betas in ((small, 0.1, (0.9, 0.99)), (large, 0.2, (0.5, 0.9))):
+            _, optimizer = accelerator.prepare(model, DummyOptim(model.parameters(), lr=lr, betas=betas))
+            assert optimizer.param_groups[0]["lr"] == lr
+            assert tuple(optimizer.param_groups[0]["betas"]) == betas
+            found.append((accelerator.resolved, lr, betas))
+        for resolved, lr, betas in found:
+            assert resolved is not None
+            assert resolved.optimizer is not None
+            assert (resolved.optimizer.params["lr"], tuple(resolved.optimizer.params["betas"])) == (lr, betas)
+        buckets = [resolved.tree.value("zero_optimization", "reduce_bucket_size") for resolved, *_ in found]
+        assert not is_zero(path) or buckets[0] != buckets[1], buckets
 
 
 def check_what_is_not_prepared(path: str) -> None:
