@@ -218,6 +218,14 @@ def _join_schedule(
     """
     placeholder = isinstance(schedule, DummyScheduler) and schedule.lr_scheduler_callable is None
     known = training.facts.scheduler
+    if (
+        placeholder
+        and known is not None
+        and known.placeholder
+        and training.optimizer is not None
+        and training.optimizer.schedules
+    ):
+        raise LoopError("prepare() got a second DummyScheduler of one optimizer; go on with what it returned before.")
     if known is not None and (known.placeholder or not placeholder):
         return
     told = training.resolved.said_aloud

@@ -132,5 +132,17 @@ def check_the_loader_comes_after_its_model(path: str) -> None:
         accelerator.prepare(DataLoader(data, batch_size=3, shuffle=True))  # a second one is another loop's
 
 
+def check_a_schedule_is_prepared_once(path: str) -> None:
+    """The second time it would advance twice per step: named, for a real one and for a placeholder."""
+    for build in (lambda sgd: LambdaLR(sgd, lambda step: 1.0), DummyScheduler):
+        with running(path) as accelerator:
+            net = make_net()
+            sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+            schedule: Any = build(sgd)
+            _, _, prepared = accelerator.prepare(net, sgd, schedule)
+            assert accelerator.prepare(prepared) is prepared
+            raised(LoopError, "returned", by=functools.partial(accelerator.prepare, schedule))
+
+
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
 CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)

@@ -188,7 +188,8 @@ class PrepareCalls(Joining):
             if prepared:
                 self.prepare_data_loader(o)  # it counts among this Accelerator's, whoever has prepared it
             return prepared
-        if any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self._trainings):
+        known = any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self._trainings)
+        if known or any(o is schedule.scheduler for schedule in self._schedulers):
             raise LoopError(
                 f"prepare() got a {type(o).__name__} that is prepared already; go on with what it returned for that."
             )
