@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from paths import PAIR, SINGLE, checks_on, is_zero, make_net, running
+from paths import PAIR, SINGLE, checks_on, is_zero, make_net, raised, running
 from torch import Tensor, nn
 
 from zero_plugin import DummyOptim
+from zero_plugin.errors import LoopError
 
 
 class Echo(nn.Module):
@@ -54,6 +55,46 @@ def check_types_in_and_out(path: str) -> None:
             assert not optimizer.step_was_skipped
 
 
+class Table(nn.Module):
+    """Adds a table of positions to its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(8))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.table)
+
+
+def check_floating_buffers(path: str) -> None:
+    """Positions, running statistics, spectral norms: trained under bf16, or refused by name with what to write."""
+
+    def make(kind: str) -> nn.Module:
+        if kind == "table":
+            return Table()
+        if kind == "running_mean":
+            return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)))
+
+    for kind in ("table", "running_mean", "_u"):
+        for trains in (True, False):
+            for said in (False, True) if is_zero(path) else (False,):
+                deepspeed = {"data_types": {"buffer_dtype": "bf16"}} if said else None
+                with running(path, mixed_precision="bf16", deepspeed=deepspeed) as accelerator:
+                    model = make(kind)
+                    prepared = [model, *([torch.optim.SGD(model.parameters(), lr=0.1)] if trains else [])]
+                    model = accelerator.prepare(*prepared)[0] if trains else accelerator.prepare(model.eval())
+                    x = torch.randn(4, 8)
+                    if is_zero(path) and not said:
+                        raised(LoopError, kind, "buffer_dtype", by=lambda model=model, x=x: model(x))
+                        continue
+                    out = model(x)
+                    assert out.dtype == torch.float32
+                    if trains:
+                        accelerator.backward(out.square().mean())
+
+
 def check_placeholders_get_fused_kernels(path: str) -> None:
     """Adam and AdamW of a section run fused, unless the section says how; a real optimizer stays as it is."""
     for kind, params, fused in (
@@ -74,6 +115,6 @@ def check_placeholders_get_fused_kernels(path: str) -> None:
 
 
 CHECKS = {
-    **checks_on(dict.fromkeys((*SINGLE, *PAIR)), [check_types_in_and_out]),
+    **checks_on(dict.fromkeys((*SINGLE, *PAIR)), [check_types_in_and_out, check_floating_buffers]),
     **checks_on(("single", "ddp"), [check_placeholders_get_fused_kernels]),
 }

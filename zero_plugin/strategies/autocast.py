@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import nn
 
 from zero_plugin.nested import map_leaves, to_fp32
 from zero_plugin.plugins import AutocastKwargs
+from zero_plugin.strategies.forwards import wrap_forward
 
 __all__ = ["autocast_as", "run_under_autocast"]
 
@@ -27,39 +26,11 @@ def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None
 
 
 def run_under_autocast(module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """From now on `module.forward` runs under `autocast` and returns fp32.
+    """From now on `module.forward` runs under `autocast` and returns fp32; what is returned takes it back."""
 
-    Its signature stays, which transformers reads, and a copy of the module computes with the copy's weights.
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with autocast():
+            outputs = forward(*args, **kwargs)
+        return map_leaves(to_fp32, outputs)
 
-    Returns:
-        What takes it back.
-    """
-    own = module.__dict__.get("forward")  # one that the script, or a library, has set on this object
-
-    def under_autocast(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-            with autocast():
-                outputs = forward(*args, **kwargs)
-            return map_leaves(to_fp32, outputs)
-
-        return autocast_forward
-
-    placed: Callable[..., Any]
-    if own is None:
-        placed = MethodType(under_autocast(type(module).forward), module)  # copying a module binds its methods anew
-    elif isinstance(own, MethodType) and own.__self__ is module:
-        placed = MethodType(under_autocast(own.__func__), module)
-    else:
-        placed = under_autocast(own)
-    module.forward = placed
-
-    def undo() -> None:
-        if module.__dict__.get("forward") is not placed:
-            return  # what was put around it since then
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-    return undo
+    return wrap_forward(module, run)

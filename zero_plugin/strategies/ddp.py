@@ -22,6 +22,18 @@ from zero_plugin.strategies.torch_session import TorchSession, keep_weights_in_f
 __all__ = ["DdpStrategy"]
 
 
+class _Ddp(DistributedDataParallel):
+    """DDP with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(super().__getattr__("module"), name)
+
+
 class DdpStrategy(Strategy):
     """DistributedDataParallel over NCCL on GPUs, gloo on CPUs."""
 
@@ -58,7 +70,7 @@ class DdpStrategy(Strategy):
             where = "DistributedDataParallelKwargs(static_graph=True)"
             message = f"torch has no static graph of windows of {accumulation} micro-batches"
             raise ConfigError([Problem(where, "", message, "Leave it out, or accumulate 1.")])
-        ddp = DistributedDataParallel(
+        ddp = _Ddp(
             module,
             device_ids=[self._processes.device] if is_placed and self._processes.device.type == "cuda" else None,
             # Gradients are views into the buckets: no second copy of them, and none to make each step.

@@ -24,7 +24,7 @@ from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
-from zero_plugin.strategies.deepspeed.casting import compute_in
+from zero_plugin.strategies.deepspeed.casting import cast_buffers, compute_in
 from zero_plugin.strategies.deepspeed.handlers import unused_handlers
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
@@ -77,6 +77,8 @@ class DeepSpeedStrategy(Strategy):
             module = _cast_parameters(request.model, resolved.precision)
             if request.is_placed:
                 module.to(processes.device)
+            if (asked := resolved.tree.value("data_types", "buffer_dtype")) in ("bf16", "fp16"):
+                cast_buffers(module, _DTYPES[asked])
             compute_in(module, _DTYPES[resolved.precision])
             if self.handlers.compiles:
                 compile_in_place(module, self.handlers.compiler)
