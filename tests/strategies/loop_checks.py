@@ -295,6 +295,20 @@ def check_two_models_train_side_by_side(path: str) -> None:
         assert_near(weights(accelerator, two), plain.state_dict())
 
 
+def check_backward_takes_tensors_arguments(path: str) -> None:
+    """`gradient` weighs the loss, and `retain_graph` is known, as for `Tensor.backward`."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    (3 * loss_of(plain, global_batch(0))).backward()
+    sgd.step()
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(loss_of(model, own_batch(0)), gradient=torch.tensor(2.0), retain_graph=True)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        assert_near(weights(accelerator, model), plain.state_dict())
+
+
 def check_gather_reduce_and_print(path: str) -> None:
     """Collectives over the processes, and what each process knows of itself."""
     with running(path) as accelerator:

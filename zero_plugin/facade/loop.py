@@ -95,7 +95,7 @@ class LoopCalls:
 
         Args:
             loss: scalar, or with `gradient` of its shape.
-            **kwargs: for `Tensor.backward`, e.g. `retain_graph`.
+            **kwargs: as for `Tensor.backward`: `gradient`, `retain_graph`, `create_graph`, `inputs`.
 
         Raises:
             LoopError: gradients came from elsewhere; the loss reaches a module that was not prepared, or no prepared
@@ -103,6 +103,8 @@ class LoopCalls:
         """
         if "gradient" in kwargs:
             kwargs["grad_tensors"] = kwargs.pop("gradient")  # as torch.autograd.backward has it
+        if "gradient" in kwargs:  # torch.autograd.backward, which takes losses of any session, calls it otherwise
+            kwargs["grad_tensors"] = kwargs.pop("gradient")
         looks = self._first_steps
         if not self._trained and looks.may_run_loose(self._strategy, self._processes.world_size):
             self._window = self._loose
