@@ -105,6 +105,7 @@ CASES: dict[str, Case] = {
     "skipped-bf16": Case(poison=True, batches=9, precision="bf16", config_clip=0.5),
     "fp16": Case(precision="fp16", batches=10),
     "fp16-skipped": Case(precision="fp16", accumulation=4, batches=18, clip=0.5, poison=True),
+    "bf16-accumulate-stream": Case(precision="bf16", accumulation=4, batches=6, data="stream", clip=0.5),
     "bf16-accumulate-clip": Case(precision="bf16", accumulation=4, batches=10, clip=0.5),
 }
 _OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -128,6 +128,26 @@ def check_unwrap_model(path: str) -> None:
         assert accelerator.unwrap_model(stranger) is stranger
 
 
+def check_attributes_of_the_module(path: str) -> None:
+    """What the user's class has, the prepared model has: a configuration, a `generate`; what it has not is an error."""
+
+    class Generating(nn.Linear):
+        words = ("a", "b")
+
+        def generate(self, x: Tensor) -> Tensor:
+            return self(x).argmax(-1)
+
+    with running(path) as accelerator:
+        net = Generating(8, 4)
+        model, optimizer = accelerator.prepare(net, _sgd(net))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        assert model.words == ("a", "b")
+        with torch.no_grad():
+            assert model.generate(torch.ones(2, 8)).shape == (2,)
+        assert not hasattr(model, "sentences")
+
+
 def check_evaluation_without_an_optimizer(path: str) -> None:
     """A model that is not trained computes as plain torch does, and its weights come out."""
     with running(path) as accelerator:
@@ -282,6 +302,7 @@ _ON_PATHS = [
     check_tied_and_frozen_weights,
     check_state_dict,
     check_unwrap_model,
+    check_attributes_of_the_module,
     check_evaluation_without_an_optimizer,
     check_a_teacher_beside_a_student,
     check_batch_norm,
