@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from itertools import product
 
@@ -198,15 +197,14 @@ def test_what_cannot_be_joined_or_divided_is_named() -> None:
         list(prepared(DataLoader(Texts(), batch_size=2, collate_fn=lambda samples: "text")))
 
 
-def test_what_is_left_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Without even_batches a last step of fewer samples than processes is left out on all."""
     loader = prepare_loader(
         DataLoader(range(9), batch_size=2), rank=0, world_size=4, device=None, dispatch_batches=True, even_batches=False
     )
     assert len(loader) == 1
-    with caplog.at_level(logging.WARNING):
-        loader._report_dropped(1)
-    assert "samples left out: 1 " in caplog.text
+    loader._report_dropped(1)
+    assert "zero_plugin: samples left out: 1 " in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -353,16 +352,15 @@ def test_skipping_reads_nothing_it_skips() -> None:
         skip_first_batches([data], 1)  # type: ignore[arg-type]
 
 
-def test_what_is_left_out_is_told_once_by_the_main_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_left_out_is_told_once_by_the_main_process(capsys: pytest.CaptureFixture[str]) -> None:
     """With even_batches off the number of samples lost is a warning of process 0, once, not per epoch."""
     for rank in range(3):
         loader = alone(DataLoader(Numbers(10), batch_size=4), rank=rank, world_size=3, even_batches=False)
         assert sum(map(len, values(loader))) + sum(map(len, values(loader))) == [8, 8, 4][rank]
-    assert caplog.records == []
+    assert capsys.readouterr().err == ""
     loader = alone(DataLoader(Numbers(7), batch_size=2), world_size=3, even_batches=False)
-    with caplog.at_level(logging.WARNING):
-        assert values(loader) == values(loader) == [[0, 1]]
-    assert [record.message.split(" at ")[0] for record in caplog.records] == ["samples left out: 1"]
+    assert values(loader) == values(loader) == [[0, 1]]
+    assert capsys.readouterr().err.count("zero_plugin: samples left out: 1 ") == 1
 
 
 @pytest.mark.parametrize(

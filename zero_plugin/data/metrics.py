@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor
 
+from zero_plugin.announce import announce
 from zero_plugin.collectives import gather, gather_object, num_processes
 from zero_plugin.data.active import DataLoaderStateMixin
 from zero_plugin.data.rows import is_object_column
@@ -14,8 +14,6 @@ from zero_plugin.errors import LoopError
 from zero_plugin.nested import map_leaves
 
 __all__ = ["gather_for_metrics"]
-
-_logger = logging.getLogger(__name__)
 
 
 def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gather_object: bool = False) -> Any:
@@ -94,11 +92,10 @@ def _to_cpu(column: Any) -> Any:
 def _warn_of_repeats(loader: DataLoaderStateMixin) -> None:
     samples, real = loader.batch_samples, loader.real_samples
     if samples is not None and real is not None and 0 < real < samples:
-        _logger.warning(
-            "gather_for_metrics: a value for the batch as a whole counts %d repeated samples of %d; "
-            "gather one value per sample to leave them out",
-            samples - real,
-            samples,
+        announce(
+            f"gather_for_metrics: a value for the batch as a whole counts {samples - real} repeated samples of "
+            f"{samples}; gather one value per sample to leave them out",
+            by_each=True,
         )
 
 

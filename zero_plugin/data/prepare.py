@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from zero_plugin.announce import announce
 from zero_plugin.collectives import gather_object, num_processes
 from zero_plugin.data.adapter import DataLoaderAdapter, copy_loader
 from zero_plugin.data.batch_sampler import BatchSamplerShard
@@ -35,8 +35,6 @@ from zero_plugin.errors import ConfigError, LoopError, Problem
 __all__ = ["ShardIterable", "prepare_loader"]
 
 ShardIterable = Literal["auto", "never"]
-
-_logger = logging.getLogger(__name__)
 
 
 def prepare_loader(
@@ -193,12 +191,10 @@ def _share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIt
     else:
         division = Division.BY_SKIPPING
     if division is Division.BY_SKIPPING and how.rank == 0 and (how.world > 1 or loader.num_workers > 1):
-        _logger.warning(
-            "%s: each of %d processes with %d loader workers reads all of the data and keeps its part; if the data set "
-            "gives each process and worker its own samples, write Accelerator(shard_iterable='never')",
-            type(dataset).__name__,
-            how.world,
-            max(1, loader.num_workers),
+        announce(
+            f"{type(dataset).__name__}: each of {how.world} processes with {max(1, loader.num_workers)} loader workers "
+            "reads all of the data and keeps its part; if the data set gives each process and worker its own samples, "
+            "write Accelerator(shard_iterable='never')"
         )
     batched = loader.batch_sampler is not None
     replaced: dict[str, Any] = {

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
+from zero_plugin.announce import announce
 from zero_plugin.data.batches import Sharing
 
 __all__ = ["DropReport", "RestartReport"]
-
-_logger = logging.getLogger("zero_plugin.data")
 
 
 class DropReport:
@@ -28,13 +25,11 @@ class DropReport:
         """Say it, the first time."""
         if not self._told and self._how.rank == 0:
             self._told = True
-            _logger.warning(
-                "%s left out: %s%d at the end of each epoch, so that all %d processes stop together; "
-                "even_batches: true repeats samples instead",
-                "samples" if self._how.batched else "batches",
-                "at least " if self._is_least else "",
-                samples,
-                self._how.world,
+            what = "samples" if self._how.batched else "batches"
+            least = "at least " if self._is_least else ""
+            announce(
+                f"{what} left out: {least}{samples} at the end of each epoch, so that all {self._how.world} processes "
+                "stop together; even_batches: true repeats samples instead"
             )
 
 
@@ -48,8 +43,8 @@ class RestartReport:
         """Say it, the first time."""
         if not self._told:
             self._told = True
-            _logger.warning(
-                "this process's part of the data ended after %d batches, before another's; it begins again, and "
+            announce(
+                f"this process's part of the data ended after {steps} batches, before another's; it begins again, and "
                 "gather_for_metrics leaves the repeats out. even_batches: false stops all at the shortest",
-                steps,
+                by_each=True,
             )
