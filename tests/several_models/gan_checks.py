@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from gan import Case, train, train_plain
-from paths import PAIR, SINGLE, ZERO, assert_near, running, weights
+from paths import FURTHER, PAIR, SINGLE, assert_near, running, weights
 
 # Nothing stays out of these on any path, so that each feature meets each path.
 EVERYWHERE = {
@@ -24,22 +22,13 @@ ON_SOME = {
     "left-gradients-at-the-end": Case(frozen=False, late=True),
 }
 SOME = ("ddp", "zero1", "zero2-cpu", "zero3")
-OFFLOADED: dict[str, tuple[str, dict[str, Any]]] = {
-    "zero1-cpu": ("zero1", {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
-    "zero3-cpu": (
-        "zero3",
-        {**ZERO["zero3"], "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    ),
-}
 
 
 def check(path: str, case: Case) -> None:
     """Losses, norms and the weights of both models."""
-    path, zero = OFFLOADED.get(path, (path, None))
     wanted = train_plain(case)
     with running(
         path,
-        deepspeed={"zero_optimization": zero} if zero else None,
         gradient_accumulation_steps=case.accumulation,
         mixed_precision=case.precision,
     ) as accelerator:
@@ -55,16 +44,16 @@ def check(path: str, case: Case) -> None:
 
 def cases_of(path: str) -> dict[str, Case]:
     """What is trained on a path."""
-    if path in OFFLOADED:
+    if path in FURTHER:
         return {name: EVERYWHERE[name] for name in ("left-gradients", "frozen")}
     return EVERYWHERE | (ON_SOME if path in SOME else {})
 
 
 CHECKS = {
     f"{path}-{name}": (
-        [count for count, known in ((1, SINGLE), (2, (*PAIR, *OFFLOADED))) if path in known],
+        [count for count, known in ((1, SINGLE), (2, (*PAIR, *FURTHER))) if path in known],
         lambda folder, path=path, case=case: check(path, case),
     )
-    for path in dict.fromkeys((*SINGLE, *PAIR, *OFFLOADED))
+    for path in dict.fromkeys((*SINGLE, *PAIR, *FURTHER))
     for name, case in cases_of(path).items()
 }
