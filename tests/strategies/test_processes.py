@@ -80,9 +80,24 @@ def check_no_accelerator(init_method: str) -> None:
     PartialState(cpu=True, init_method=init_method).wait_for_everyone()
 
 
+def check_ended_by_torch(init_method: str) -> None:
+    """A script may end the group by torch's own call, as many do at their end; the next Accelerator makes another."""
+    for _ in range(2):
+        accelerator = make(init_method, cpu=True)
+        train(accelerator)
+        accelerator.free_memory()
+        dist.destroy_process_group()
+
+
 CHECKS = {
     check.__name__: check
-    for check in (check_one_after_another, check_two_at_once, check_states_forgotten, check_no_accelerator)
+    for check in (
+        check_one_after_another,
+        check_two_at_once,
+        check_states_forgotten,
+        check_no_accelerator,
+        check_ended_by_torch,
+    )
 }
 
 

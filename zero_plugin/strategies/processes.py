@@ -125,6 +125,8 @@ class _OwnGroup:
 
     def make(self, backend: str, device: torch.device, init_method: str | None, timeout: timedelta) -> None:
         """Make it, as the environment says."""
+        if self.group is not None:  # the script has ended the one before by torch's own call
+            self._forget_environment()
         self.launched = init_method is not None or _is_launched()
         if self.launched:
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
@@ -164,10 +166,14 @@ class _OwnGroup:
                 destroy()
             if dist.is_initialized():
                 dist.destroy_process_group()
-            if not self.launched:
-                for name in _ALONE:
-                    os.environ.pop(name, None)
+            self._forget_environment()
         self.group = None
+
+    def _forget_environment(self) -> None:
+        """Take out of the environment what a group of one left there."""
+        if not self.launched:
+            for name in _ALONE:
+                os.environ.pop(name, None)
 
     def _end_left_over(self) -> None:
         """Nobody who trains has ended it: a script that used `PartialState` alone."""
