@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from deepspeed import zero
 from paths import raised, running, same
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
@@ -89,6 +91,28 @@ def check_adapters(folder: Path) -> None:
             assert not any(name.startswith("model") for name in files)
             loaded = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(place), folder / path / written)
             assert same({name: loaded.state_dict()[name] for name in state}, state)
+
+
+def check_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
+    """At stage 3 `get_state_dict` and `save_model` gather the adapters alone: the base may be larger than memory."""
+    gathered: list[str] = []
+    gather = zero.GatheredParameters.__init__
+
+    def record(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        gathered.extend(names[id(p)] for p in listed)
+        gather(self, listed, *args, **kwargs)
+
+    with running("zero3") as accelerator, pytest.MonkeyPatch.context() as patch:
+        model = get_peft_model(build(gpt2), LORA)
+        names = {id(p): name for name, p in model.named_parameters()}
+        prepared, optimizer = accelerator.prepare(model, sgd(model))
+        train(accelerator, prepared, optimizer)
+        patch.setattr(zero.GatheredParameters, "__init__", record)
+        for call in (lambda: accelerator.get_state_dict(prepared), lambda: accelerator.save_model(prepared, folder)):
+            gathered.clear()
+            call()
+            assert sorted(gathered) == sorted(name for name in names.values() if "lora_" in name)
 
 
 def check_added_adapter(folder: Path) -> None:
