@@ -26,6 +26,7 @@ from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.data.skip import skip_first_batches
 from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.plugins import DataLoaderConfiguration
 
 
 class Numbers(Dataset):
@@ -419,6 +420,35 @@ def test_batches_move_however_nested() -> None:
     assert (moved["x"][1].b, moved["n"]) == ("text", None)
     assert isinstance(move_batch(batch, torch.device("cpu"))["p"], PackedSequence)
     assert [b[0].device for b in alone(DataLoader(TensorDataset(torch.ones(2))), device=meta)] == [meta, meta]
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_copies_wait_or_not_as_asked(non_blocking: bool) -> None:
+    """`non_blocking` reaches every tensor's copy, also by the facade; a mere object moves plainly."""
+    asked: list[bool] = []
+
+    class Recording(torch.Tensor):
+        def to(self, *args, **kwargs):
+            asked.append(kwargs["non_blocking"])
+            return super().to(*args, **kwargs)
+
+    class Graph:
+        def to(self, device: torch.device):
+            return self
+
+    def collate(samples):
+        return {"x": [torch.zeros(len(samples)).as_subclass(Recording)] * 2, "graph": Graph()}
+
+    loader = DataLoader(Numbers(4), batch_size=2, collate_fn=collate)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
+    try:
+        by_itself = alone(loader, device=torch.device("cpu"), non_blocking=non_blocking)
+        for prepared in (by_itself, accelerator.prepare(loader)):
+            asked.clear()
+            assert len(list(prepared)) == 2
+            assert asked == [non_blocking] * 4
+    finally:
+        accelerator.end_training()
 
 
 def test_metrics_outside_a_loop_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
