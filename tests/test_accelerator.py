@@ -136,3 +136,18 @@ print("all")
 """)
     assert done.stdout.endswith("all\n"), done.stderr
     assert "WarmupDecayLR: learning rate" in done.stderr
+
+
+def test_pickled_it_is_the_newest_one(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """What holds an Accelerator can be pickled, and gets that of the process in which it is read."""
+    done = run_script("""
+import pickle
+accelerator = Accelerator(cpu=True)
+loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4)))
+text = pickle.dumps({"accelerator": accelerator})
+assert pickle.loads(text)["accelerator"] is accelerator
+accelerator.state._reset_state()
+with pytest.raises(LoopError, match="there is none"):
+    pickle.loads(text)
+""")
+    assert done.returncode == 0, done.stderr

@@ -265,6 +265,9 @@ class Accelerator(
     def __deepcopy__(self, _: dict[int, Any]) -> Accelerator:
         return self  # objects that hold one are copied for the same run
 
+    def __reduce__(self) -> tuple[Callable[[], Accelerator], tuple[()]]:
+        return newest_accelerator, ()  # so are those that are pickled, as `datasets` does to see whether they changed
+
     def end_training(self) -> None:
         """Close every session and the process group; collective. It also runs at the end of the process."""
         if not self._ended:
@@ -287,3 +290,13 @@ class Accelerator(
     def _say(self, line: str) -> None:
         if self.is_main_process:
             print(f"zero_plugin: {line}", file=sys.stderr, flush=True)  # noqa: T201 - before any logging is set up
+
+
+def newest_accelerator() -> Accelerator:
+    """The newest one in this process, which is what a pickled one comes back as.
+
+    Raises:
+        LoopError: there is none.
+    """
+    newest: Accelerator = AcceleratorState()._run  # type: ignore[assignment]  # it shows what is one
+    return newest
