@@ -7,6 +7,7 @@ from io import StringIO
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gan import Case, discriminator_loss, generator_loss, make_nets, make_optimizer
 from paths import (
     PAIR,
@@ -153,21 +154,43 @@ def check_forwards_before_backwards(path: str) -> None:
 
 
 def check_batch_norm_twice_in_a_loss(path: str) -> None:
-    """A discriminator with running statistics runs on real and on generated samples before its one backward."""
-    with running(path) as accelerator:
+    """A discriminator with running statistics runs on real and on generated samples before its one backward.
+
+    Each process normalises by its own samples, so the reference does too, and averages gradients by hand.
+    """
+
+    def build() -> list[Any]:
         generator, plain = make_nets()
-        discriminator = nn.Sequential(plain[0], nn.BatchNorm1d(10), nn.Tanh(), plain[2])
-        objects = generator, discriminator, make_optimizer(generator, SGD), make_optimizer(discriminator, SGD)
-        generator, discriminator, first, second = accelerator.prepare(*objects)
-        x, noise = own_batch(0)
-        for _ in range(2):
+        models = generator, nn.Sequential(plain[0], nn.BatchNorm1d(10), nn.Tanh(), plain[2])
+        return [*models, *(make_optimizer(model, SGD) for model in models)]
+
+    def train(models: list[Any], backward: Any, average: Any) -> None:
+        generator, discriminator, first, second = models
+        for step in range(3):
+            x, noise = own_batch(step)
             second.zero_grad()
-            accelerator.backward(discriminator_loss(generator, discriminator, noise, x[:, :6]))
+            backward(discriminator_loss(generator, discriminator, noise, x[:, :6]))
+            average(discriminator)
             second.step()
             first.zero_grad()
-            accelerator.backward(generator_loss(generator, discriminator, noise))
+            backward(generator_loss(generator, discriminator, noise))
+            average(generator)
             first.step()
-        assert (first.applied_steps, second.applied_steps) == (2, 2)
+
+    def average(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    plain = build()
+    train(plain, lambda loss: loss.backward(), average)
+    with running(path) as accelerator:
+        models = list(accelerator.prepare(*build()))
+        train(models, accelerator.backward, lambda _: None)
+        for model, wanted in zip(models[:2], plain[:2], strict=True):
+            state = weights(accelerator, model)
+            assert_near({name: state[name] for name, _ in wanted.named_parameters()}, dict(wanted.named_parameters()))
 
 
 def check_reentrant_checkpoints(path: str) -> None:
@@ -269,18 +292,33 @@ def check_a_loop_that_never_steps(path: str) -> None:
 
 
 def check_bf16_beside_a_teacher(path: str) -> None:
-    """Under bf16 a model without an optimizer takes fp32 inputs, as the trained one does."""
+    """Under bf16 a model without an optimizer takes fp32 inputs, as the trained one does, and teaches the same."""
+
+    def distill(student: Any, teacher: Any, x: Tensor) -> Tensor:
+        return (student(x).float() - 2 * teacher(x).float()).square().mean()
+
+    plain, judge = make_net(), make_net().requires_grad_(False)
+    sgd = _sgd(plain)
+    wanted = []
+    for step in range(4):
+        loss = distill(plain, judge, global_batch(step)[0])
+        loss.backward()
+        wanted.append(float(loss))
+        sgd.step()
+        sgd.zero_grad()
     with running(path, mixed_precision="bf16") as accelerator:
         student, teacher = make_net(), make_net().requires_grad_(False)
         student, optimizer, teacher = accelerator.prepare(student, _sgd(student), teacher)
-        x, _ = own_batch(0)
-        for _ in range(2):
-            loss = (student(x).float() - 2 * teacher(x).float()).square().mean()
+        for step in range(4):
+            loss = distill(student, teacher, own_batch(step)[0])
             accelerator.backward(loss)
+            loss = accelerator.reduce(loss.detach(), "mean")
+            assert abs(float(loss) - wanted[step]) < 0.02 * wanted[step]
             optimizer.step()
             optimizer.zero_grad()
-        after = (student(x).float() - 2 * teacher(x).float()).square().mean()
-        assert float(after) < float(loss)
+        found, start = weights(accelerator, student), judge.state_dict()
+        moved = {name: p.detach() - start[name] for name, p in plain.named_parameters()}
+        assert_near({name: found[name].float() - start[name] for name in moved}, moved, 0.1)
 
 
 def check_gradients_stay_until_zero_grad(path: str) -> None:

@@ -144,15 +144,25 @@ def check_what_is_not_elementwise(path: str) -> None:
 
 
 def check_deepspeeds_own_classes_run(path: str) -> None:
-    """A DeepSpeed optimizer that the user built is taken as it is."""
+    """A DeepSpeed optimizer that the user built is taken as it is, with its arguments, and trains as torch's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+    arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4}
+    plain = make_net()
+    adam = torch.optim.AdamW(plain.parameters(), **arguments)
+    for step in range(3):
+        loss_of(plain, global_batch(step)).backward()
+        adam.step()
+        adam.zero_grad()
     with running(path) as accelerator:
         model = make_net()
-        model, optimizer = accelerator.prepare(model, DeepSpeedCPUAdam(model.parameters(), lr=1e-2))
-        accelerator.backward(loss_of(model, own_batch(0)))
-        optimizer.step()
+        model, optimizer = accelerator.prepare(model, DeepSpeedCPUAdam(model.parameters(), **arguments))
+        for step in range(3):
+            accelerator.backward(loss_of(model, own_batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
         assert type(optimizer.optimizer) is DeepSpeedCPUAdam
+        assert_near(weights(accelerator, model), plain.state_dict())
 
 
 def check_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
