@@ -145,6 +145,7 @@ def test_its_parts_may_be_set() -> None:
     loop = Loop()
     groups, state = loop.sgd.param_groups, loop.sgd.state
     more = torch.nn.Parameter(torch.zeros(1))
+    loop.session.left_out = [more]  # of its model, and in no optimizer so far
     loop.optimizer.add_param_group({"params": [more], "lr": 2.0})
     assert [group["lr"] for group in loop.sgd.param_groups] == [0.5, 2.0]
     loop.optimizer.param_groups, loop.optimizer.state, loop.optimizer.defaults = groups[:1], state, {"lr": 3.0}
