@@ -1,0 +1,145 @@
+"""Scripts written for Accelerate give the same with `accelerate` replaced by `zero_plugin` in their imports.
+
+What differs on purpose is said at the top of the script that shows it, and stands in the README's table.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPTS = sorted((HERE / "scripts").glob("*.py"))
+README = (HERE.parents[1] / "README.md").read_text(encoding="utf-8")
+
+_spec = importlib.util.spec_from_file_location("migrate", HERE / "migrate.py")
+assert _spec is not None
+assert _spec.loader is not None
+_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+migrate = _module.migrate
+
+
+def read_differences(script: Path, world: int) -> dict[str, str]:
+    """What differs on this number of processes, and by which row of the README's table."""
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DIFFERENCES":
+            return {key: row for key, (worlds, row) in ast.literal_eval(node.value).items() if world in worlds}
+    return {}
+
+
+def find_differences(theirs: Any, ours: Any, where: str) -> Iterator[str]:
+    """The places where two results differ: learning rates by more than 1e-12, other numbers by 1e-5."""
+    if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
+        for key in theirs:
+            yield from find_differences(theirs[key], ours[key], f"{where}.{key}")
+    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        for index, pair in enumerate(zip(theirs, ours, strict=True)):
+            yield from find_differences(*pair, f"{where}[{index}]")
+    elif isinstance(theirs, float) and isinstance(ours, float):
+        tolerance = 1e-12 if "rates" in where or where.endswith(".lr") else 1e-5
+        if not math.isclose(theirs, ours, rel_tol=tolerance, abs_tol=tolerance):
+            yield f"{where}: {theirs} with accelerate, {ours} with zero_plugin"
+    elif type(theirs) is not type(ours) or theirs != ours:
+        yield f"{where}: {theirs!r} with accelerate, {ours!r} with zero_plugin"
+
+
+@pytest.fixture(scope="session")
+def finished() -> dict[tuple[str, int], Path]:
+    """The folder of each library and number of processes that has run."""
+    return {}
+
+
+@pytest.fixture
+def results(
+    run_processes: Callable[..., list[str]],
+    finished: dict[tuple[str, int], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, int, str], dict[str, Any]]:
+    """What a script wrote with LIBRARY on WORLD processes; all of them run once, one after another."""
+
+    def results(library: str, world: int, name: str) -> dict[str, Any]:
+        if (library, world) not in finished:
+            finished[library, world] = folder = tmp_path_factory.mktemp(f"{library}-{world}")
+            run_processes(HERE / "worker.py", world, library, folder, *SCRIPTS, seconds=280)
+        folder = finished[library, world]
+        outcomes = [json.loads(file.read_text())[name] for file in sorted(folder.glob("rank-*.json"))]
+        assert outcomes == ["ok"] * world, "\n".join([f"with {library}", *outcomes])
+        written: dict[str, Any] = json.loads((folder / name / "results.json").read_text())
+        return written
+
+    return results
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)  # the first one runs all scripts with both libraries
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_same_results(results: Callable[[str, int, str], dict[str, Any]], script: Path, world: int) -> None:
+    """The same losses, applied learning rates and metrics, but for what the script says; and that does differ."""
+    theirs, ours = (results(library, world, script.stem) for library in ("accelerate", "zero_plugin"))
+    differences = read_differences(script, world)
+    assert theirs.keys() == ours.keys() >= differences.keys()
+    unexpected = []
+    for key in theirs:
+        found = list(find_differences(theirs[key], ours[key], key))
+        if key not in differences:
+            unexpected += found
+        else:
+            assert found, f"{key} is the same; the difference, and perhaps its row in the README, has gone"
+    assert unexpected == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_only_imports_change(script: Path) -> None:
+    """The migrated script differs in lines that import from accelerate, and nowhere else."""
+    before, after = script.read_text().splitlines(), migrate(script.read_text()).splitlines()
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert changed
+    for old, new in changed:
+        assert old.split()[0] in ("from", "import")
+        assert new == old.replace("accelerate", "zero_plugin", 1)
+    assert not any("accelerate" in line.lower() for line in after if line.split()[:1] in (["from"], ["import"]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_differences_are_told(script: Path) -> None:
+    """Each difference that a script shows is a row of the README's table, with what to expect here."""
+    rows = [line.split("|") for line in README.partition("## What differs from Accelerate")[2].splitlines()]
+    told = {cells[1].strip() for cells in rows if len(cells) == 5}
+    assert {row for world in (1, 2) for row in read_differences(script, world).values()} <= told
+
+
+@pytest.mark.processes
+def test_launched(run_launcher: Callable[..., Any], tmp_path: Path) -> None:
+    """Two processes by `zero-plugin launch` and by `accelerate launch`: the command's name and the import are all."""
+    script = HERE / "scripts/causal_language_model.py"
+    found = {}
+    for library, module in (("accelerate", "accelerate.commands.launch"), ("zero_plugin", "zero_plugin")):
+        folder = tmp_path / library
+        folder.mkdir()
+        (folder / "train.py").write_text(
+            migrate(script.read_text()) if library == "zero_plugin" else script.read_text()
+        )
+        launch = ["launch"] if library == "zero_plugin" else []
+        flags = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+        done = run_launcher(
+            [sys.executable, "-m", module, *launch, *flags, "--main_process_port", "0", "train.py", "results.json"],
+            seconds=120,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        # About one Accelerate process in six aborts as it ends (gloo), when all is written.
+        assert done.returncode == 0 or library == "accelerate", done.stdout + done.stderr
+        assert (folder / "results.json").exists(), done.stdout + done.stderr
+        found[library] = json.loads((folder / "results.json").read_text())
+    assert list(find_differences(found["accelerate"], found["zero_plugin"], "results")) == []
