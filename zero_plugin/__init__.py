@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_plugin.accelerator import Accelerator
+    from zero_plugin.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+    from zero_plugin.bigmodel.empty import init_empty_weights, init_on_device
+    from zero_plugin.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model
+    from zero_plugin.bigmodel.placement import infer_auto_device_map
+    from zero_plugin.bigmodel.whole import cpu_offload_with_hook
     from zero_plugin.choices import DDPCommunicationHookType
     from zero_plugin.data.skip import skip_first_batches
     from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
@@ -47,8 +52,17 @@ __all__ = [
     "ProfileKwargs",
     "Progress",
     "ProjectConfiguration",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",
     "skip_first_batches",
@@ -74,8 +88,17 @@ _HOME = {
     "ProfileKwargs": "zero_plugin.plugins",
     "Progress": "zero_plugin.progress",
     "ProjectConfiguration": "zero_plugin.plugins",
+    "cpu_offload": "zero_plugin.bigmodel.dispatch",
+    "cpu_offload_with_hook": "zero_plugin.bigmodel.whole",
     "debug_launcher": "zero_plugin.launch.notebook",
+    "disk_offload": "zero_plugin.bigmodel.dispatch",
+    "dispatch_model": "zero_plugin.bigmodel.dispatch",
     "find_executable_batch_size": "zero_plugin.utils.memory",
+    "infer_auto_device_map": "zero_plugin.bigmodel.placement",
+    "init_empty_weights": "zero_plugin.bigmodel.empty",
+    "init_on_device": "zero_plugin.bigmodel.empty",
+    "load_checkpoint_and_dispatch": "zero_plugin.bigmodel.load",
+    "load_checkpoint_in_model": "zero_plugin.bigmodel.load",
     "notebook_launcher": "zero_plugin.launch.notebook",
     "set_seed": "zero_plugin.seeding",
     "skip_first_batches": "zero_plugin.data.skip",

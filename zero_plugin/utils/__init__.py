@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # each module's `__all__`, for editors and type checkers
     from zero_plugin.utils.imports import *  # noqa: F403
     from zero_plugin.utils.memory import *  # noqa: F403
     from zero_plugin.utils.modeling import *  # noqa: F403
+    from zero_plugin.utils.offload import *  # noqa: F403
     from zero_plugin.utils.operations import *  # noqa: F403
     from zero_plugin.utils.other import *  # noqa: F403
     from zero_plugin.utils.random import *  # noqa: F403
@@ -37,8 +38,14 @@ _NAMES = {
         override_numa_affinity parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment
         set_numa_affinity str_to_bool""",
     "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
-    "modeling": """check_device_map compute_module_sizes convert_file_size_to_int dtype_byte_size find_tied_parameters
-        id_tensor_storage is_peft_model named_module_tensors set_module_tensor_to_device""",
+    "modeling": """align_module_device calculate_maximum_sizes check_device_map check_tied_parameters_in_config
+        check_tied_parameters_on_same_device clean_device_map compute_module_sizes convert_file_size_to_int
+        dtype_byte_size find_tied_parameters get_balanced_memory get_max_layer_size get_max_memory
+        get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params id_tensor_storage
+        infer_auto_device_map is_peft_model load_checkpoint_in_model load_offloaded_weights load_state_dict
+        named_module_tensors retie_parameters set_module_tensor_to_device""",
+    "offload": """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
+        offload_state_dict offload_weight save_offload_index""",
     "operations": """CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException GatheredParameters
         broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices
         find_batch_size find_device gather gather_object get_data_structure get_shape honor_type

@@ -1,0 +1,288 @@
+"""Load a checkpoint into a model, each tensor straight to where it will be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.bigmodel.budget import get_balanced_memory
+from zero_plugin.bigmodel.checkpoint_files import WeightsFile, find_checkpoint_files
+from zero_plugin.bigmodel.devices import check_places, find_place
+from zero_plugin.bigmodel.dispatch import dispatch_model
+from zero_plugin.bigmodel.placement import check_device_map, infer_auto_device_map, lookup
+from zero_plugin.bigmodel.stored import offload_weight, save_offload_index
+from zero_plugin.bigmodel.tensors import SharedTensors, Slot, as_dtype, find_tied_parameters, tensor_slots
+from zero_plugin.bigmodel.ties import warn_of_ties
+
+__all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict"]
+
+_logger = logging.getLogger(__name__)
+
+_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: str | Mapping[str, int | str | torch.device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    offload_folder: str | Path | None = None,
+    offload_buffers: bool = False,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool | None = None,  # noqa: ARG001 - no checkpoint is ever in memory as a whole
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,  # noqa: ARG001 - every process maps the files, which is no more than one reads
+) -> nn.Module:
+    """Load a checkpoint into a model that has no values yet, and spread it over devices, host memory and disk.
+
+    Args:
+        model: built under `init_empty_weights`, or any.
+        checkpoint: see `load_checkpoint_in_model`.
+        device_map: see `dispatch_model`; or `auto` and `balanced` (equally much on each GPU), `balanced_low_0` (little
+            on the first), `sequential` (as much as fits, one after the other). None loads, and spreads nothing.
+        max_memory: see `get_max_memory`; for a map that is worked out here.
+        no_split_module_classes: see `infer_auto_device_map`.
+        offload_folder: see `load_checkpoint_in_model`; needed for what has to be written.
+        offload_buffers: see `dispatch_model`; so are `skip_keys`, `preload_module_classes` and `force_hooks`.
+        dtype: see `load_checkpoint_in_model`; so are `offload_state_dict`, `strict` and the others.
+        offload_state_dict: no effect.
+        skip_keys: what stays where it is.
+        preload_module_classes: classes that read weights of modules inside.
+        force_hooks: also on one device.
+        strict: names must match.
+        full_state_dict: True.
+        broadcast_from_rank0: no effect.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: as `load_checkpoint_in_model` and `dispatch_model`, or there is no such map.
+        CheckpointError: a file is missing or damaged.
+    """
+    if isinstance(device_map, str):
+        if device_map not in _POLICIES:
+            raise ValueError(f"device_map={device_map!r}; legal are {', '.join(map(repr, _POLICIES))}, or a dict.")
+        limits: Mapping[int | str, int | str] | None = max_memory
+        if device_map != "sequential":
+            low_zero = device_map == "balanced_low_0"
+            limits = dict(get_balanced_memory(model, max_memory, no_split_module_classes, dtype, low_zero=low_zero))
+        device_map = infer_auto_device_map(
+            model, limits, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    _refuse_parts(full_state_dict)
+    index = _load(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, strict)
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_index=index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: Mapping[str, int | str | torch.device] | None = None,
+    offload_folder: str | Path | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001 - no checkpoint is ever in memory as a whole
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Collection[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,  # noqa: ARG001 - every process maps the files, which is no more than one reads
+) -> None:
+    """Give a model the values of a checkpoint, each tensor straight to where a map says.
+
+    What goes to disk stays in the safetensors files that it is in, which have to stay as they are; the model's part is
+    on the meta device, and `dispatch_model` with the same `offload_folder` lets it run. A checkpoint of another format
+    is written to `offload_folder`, and so are weights that become smaller by `dtype`. Never is more than one tensor in
+    memory beside the model.
+
+    Args:
+        model: on the meta device, or with values.
+        checkpoint: a file of weights, an index of several (`….index.json`), or a folder that has either; safetensors
+            first.
+        device_map: see `dispatch_model`; by default each tensor stays where it is, or goes to the CPU.
+        offload_folder: needed with parts on disk, at least for their index.
+        dtype: type of floating tensors; by default each as the model has it.
+        offload_state_dict: no effect.
+        offload_buffers: buffers of parts on disk stay there; otherwise they go to the CPU.
+        keep_in_fp32_modules: parts of names whose tensors are fp32 under a 16-bit `dtype`.
+        offload_8bit_bnb: not supported.
+        strict: names of the checkpoint and of the model must be the same; otherwise differences are warnings.
+        full_state_dict: True; every tensor is whole.
+        broadcast_from_rank0: no effect.
+
+    Raises:
+        ValueError: shapes differ, names differ with `strict`, a device is not here, there is no such checkpoint, or no
+            folder to write to.
+        CheckpointError: a file is missing or damaged.
+    """
+    if offload_8bit_bnb:
+        raise ValueError("offload_8bit_bnb: load quantized models by transformers' from_pretrained(device_map=…).")
+    if offload_folder is None and device_map is not None and "disk" in device_map.values():
+        raise ValueError("device_map has parts on disk; pass an offload_folder, where dispatch_model finds them again.")
+    _refuse_parts(full_state_dict)
+    kept = keep_in_fp32_modules or ()
+    index = _load(model, checkpoint, device_map, offload_folder, dtype, offload_buffers, strict, kept)
+    if offload_folder is not None:
+        save_offload_index(index, offload_folder)
+
+
+def load_state_dict(
+    checkpoint_file: str | Path, device_map: Mapping[str, int | str | torch.device] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of one file of weights, by name.
+
+    Args:
+        checkpoint_file: safetensors, or by `torch.save` (without running its code).
+        device_map: where they go; what has no place, or is on disk, is on the CPU, memory-mapped.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    weights = WeightsFile(Path(checkpoint_file))
+    places = {name: lookup(device_map or {}, name) for name in weights.names}
+    return {
+        name: weights.read(name) if place in (None, "disk") else weights.read(name).to(find_place(place))
+        for name, place in places.items()
+    }
+
+
+def _load(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: Mapping[str, int | str | torch.device] | None,
+    offload_folder: str | Path | None,
+    dtype: torch.dtype | str | None,
+    offload_buffers: bool,
+    strict: bool,
+    keep_in_fp32: Collection[str] = (),
+) -> dict[str, Any]:
+    """Load, and return where the parts on disk are, as `OffloadedWeightsLoader` takes it."""
+    if device_map is not None:
+        check_device_map(model, device_map)
+        check_places(device_map)
+    warn_of_ties(model, device_map)
+    tied = {name: group for group in find_tied_parameters(model) for name in group}
+    slots = {slot.name: slot for slot in tensor_slots(model, recurse=True) if slot.is_persistent}
+    files = [WeightsFile(path) for path in find_checkpoint_files(Path(checkpoint))]
+    _check_names(model, checkpoint, files, slots, tied, strict)
+    disk = _DiskPart(offload_folder)
+    shared = SharedTensors()
+    loaded: set[str] = set()
+    for file in files:
+        for stored in file.names:
+            for name in tied.get(stored, [stored]):
+                if name not in slots or name in loaded:
+                    continue
+                loaded.add(name)
+                slot = slots[name]
+                final = _final_dtype(slot, dtype, keep_in_fp32)
+                place = None if device_map is None else lookup(device_map, name)
+                if place == "disk" and (offload_buffers or not slot.is_buffer):
+                    disk.add(name, file, stored, final)
+                    slot.tensor = shared.move(slot.tensor, torch.device("meta"), dtype=final)
+                else:
+                    _fill(slot, file.read(stored), place, final, shared)
+    return disk.index
+
+
+class _DiskPart:
+    """What stays on disk: in the checkpoint's own file where it can be used as it is there, else written."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        self.index: dict[str, Any] = {}
+        self._folder = folder
+        self._written: dict[str, Any] = {}
+
+    def add(self, name: str, file: WeightsFile, stored: str, dtype: torch.dtype) -> None:
+        """Enter one tensor, which the file has as `stored`, and the model as `name`."""
+        tensor = file.read(stored)
+        shrinks = dtype.itemsize < tensor.dtype.itemsize and self._folder is not None  # less to read at each forward
+        if file.is_safetensors and not shrinks:
+            where = {"safetensors_file": str(file.path), "dtype": str(dtype).removeprefix("torch.")}
+        elif self._folder is None:
+            raise ValueError(
+                f"{file.path.name} is not safetensors, so parts on disk are written: pass an offload_folder."
+            )
+        else:
+            if stored not in self._written:
+                offload_weight(tensor.to(dtype), stored, self._folder, self._written)
+            where = self._written[stored]
+        self.index[name] = {"weight_name": stored, **where}
+
+
+def _fill(slot: Slot, value: Tensor, place: Any, dtype: torch.dtype, shared: SharedTensors) -> None:
+    old = slot.tensor
+    if place is None:
+        device = torch.device("cpu") if old.is_meta else old.device
+    else:
+        device = find_place("cpu" if place == "disk" else place)  # a buffer; it goes on to where its module runs
+    if old.device == device and old.dtype == dtype:
+        with torch.no_grad():
+            old.copy_(value)
+    else:
+        slot.tensor = shared.move(old, device, value, dtype=dtype, copy=True)
+
+
+def _final_dtype(slot: Slot, dtype: torch.dtype | str | None, keep_in_fp32: Collection[str]) -> torch.dtype:
+    if dtype is None or not slot.tensor.dtype.is_floating_point:
+        return slot.tensor.dtype
+    return torch.float32 if any(f".{part}." in f".{slot.name}." for part in keep_in_fp32) else as_dtype(dtype)
+
+
+def _check_names(
+    model: nn.Module,
+    checkpoint: str | Path,
+    files: list[WeightsFile],
+    slots: Mapping[str, Slot],
+    tied: Mapping[str, list[str]],
+    strict: bool,
+) -> None:
+    stored = {name: file for file in files for name in file.names}
+    given = {name for each in stored for name in tied.get(each, [each])}
+    missing = sorted(slots.keys() - given)
+    unexpected = sorted(stored.keys() - model.state_dict().keys())
+    shapes = {name: (stored[name].read(name).shape, slots[name].tensor.shape) for name in stored.keys() & slots.keys()}
+    differing = [f"{name} {tuple(a)} instead of {tuple(b)}" for name, (a, b) in sorted(shapes.items()) if a != b]
+    kind = type(model).__name__
+    if differing:
+        raise ValueError(f"The checkpoint at {checkpoint} has other shapes than {kind}: {', '.join(differing)}.")
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"The checkpoint at {checkpoint} and {kind} have different names.\nMissing in the checkpoint: {missing}\n"
+            f"Unexpected in the checkpoint: {unexpected}\nPass strict=False to load the others."
+        )
+    if unexpected:
+        _logger.warning(
+            f"Some weights of the checkpoint at {checkpoint} were not used when loading {kind}: {unexpected}."
+        )
+    if missing:
+        empty = [name for name in missing if slots[name].tensor.is_meta]
+        state = f", and {empty} have no values at all" if empty else ""
+        _logger.warning(f"Some weights of {kind} are not in the checkpoint at {checkpoint}: {missing}{state}.")
+
+
+def _refuse_parts(full_state_dict: bool) -> None:
+    if not full_state_dict:
+        raise ValueError("full_state_dict=False: every tensor is loaded whole; leave it out.")
