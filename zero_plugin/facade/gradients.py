@@ -81,7 +81,10 @@ class GradientCalls:
         samplers: list[Any] = [loader.batch_sampler for loader in loaders]
         shards = [(shard, shard.even_batches) for shard in samplers if hasattr(shard, "even_batches")]
         if len(shards) < len(samplers):
-            warnings.warn("join_uneven_inputs(even_batches=…) has no effect on loaders of streams", stacklevel=5)
+            warnings.warn(
+                "join_uneven_inputs: even_batches is only supported for map-style datasets; streams stay as they are",
+                stacklevel=5,
+            )
         for shard, _ in shards:
             shard.even_batches = even
         try:
