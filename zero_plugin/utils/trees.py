@@ -129,7 +129,8 @@ def send_to_device(
     if not isinstance(tensor, MutableMapping):
         return type(tensor)(moved)  # type: ignore[call-arg]
     same = copy.copy(tensor)  # keeps a defaultdict's factory and a BatchEncoding's other attributes
-    same.update(moved)
+    for key, value in moved.items():  # transformers' outputs have no `update`
+        same[key] = value
     return same
 
 
