@@ -122,18 +122,20 @@ def test_differences_are_told(script: Path) -> None:
 @pytest.mark.processes
 def test_launched(run_launcher: Callable[..., Any], tmp_path: Path) -> None:
     """Two processes by `zero-plugin launch` and by `accelerate launch`: the command's name and the import are all."""
-    script = HERE / "scripts/causal_language_model.py"
+    script = HERE / "scripts/early_stopping.py"
+    commands = {  # accelerate's --cpu would start one process; the script asks for the CPU itself
+        "accelerate": ["accelerate.commands.launch", "--multi_gpu"],
+        "zero_plugin": ["zero_plugin", "launch", "--cpu"],
+    }
     found = {}
-    for library, module in (("accelerate", "accelerate.commands.launch"), ("zero_plugin", "zero_plugin")):
+    for library, command in commands.items():
         folder = tmp_path / library
         folder.mkdir()
-        (folder / "train.py").write_text(
-            migrate(script.read_text()) if library == "zero_plugin" else script.read_text()
-        )
-        launch = ["launch"] if library == "zero_plugin" else []
-        flags = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+        source = script.read_text()
+        (folder / "train.py").write_text(source if library == "accelerate" else migrate(source))
+        flags = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0"]
         done = run_launcher(
-            [sys.executable, "-m", module, *launch, *flags, "--main_process_port", "0", "train.py", "results.json"],
+            [sys.executable, "-m", *command, *flags, "train.py", "results.json"],
             seconds=120,
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -38,6 +38,8 @@ def main() -> None:
     for script in map(Path, scripts):
         states.AcceleratorState._reset_state(True)
         states.GradientState._reset_state()
+        gc.collect()
+        gc.freeze()  # else every collection, of which some scripts make many, walks all that the imports made
         own = folder / script.stem
         own.mkdir(exist_ok=True)
         file = own / f"{library}-{rank}.py"
@@ -51,11 +53,11 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - one failing script must not hide the others
             outcomes[script.stem] = traceback.format_exc()
             print(outcomes[script.stem], flush=True)
-        gc.collect()
-        gc.freeze()  # else every collection, of which some scripts make many, walks all that the imports made
         print(f"=== {time.perf_counter() - began:.2f} s", flush=True)
     (folder / f"rank-{rank}.json").write_text(json.dumps(outcomes))
     if together:
+        gc.unfreeze()
+        gc.collect()  # DDP in a cycle would still hold the group
         dist.barrier()
         dist.destroy_process_group()
 
