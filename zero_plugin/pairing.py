@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_plugin.bigmodel.align import has_offloaded_params
 from zero_plugin.errors import LoopError
 from zero_plugin.placeholders import DummyOptim
 
@@ -116,4 +117,10 @@ def _refuse_device_map(model: nn.Module) -> None:
             f"{', '.join(sorted(places))}, and every process trains on one device.\nLoad it without device_map. Where "
             "it does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only "
             "this process' part."
+        )
+    if any(has_offloaded_params(module) for module in model.modules()):
+        raise LoopError(
+            f"prepare() got a {type(model).__name__} whose weights are on its device in a forward only (cpu_offload, "
+            "disk_offload): they get no gradients.\nPrepare it without; where it does not fit, use ZeRO stage 3 with "
+            "offload_param_device: cpu."
         )

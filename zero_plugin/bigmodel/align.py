@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = [
     "get_state_dict_from_offload",
     "get_state_dict_offloaded_model",
     "has_offloaded_params",
+    "stored_values",
 ]
 
 _META = torch.device("meta")
@@ -193,12 +194,34 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: some tensors have no values.
     """
-    state = {}
-    for name, tensor in _with_offloaded_values(model).items():
-        if tensor.is_meta:
+    return {name: tensor.to("cpu") for name, tensor in stored_values(model, model.state_dict().items())}
+
+
+def stored_values(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors with their values, each read when it is its turn.
+
+    Args:
+        model: any; of a dispatched one, what is off its device is taken from where it is.
+        tensors: the model's, with their names.
+
+    Raises:
+        ValueError: one has no values.
+    """
+    hooks = {prefix: _offloading_hook(module) for prefix, module in model.named_modules(remove_duplicate=False)}
+    stored = {
+        f"{prefix}.{name}".lstrip("."): (hook.weights_map, name)
+        for prefix, hook in hooks.items()
+        if hook is not None and hook.weights_map is not None
+        for name in hook.original_devices
+    }
+    for name, tensor in tensors:
+        if not tensor.is_meta:
+            yield name, tensor
+        elif name in stored:
+            weights, key = stored[name]
+            yield name, weights[key].to(tensor.dtype)
+        else:
             raise ValueError(f"{name} is on the meta device and has no values")
-        state[name] = tensor.to("cpu")
-    return state
 
 
 def get_state_dict_from_offload(
@@ -224,17 +247,6 @@ def get_state_dict_from_offload(
             if f"{prefix}.{key}" in state_dict:
                 state_dict[f"{prefix}.{key}"] = tensor
     return state_dict
-
-
-def _with_offloaded_values(model: nn.Module) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = dict(model.state_dict())
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        hook = _offloading_hook(module)
-        for name in hook.original_devices if hook is not None else ():
-            assert hook is not None
-            assert hook.weights_map is not None
-            state[f"{prefix}.{name}".lstrip(".")] = hook.weights_map[name]
-    return state
 
 
 def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zero_plugin import collectives
 from zero_plugin.agreement import collective
+from zero_plugin.bigmodel.align import stored_values
 from zero_plugin.checkpoint.objects import write_object
 from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_pretrained
 from zero_plugin.config.document import Document
@@ -177,7 +178,7 @@ class WeightCalls:
             raise LoopError(
                 f"the {type(module).__name__} is partitioned, and not prepared; pass the model that prepare() returned."
             )
-        return persistent_tensors(module, self._saved_names(module))
+        return stored_values(module, persistent_tensors(module, self._saved_names(module)))
 
     def _saved_names(self, module: nn.Module) -> Collection[str] | None:
         """The tensors of a model that are saved, as the main process sees it; None for all."""
