@@ -60,6 +60,26 @@ def _agree(model: nn.Module) -> bool:
     return all(torch.allclose(torch.tensor(mine), torch.tensor(theirs)) for mine, theirs in pairs)
 
 
+def check_gradients_stay_to_be_looked_at_after_the_step(path: str) -> None:
+    """As in plain torch, until `zero_grad`; a loop that never calls it trains the same, for nothing adds to them."""
+    if is_zero(path):
+        return
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        own = list(accelerator.unwrap_model(model).parameters())
+        for i in range(3):
+            accelerator.backward(loss_of(model, own_batch(i)))
+            before = [p.grad.clone() for p in own if p.grad is not None]
+            optimizer.step()
+            assert all(torch.equal(p.grad, kept) for p, kept in zip(own, before, strict=True))
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in own)
+        assert_near(weights(accelerator, model), _trained_plainly([0], [1], [2]))
+        raised(
+            LoopError, "loss.backward()", by=lambda: loss_of(accelerator.unwrap_model(model), own_batch(3)).backward()
+        )
+
+
 def check_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
     """The user's own parameters show them: of this process inside `no_sync` and the window, of all at its end."""
     if is_zero(path):

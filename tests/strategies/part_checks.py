@@ -53,8 +53,8 @@ def check_an_optimizer_of_the_head(path: str) -> None:
             norm = float(accelerator.clip_grad_norm_(given, 0.05))
             assert math.isclose(norm, norms[step], rel_tol=1e-4), (norm, norms[step])
             optimizer.step()
-            assert net[0].weight.grad is None
             optimizer.zero_grad()
+            assert net[0].weight.grad is None
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
     told = "2 of the 4 trainable parameters of the Sequential are in no optimizer"
     assert said.getvalue().count(told) == accelerator.is_main_process

@@ -75,6 +75,7 @@ class TorchSession(Session):
         self._norm: Tensor | None = None  # of the window's gradients, once it is known
         self._finite: bool | None = None  # whether the window's gradients are, once it is known
         self._has_gradients = False
+        self._are_spent = False  # gradients of the last step, which stay to be looked at until zero_grad()
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
@@ -100,8 +101,11 @@ class TorchSession(Session):
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         """See `Session.open_backward`."""
         self._refuse_failed()
-        if not self._has_gradients and self._has_strays():
-            raise LoopError(DIRECT_BACKWARD)
+        if not self._has_gradients:
+            if self._are_spent:
+                self.drop_gradients()
+            elif self._has_strays():
+                raise LoopError(DIRECT_BACKWARD)
         self._is_open = True
         if self._ddp is None or not ends_window or self._local_only:
             return
@@ -184,7 +188,7 @@ class TorchSession(Session):
         assert self.optimizer is not None
         self._refuse_failed()
         if not self._has_gradients:
-            if self._has_strays():
+            if not self._are_spent and self._has_strays():
                 raise LoopError(DIRECT_BACKWARD)
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         if self._clipping is not None and not self._clipped:
@@ -199,7 +203,8 @@ class TorchSession(Session):
         if self._scale is not None:
             self._scale.update(skipped=not applied)
         self.last_norm, self._norm = self._norm, None
-        self.drop_gradients()
+        self._forget_window()
+        self._are_spent = True
         return applied
 
     def first_nonfinite(self) -> str | None:
@@ -211,8 +216,8 @@ class TorchSession(Session):
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
-        self._has_gradients = self._clipped = self._unscaled = False
-        self._finite = None
+        self._forget_window()
+        self._are_spent = False
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
         for p in self.left_out:
@@ -221,7 +226,8 @@ class TorchSession(Session):
 
     def drop_strays(self) -> None:
         """See `Session.drop_strays`."""
-        if not self._has_gradients and self._has_strays():  # looking is cheaper than the optimizer's zero_grad
+        # Looking is cheaper than the optimizer's zero_grad.
+        if not self._has_gradients and (self._are_spent or self._has_strays()):
             self.drop_gradients()
 
     @contextmanager
@@ -287,6 +293,10 @@ class TorchSession(Session):
         self.model = self.module
         self._ddp = None
         self.optimizer = None
+
+    def _forget_window(self) -> None:
+        self._has_gradients = self._clipped = self._unscaled = False
+        self._finite = None
 
     def _refuse_direct(self, _: Tensor) -> None:
         if not self._is_open:
