@@ -236,6 +236,16 @@ def test_tensors_without_values(make, tmp_path) -> None:
         dispatch_model(empty, {"": "cpu"}, force_hooks=True)
 
 
+def test_compiled(tmp_path) -> None:
+    """Weights come in and leave outside of what is compiled."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    expected = model(x)
+    compiled = torch.compile(dispatch_model(model, {"": "disk"}, offload_dir=tmp_path), backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), expected)
+        assert all(p.is_meta for p in model.parameters())
+
+
 def test_pickled(make, tokens, tmp_path) -> None:
     """A hooked module survives pickle, bound to itself."""
     layer = nn.Linear(2, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.bigmodel.devices import find_place
-from zero_plugin.bigmodel.hooks import ModelHook, SequentialHook
+from zero_plugin.bigmodel.hooks import ModelHook, SequentialHook, untraced
 from zero_plugin.bigmodel.tensors import SharedTensors, Slot, tensor_slots
 from zero_plugin.utils.trees import find_device, send_to_device
 
@@ -86,6 +86,7 @@ class AlignDevicesHook(ModelHook):
                 slot.tensor = self._move(slot, old, find_place(self.execution_device))
         return module
 
+    @untraced
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the weights in, and the arguments to them."""
         if self.io_same_device:
@@ -101,6 +102,7 @@ class AlignDevicesHook(ModelHook):
         )
         return moved
 
+    @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Take the weights out, and the output to where the input was."""
         self.interrupted(module)
@@ -108,6 +110,7 @@ class AlignDevicesHook(ModelHook):
             return send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
+    @untraced
     def interrupted(self, module: nn.Module) -> None:  # noqa: ARG002
         """Take the weights out."""
         for slot, outside in self._inside.pop() if self._inside else ():

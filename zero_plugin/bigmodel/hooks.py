@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,7 +16,11 @@ __all__ = [
     "add_hook_to_module",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
+    "untraced",
 ]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class ModelHook:
@@ -139,6 +144,21 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Take the hooks off a module and all modules inside."""
     remove_hook_from_module(module, recurse=True)
+
+
+def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The method, run as it is where `torch.compile` traces what calls it."""
+    kept: list[Callable[_P, _R]] = []  # made when it is needed, because it takes seconds to import torch's compiler
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        if not kept:
+            kept.append(torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+        return kept[0](*args, **kwargs)
+
+    return call
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
