@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero_plugin.accelerator import Accelerator
-    from zero_plugin.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+    from zero_plugin.bigmodel.dispatch import dispatch_model
     from zero_plugin.bigmodel.empty import init_empty_weights, init_on_device
     from zero_plugin.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model
+    from zero_plugin.bigmodel.offload import cpu_offload, disk_offload
     from zero_plugin.bigmodel.placement import infer_auto_device_map
     from zero_plugin.bigmodel.whole import cpu_offload_with_hook
     from zero_plugin.choices import DDPCommunicationHookType
@@ -88,10 +89,10 @@ _HOME = {
     "ProfileKwargs": "zero_plugin.plugins",
     "Progress": "zero_plugin.progress",
     "ProjectConfiguration": "zero_plugin.plugins",
-    "cpu_offload": "zero_plugin.bigmodel.dispatch",
+    "cpu_offload": "zero_plugin.bigmodel.offload",
     "cpu_offload_with_hook": "zero_plugin.bigmodel.whole",
     "debug_launcher": "zero_plugin.launch.notebook",
-    "disk_offload": "zero_plugin.bigmodel.dispatch",
+    "disk_offload": "zero_plugin.bigmodel.offload",
     "dispatch_model": "zero_plugin.bigmodel.dispatch",
     "find_executable_batch_size": "zero_plugin.utils.memory",
     "infer_auto_device_map": "zero_plugin.bigmodel.placement",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from zero_plugin.bigmodel.align import AlignDevicesHook
-from zero_plugin.bigmodel.dispatch import attach_align_device_hook
 from zero_plugin.bigmodel.hooks import (
     ModelHook,
     SequentialHook,
@@ -12,6 +11,7 @@ from zero_plugin.bigmodel.hooks import (
     remove_hook_from_submodules,
 )
 from zero_plugin.bigmodel.layerwise import LayerwiseCastingHook
+from zero_plugin.bigmodel.offload import attach_align_device_hook
 from zero_plugin.bigmodel.whole import CpuOffload, UserCpuOffloadHook
 
 __all__ = [

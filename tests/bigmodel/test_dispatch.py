@@ -232,8 +232,19 @@ def test_tensors_without_values(make, tmp_path) -> None:
         dispatch_model(empty, {"": "cpu"})
     with pytest.raises(ValueError, match=r"embedding.weight is on the meta device, and neither offload_dir nor"):
         dispatch_model(empty, {"": "disk"}, offload_dir=tmp_path)
+    with init_empty_weights(include_buffers=True):
+        hollow = make()
+    with pytest.raises(ValueError, match=r"shift of Block: .* build the model with include_buffers=False"):
+        dispatch_model(hollow, {"": "disk"}, offload_index={name: {} for name in make().state_dict()})
     with pytest.raises(ValueError, match=r"weight of Embedding: a tensor on the meta device has no values"):
         dispatch_model(empty, {"": "cpu"}, force_hooks=True)
+
+
+def test_another_main_device(make, tokens) -> None:
+    """A model on the CPU alone runs on it."""
+    model = dispatch_model(make(), {"": "cpu"}, main_device="meta")
+    assert all(has_offloaded_params(block.inner) for block in model.blocks)
+    assert model(tokens.to("meta"))["logits"].is_meta
 
 
 def test_compiled(tmp_path) -> None:

@@ -75,6 +75,14 @@ def test_named_tensors() -> None:
     assert len(list(named_module_tensors(model, include_buffers=False, recurse=True))) == 5
 
 
+def test_another_type_without_values() -> None:
+    """Floating tensors get it, on the meta device too."""
+    model = Model()
+    set_module_tensor_to_device(model, "linear.weight", "meta", dtype="bfloat16")
+    set_module_tensor_to_device(model, "norm.num_batches_tracked", "cpu", dtype="bfloat16")
+    assert (model.linear.weight.dtype, model.norm.num_batches_tracked.dtype) == (torch.bfloat16, torch.int64)
+
+
 def test_tied_parameters() -> None:
     """Every group of names of one parameter."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))

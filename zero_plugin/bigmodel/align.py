@@ -148,7 +148,8 @@ class AlignDevicesHook(ModelHook):
         try:
             return self.tied_params_map.move(old, device)
         except ValueError as error:
-            raise ValueError(f"{slot.name} of {type(slot.owner).__name__}: {error}; load its weights first") from error
+            hint = "load its weights first" if slot.is_persistent else "build the model with include_buffers=False"
+            raise ValueError(f"{slot.name} of {type(slot.owner).__name__}: {error}; {hint}") from error
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -21,8 +21,9 @@ _logger = logging.getLogger(__name__)
 
 _HOST: Final = ("mps", "cpu", "disk")  # places beside GPU indices, in the order in which they are filled
 
-# Of a single GPU's memory that nobody has put a limit on, what the weights may take; the rest is for activations.
-_WEIGHTS_OF_ONE_GPU: Final = 0.9
+# Of a single GPU's memory, or the host's, that nobody has put a limit on, what the weights may take; the rest is for
+# activations.
+_WEIGHTS_OF_ONE: Final = 0.9
 
 # How much more than its equal part a GPU may take, in largest layers, so that whole layers find room.
 _LAYERS_OF_SLACK: Final = 1.25
@@ -67,7 +68,8 @@ def get_balanced_memory(
 
     Args:
         model: may be on the meta device.
-        max_memory: as for `get_max_memory`; a GPU with 0 takes no part. Of a single GPU, 90 % by default.
+        max_memory: as for `get_max_memory`; a GPU with 0 takes no part. By default 90 % of a single
+            GPU, and of the host where there is none.
         no_split_module_classes: names of the classes that are not to be split; by default transformers' own.
         dtype: as for `compute_module_sizes`.
         special_dtypes: as for `compute_module_sizes`.
@@ -75,8 +77,9 @@ def get_balanced_memory(
     """
     limits = get_max_memory(max_memory)
     gpus = [place for place, limit in limits.items() if isinstance(place, int) and limit > 0]
-    if len(gpus) == 1 and max_memory is None:
-        limits[gpus[0]] = int(limits[gpus[0]] * _WEIGHTS_OF_ONE_GPU)
+    if len(gpus) < 2 and max_memory is None:
+        only = next(iter(limits))  # the GPU, or the host where there is none
+        limits[only] = int(limits[only] * _WEIGHTS_OF_ONE)
     if len(gpus) < 2:
         return limits
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)

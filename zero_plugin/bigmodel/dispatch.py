@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,19 @@ from torch import Tensor, nn
 from zero_plugin.bigmodel.align import AlignDevicesHook
 from zero_plugin.bigmodel.devices import check_places, find_place
 from zero_plugin.bigmodel.hooks import add_hook_to_module
-from zero_plugin.bigmodel.placement import check_device_map, lookup
+from zero_plugin.bigmodel.layout import Layout, Stop, join_names, plan_stops, under
+from zero_plugin.bigmodel.placement import check_device_map
 from zero_plugin.bigmodel.stored import (
     OffloadedWeightsLoader,
-    PrefixedDataset,
     offload_weight,
     read_offload_index,
     save_offload_index,
 )
-from zero_plugin.bigmodel.tensors import SharedTensors, Slot, find_tied_parameters, tensor_slots
+from zero_plugin.bigmodel.tensors import SharedTensors, find_tied_parameters, tensor_slots
 
-__all__ = ["attach_align_device_hook", "cpu_offload", "disk_offload", "dispatch_model"]
+__all__ = ["dispatch_model"]
 
 _logger = logging.getLogger(__name__)
-
-# Their forward reads weights of modules inside without calling these.
-_READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 def dispatch_model(
@@ -74,12 +71,12 @@ def dispatch_model(
     held: Any = model
     places = {name: place if place == "disk" else find_place(place) for name, place in device_map.items()}
     where = set(places.values())
-    if len(where) > 1 or "disk" in where or force_hooks:
-        cpu = torch.device("cpu")
-        running = (place for place in places.values() if isinstance(place, torch.device) and place != cpu)
-        main = next(running, cpu) if main_device is None else find_place(main_device)
-        layout = _Layout(places, main, offload_buffers)
-        plan = list(_plan(model, layout, preload_module_classes or ()))
+    cpu = torch.device("cpu")
+    running = (place for place in places.values() if isinstance(place, torch.device) and place != cpu)
+    main = next(running, cpu) if main_device is None else find_place(main_device)
+    if where != {main} or force_hooks:
+        layout = Layout(places, main, offload_buffers)
+        plan = list(plan_stops(model, layout, preload_module_classes or ()))
         weights = _collect(model, plan, layout, state_dict or {}, offload_dir, offload_index)
         _attach(plan, weights, offload_buffers, skip_keys)
         if weights:
@@ -88,209 +85,15 @@ def dispatch_model(
         held.cuda = functools.partial(_move, model, "cuda")
     else:
         _refuse_empty(model)
-        model.to(next(iter(where)))
+        model.to(main)
     held.hf_device_map = dict(device_map)
     return model
 
 
-def cpu_offload(
-    model: nn.Module,
-    execution_device: int | str | torch.device | None = None,
-    offload_buffers: bool = False,
-    state_dict: Mapping[str, Tensor] | None = None,
-    preload_module_classes: Collection[str] | None = None,
-) -> nn.Module:
-    """Keep all weights in host memory; each module's come to the execution device for its forward.
-
-    Args:
-        model: changed in place.
-        execution_device: by default where the first parameter is.
-        offload_buffers: the state dict's buffers too.
-        state_dict: the weights, on the CPU; by default the model's.
-        preload_module_classes: as for `dispatch_model`.
-
-    Returns:
-        The model.
-    """
-    if state_dict is None:
-        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
-    return _offload(model, execution_device, offload_buffers, state_dict, preload_module_classes)
-
-
-def disk_offload(
-    model: nn.Module,
-    offload_dir: str | Path,
-    execution_device: int | str | torch.device | None = None,
-    offload_buffers: bool = False,
-    preload_module_classes: Collection[str] | None = None,
-) -> nn.Module:
-    """Keep all weights on disk; each module's come to the execution device for its forward.
-
-    Args:
-        model: changed in place.
-        offload_dir: weights are written there, unless they are on the meta device and there already.
-        execution_device: by default where the first parameter is.
-        offload_buffers: the state dict's buffers too.
-        preload_module_classes: as for `dispatch_model`.
-
-    Returns:
-        The model.
-    """
-    index: dict[str, Any] = {}
-    for name, tensor in model.state_dict().items():
-        if not tensor.is_meta:
-            offload_weight(tensor, name, offload_dir, index)
-    save_offload_index(index, offload_dir)
-    weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
-
-
-def attach_align_device_hook(
-    module: nn.Module,
-    execution_device: int | str | torch.device | None = None,
-    offload: bool = False,
-    weights_map: Mapping[str, Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: Collection[str] | None = None,
-    tied_params_map: SharedTensors | None = None,
-) -> None:
-    """Put an `AlignDevicesHook` on every module inside that holds tensors itself.
-
-    Args:
-        module: changed in place.
-        execution_device: as for the hook; so are `offload`, `offload_buffers`, `skip_keys` and `tied_params_map`.
-        offload: weights leave after each module's forward.
-        weights_map: values of offloaded tensors by name in the whole model; by default the modules' own, on the CPU.
-        offload_buffers: buffers leave too.
-        module_name: the module's name in the whole model.
-        skip_keys: keyword arguments that stay where they are.
-        preload_module_classes: as for `dispatch_model`.
-        tied_params_map: what hooks of the same model share.
-    """
-    preloaded = frozenset(preload_module_classes or ())
-    shared = SharedTensors() if tied_params_map is None else tied_params_map
-    for stop in list(_find_stops(module, lambda _, part: offload and _reads_inside(part, preloaded))):
-        if stop.slots:
-            hook = AlignDevicesHook(
-                execution_device,
-                offload,
-                weights_map=None if weights_map is None else _under(weights_map, _join(module_name, stop.name)),
-                offload_buffers=offload_buffers,
-                place_submodules=stop.is_whole,
-                skip_keys=skip_keys,
-                tied_params_map=shared,
-            )
-            add_hook_to_module(stop.module, hook, append=True)
-
-
-def _offload(
-    model: nn.Module,
-    execution_device: int | str | torch.device | None,
-    offload_buffers: bool,
-    weights: Mapping[str, Tensor],
-    preload_module_classes: Collection[str] | None,
-) -> nn.Module:
-    device = next(model.parameters()).device if execution_device is None else execution_device
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        device,
-        offload=True,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
-    )
-    return model
-
-
-class _Stop(NamedTuple):
-    """A module that gets a hook, and the tensors which that brings in: of all modules inside if it `is_whole`."""
-
-    name: str
-    module: nn.Module
-    is_whole: bool
-    slots: list[Slot]
-
-
-def _find_stops(
-    module: nn.Module,
-    is_whole: Callable[[str, nn.Module], bool],
-    name: str = "",
-    seen: set[nn.Module] | None = None,
-) -> Iterator[_Stop]:
-    seen = set() if seen is None else seen
-    if module in seen:
-        return
-    seen.add(module)
-    whole = is_whole(name, module)
-    yield _Stop(name, module, whole, list(tensor_slots(module, recurse=whole)))
-    for child_name, child in () if whole else module.named_children():
-        yield from _find_stops(child, is_whole, _join(name, child_name), seen)
-
-
-def _reads_inside(module: nn.Module, preloaded: Collection[str]) -> bool:
-    return isinstance(module, _READS_INSIDE) or type(module).__name__ in preloaded
-
-
-class _Layout:
-    """Where tensors are between forwards, and where modules run.
-
-    Args:
-        places: device or `disk` by name, without those that are not named.
-        main: where runs what is on the CPU or disk.
-        offload_buffers: buffers are where the map says, not where their module runs.
-    """
-
-    def __init__(self, places: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool) -> None:
-        self._places = places
-        self._main = main
-        self._offload_buffers = offload_buffers
-
-    def home(self, name: str) -> torch.device | str:
-        """Of a tensor."""
-        place: torch.device | str | None = lookup(self._places, name)
-        return self._main if place is None else place
-
-    def runs_on(self, name: str, slots: list[Slot]) -> torch.device | None:
-        """Of a module; None if the map names only what is inside, and it holds no tensor itself."""
-        place = lookup(self._places, name)
-        if place is not None:
-            return self._running(place)
-        if slots:
-            return self._running(self.home(_join(name, slots[0].name)))
-        return None if name else self._main
-
-    def leaves(self, name: str, slot: Slot, device: torch.device) -> bool:
-        """Whether a tensor is elsewhere between forwards."""
-        stays = slot.is_buffer and not (self._offload_buffers and slot.is_persistent)
-        return not stays and self.home(name) != device
-
-    def _running(self, place: torch.device | str) -> torch.device:
-        return self._main if isinstance(place, str) or place.type == "cpu" else place
-
-
-def _plan(model: nn.Module, layout: _Layout, preload: Collection[str]) -> Iterator[tuple[_Stop, torch.device]]:
-    """The modules that get a hook, with where they run: all that hold tensors, and the model itself."""
-
-    def is_whole(name: str, module: nn.Module) -> bool:
-        device = layout.runs_on(name, [])
-        if device is None or not _reads_inside(module, preload):
-            return False
-        return any(layout.leaves(_join(name, slot.name), slot, device) for slot in tensor_slots(module, recurse=True))
-
-    for stop in _find_stops(model, is_whole):
-        device = layout.runs_on(stop.name, stop.slots)
-        holds = stop.slots or next(tensor_slots(stop.module, recurse=True), None) is not None
-        if device is not None and (holds or not stop.name):
-            yield stop, device
-
-
 def _collect(
     model: nn.Module,
-    plan: list[tuple[_Stop, torch.device]],
-    layout: _Layout,
+    plan: list[tuple[Stop, torch.device]],
+    layout: Layout,
     state_dict: Mapping[str, Tensor],
     offload_dir: str | Path | None,
     offload_index: Mapping[str, Any] | None,
@@ -305,10 +108,10 @@ def _collect(
     written: dict[str, Any] = {}
     copies: dict[int, Tensor] = {}
     leaving = (
-        (_join(stop.name, slot.name), slot.tensor)
+        (join_names(stop.name, slot.name), slot.tensor)
         for stop, device in plan
         for slot in stop.slots
-        if layout.leaves(_join(stop.name, slot.name), slot, device)
+        if layout.leaves(join_names(stop.name, slot.name), slot, device)
     )
     for name, tensor in leaving:
         names = [name, *tied.get(name, ())]
@@ -337,19 +140,19 @@ def _collect(
 
 
 def _attach(
-    plan: list[tuple[_Stop, torch.device]],
+    plan: list[tuple[Stop, torch.device]],
     weights: OffloadedWeightsLoader,
     offload_buffers: bool,
     skip_keys: str | list[str] | None,
 ) -> None:
     shared = SharedTensors()
     for stop, device in plan:
-        leaves = any(_join(stop.name, slot.name) in weights for slot in stop.slots)
+        leaves = any(join_names(stop.name, slot.name) in weights for slot in stop.slots)
         hook = AlignDevicesHook(
             device,
             offload=leaves,
             io_same_device=not stop.name,
-            weights_map=_under(weights, stop.name) if leaves else None,
+            weights_map=under(weights, stop.name) if leaves else None,
             offload_buffers=offload_buffers,
             place_submodules=stop.is_whole,
             skip_keys=skip_keys,
@@ -358,18 +161,11 @@ def _attach(
         add_hook_to_module(stop.module, hook, append=True)
 
 
-def _under(weights: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-    return PrefixedDataset(weights, f"{name}.") if name else weights
-
-
-def _join(*names: str) -> str:
-    return ".".join(filter(None, names))
-
-
 def _refuse_empty(model: nn.Module) -> None:
     if empty := [slot.name for slot in tensor_slots(model, recurse=True) if slot.tensor.is_meta]:
         raise ValueError(
-            f"{', '.join(empty)} are on the meta device and have no values; load the model's weights first."
+            f"{', '.join(empty)} are on the meta device and have no values; load the model's weights first. Buffers "
+            "that are in no checkpoint have values if the model is built with include_buffers=False."
         )
 
 

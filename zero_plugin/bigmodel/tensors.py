@@ -191,7 +191,7 @@ def set_module_tensor_to_device(
         tensor_name: its dotted name.
         device: where to.
         value: its values; needed where it is on the meta device.
-        dtype: type of a floating `value`; by default the tensor's own.
+        dtype: type of a floating `value`, or of the tensor if it is floating; by default the tensor's own.
         non_blocking: do not wait for a copy out of pinned memory.
 
     Raises:
@@ -207,10 +207,10 @@ def set_module_tensor_to_device(
     if value is not None and value.shape != old.shape:
         raise ValueError(f"{tensor_name} has shape {tuple(old.shape)}; the value has {tuple(value.shape)}")
     new = (old if value is None else value).detach()
-    if value is not None and (dtype is None or value.dtype.is_floating_point):
+    if dtype is None or new.dtype.is_floating_point:
         new = new.to(old.dtype if dtype is None else as_dtype(dtype))
     new = new.to(device, non_blocking=non_blocking)
     if name in owner._buffers:
         owner._buffers[name] = new
-    elif value is not None or new.device != old.device:
+    elif value is not None or (new.device, new.dtype) != (old.device, old.dtype):
         setattr(owner, name, nn.Parameter(new, requires_grad=old.requires_grad))
