@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from zero_plugin import Accelerator
+
 pytestmark = pytest.mark.processes
 
 IMPORTS = """
@@ -151,3 +153,12 @@ with pytest.raises(LoopError, match="there is none"):
     pickle.loads(text)
 """)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_that_a_group_of_one_starts() -> None:
+    """It inherits the variables that DeepSpeed wants of a single process, and is a run of its own."""
+    code = "from zero_plugin import Accelerator; a = Accelerator(cpu=True); print(a.num_processes); a.end_training()"
+    accelerator = Accelerator(cpu=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
+    accelerator.end_training()
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

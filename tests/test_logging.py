@@ -32,8 +32,9 @@ def _state() -> None:
     PartialState._reset_state()
 
 
-def test_it_needs_the_processes_first() -> None:
+def test_it_needs_the_processes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, nobody knows which process this is: an error that says what to write."""
+    monkeypatch.setattr(PartialState, "_shared_state", {})
     with pytest.raises(LoopError, match=r"'early'.*\n.*PartialState\(\)"):
         get_logger("early").warning("a line")
 

@@ -256,6 +256,8 @@ def _is_launched() -> bool:
     given = [name for name in _COORDINATES if name in os.environ]
     if "RANK" not in given:
         return False
+    if given == ["RANK", "WORLD_SIZE"] and os.environ["WORLD_SIZE"] == "1":
+        return False  # the program that started this one is a group of one, and its variables were inherited
     if len(given) < len(_COORDINATES):
         missing = ", ".join(name for name in _COORDINATES if name not in given)
         raise LaunchError(
