@@ -9,6 +9,9 @@ import torch
 
 __all__ = ["Meter", "memory_available_bytes"]
 
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 class Meter:
     """Throughput between two readings.
@@ -33,15 +36,36 @@ class Meter:
 
 
 def memory_available_bytes(device: torch.device) -> int | None:
-    """Memory that could still be taken: of a GPU, else of this machine; None where that is not known."""
+    """Memory that could still be taken: of a GPU, else of this machine or container; None where that is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) + _cached_bytes(device)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
+    kilobytes = _read_counts(_MEMINFO).get("MemAvailable:")
+    if kilobytes is None:  # not Linux
         return None
-    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kilobytes is None else int(kilobytes) * 1024
+    limit, used = (_read_number(_CGROUP / f"memory.{name}") for name in ("max", "current"))
+    if limit is None or used is None:
+        return kilobytes * 1024
+    cached = _read_counts(_CGROUP / "memory.stat")  # of files, which the system drops before it refuses memory
+    held = used - cached.get("active_file", 0) - cached.get("inactive_file", 0)
+    return max(0, min(kilobytes * 1024, limit - held))
+
+
+def _read_counts(file: Path) -> dict[str, int]:
+    """The first number of each line by the word before it; empty where there is no such file."""
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[1].isdigit()}
+
+
+def _read_number(file: Path) -> int | None:
+    """What a file says; None where there is none, or it says no number (`max`: no limit)."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
 
 
 def _cached_bytes(device: torch.device) -> int:
