@@ -257,7 +257,8 @@ class Accelerator(
         """A model made inside is never whole in any process, where the strategy partitions parameters (ZeRO stage 3).
 
         Its values are those that it would have outside. transformers' `from_pretrained` and `from_config` need no such
-        context after `Accelerator()`, unless the configuration says `zero3_init_flag: false`.
+        context after `Accelerator()`, unless the configuration says `zero3_init_flag: false`; there `from_config` draws
+        other random values than outside.
         """
         self._follow_configuration()
         return self._strategy.init_model()
