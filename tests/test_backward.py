@@ -12,9 +12,9 @@ from torch import nn
 from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
 from zero_plugin.backward import run_backward
 from zero_plugin.errors import LoopError
-from zero_plugin.first_steps import find_parameters
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.resolve.facts import Facts
+from zero_plugin.strategies.graph import find_leaves
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.training import Training
 
@@ -116,10 +116,10 @@ def test_another_models_loss_is_no_micro_batch() -> None:
         assert one.ends_here
 
 
-def test_the_parameters_of_a_loss() -> None:
-    """They are found behind other models and branches; frozen ones and plain tensors are none."""
+def test_the_leaves_of_a_loss() -> None:
+    """They are found behind other models and branches, each once; frozen ones are none."""
     known, stranger, frozen = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
     latent = torch.zeros(1, 2, requires_grad=True)
-    found = find_parameters((known(latent) + stranger(frozen(known(latent)))).sum())
-    assert {id(p) for p in found} == {id(p) for model in (known, stranger) for p in model.parameters()}
-    assert len(found) == 4
+    found = find_leaves((known(latent) + stranger(frozen(known(latent)))).sum())
+    wanted = [latent, *(p for model in (known, stranger) for p in model.parameters())]
+    assert sorted(map(id, found)) == sorted(map(id, wanted))

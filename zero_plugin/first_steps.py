@@ -11,9 +11,10 @@ from zero_plugin.accumulation import Epoch
 from zero_plugin.errors import LoopError
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.strategies.base import Strategy
+from zero_plugin.strategies.graph import find_leaves
 from zero_plugin.training import Training
 
-__all__ = ["FirstSteps", "find_parameters"]
+__all__ = ["FirstSteps"]
 
 
 # A walk of the graph takes up to milliseconds: of so many backwards the first ones of each model, and one of the later.
@@ -92,7 +93,7 @@ class FirstSteps:
         trained = [training for training in self._trainings if training.optimizer is not None]
         if not trained:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
-        found = find_parameters(loss)
+        found = [leaf for leaf in find_leaves(loss) if isinstance(leaf, nn.Parameter)]
         self._refuse_strangers([p for p in found if not any(id(p) in training.ids for training in trained)])
         self._mention(waiting)
         ids = {id(p) for p in found}
@@ -154,28 +155,3 @@ class FirstSteps:
             "If it is to be trained, prepare it with its optimizer. If not: requires_grad_(False) before its forward, "
             "or torch.no_grad() around it."
         )
-
-
-def find_parameters(loss: Tensor) -> list[nn.Parameter]:
-    """Parameters that the gradient of `loss` would reach.
-
-    It walks the whole graph, which takes milliseconds for a large model.
-
-    Args:
-        loss: with its graph.
-    """
-    found: list[nn.Parameter] = []
-    pending = [loss.grad_fn]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node is None:
-            continue
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter):
-            found.append(leaf)
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return found

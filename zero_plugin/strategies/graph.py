@@ -1,20 +1,17 @@
-"""Which parameters the gradient of a loss would reach."""
+"""Which tensors the gradient of a loss would reach."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from torch import Tensor
 
-__all__ = ["reached_parameters"]
+__all__ = ["find_leaves"]
 
 
-def reached_parameters(loss: Tensor, parameters: Collection[Tensor]) -> list[Tensor]:
-    """Those of `parameters` that `loss` depends on; its graph may have been used.
+def find_leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors at the ends of a loss's graph, which its gradient would reach; the graph may have been used.
 
     It walks the whole graph, which takes milliseconds for a large model.
     """
-    ids = {id(p) for p in parameters}
     found: list[Tensor] = []
     pending = [loss.grad_fn]
     seen = set(pending)
@@ -23,7 +20,7 @@ def reached_parameters(loss: Tensor, parameters: Collection[Tensor]) -> list[Ten
         if node is None:
             continue
         leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in ids:
+        if leaf is not None:
             found.append(leaf)
         for following, _ in node.next_functions:
             if following not in seen:

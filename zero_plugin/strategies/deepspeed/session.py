@@ -37,7 +37,7 @@ from zero_plugin.strategies.deepspeed.states import (
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 from zero_plugin.strategies.deepspeed.written import follow_loading, refuse_partitioned_states, whole_weights
 from zero_plugin.strategies.fragments import Fragment
-from zero_plugin.strategies.graph import reached_parameters
+from zero_plugin.strategies.graph import find_leaves
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.step_guard import StepGuard
 
@@ -102,10 +102,14 @@ class EngineSession(Session):
         except BaseException:
             self.abandon_backward(reached=True)
             raise
-        reached = self._passed or bool(reached_parameters(loss, self._trained))
+        reached = self._passed or self._reaches(loss)
         self.close_backward(reached=reached)
         if self._scales and not reached:
             raise LoopError(LOSS_OF_OTHERS)
+
+    def _reaches(self, loss: Tensor) -> bool:
+        trained = {id(p) for p in self._trained}
+        return any(id(leaf) in trained for leaf in find_leaves(loss))
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
         """See `Session.open_backward`."""
