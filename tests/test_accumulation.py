@@ -66,6 +66,121 @@ def test_gradients_are_averaged_over_the_true_window(steps: int, length: int, kn
         assert known is False or correction == 1.0
 
 
+def run_fetched(steps: int, length: int, *, known: bool, context: bool, epochs: int) -> list[list[tuple[int, float]]]:
+    """As `run_epoch`, per epoch the size and the true divisor of each window, fetching `steps` batches at a time."""
+    epoch = FakeEpoch(length, known)
+    window = AccumulationWindow(steps, lambda: epoch)
+    applied: list[list[tuple[int, float]]] = []
+    for _ in range(epochs):
+        applied.append([])
+        divisors: list[int] = []
+        for first in range(0, length, steps):
+            count = min(steps, length - first)
+            epoch.batch = first + count - 1  # all of them are fetched before the first is computed
+            for index in range(count):
+                if context:
+                    window.enter_batch()
+                ends = window.next_backward_ends
+                window.count_backward()
+                divisors.append(window.divisor)
+                assert ends == window.ends_here
+                if (context or index == count - 1) and window.count_step():
+                    true = {divisor / window.correction for divisor in divisors}
+                    applied[-1].append((len(divisors), true.pop()))
+                    assert not true
+                    divisors = []
+                if context:
+                    window.leave_batch()
+        assert not divisors
+    return applied
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("length", "sizes"), [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 4, 1]), (4, [4]), (3, [3]), (1, [1])]
+)
+def test_a_window_fetched_before_it_is_computed(length: int, sizes: list[int], known: bool) -> None:
+    """Batches are fetched four at a time, computed, and stepped once, by hand: each window is that of the loop."""
+    expected = [(size, float(size)) for size in sizes]
+    assert run_fetched(4, length, known=known, context=False, epochs=3) == [expected] * 3
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("length", "sizes"), [(8, [4, 4]), (10, [4, 4, 2]), (9, [4, 4, 1])])
+def test_a_window_fetched_before_accumulate(length: int, sizes: list[int], known: bool) -> None:
+    """The same under accumulate(), where the end of the data was fetched does not end the window of each batch."""
+    expected = [(size, float(size)) for size in sizes]
+    assert run_fetched(4, length, known=known, context=True, epochs=3) == [expected] * 3
+
+
+def test_gradients_dropped_in_a_fetched_window() -> None:
+    """zero_grad() inside accumulate() opens the window anew and takes no further batch from those that are fetched."""
+    epoch = FakeEpoch(8)
+    window = AccumulationWindow(4, lambda: epoch)
+    acts = []
+    for index in range(8):
+        epoch.batch = 3 if index < 4 else 7
+        with window:
+            window.count_backward()
+            if index == 5:
+                window.restart()
+                window.count_backward()
+            acts.append(window.count_step())
+    assert [index for index, act in enumerate(acts) if act] == [3, 7]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize("left_out", [{1}, {8}, {0, 4, 5}, {6, 7, 8}])
+def test_batches_that_the_loop_leaves_out(left_out: set[int], context: bool, known: bool) -> None:
+    """`continue` on a bad batch is no fetching ahead: the epoch's last batch ends the window, of what it had."""
+    epoch = FakeEpoch(10, known)
+    window = AccumulationWindow(4, lambda: epoch)
+    for _ in range(2):
+        sizes, divisors = [], []
+        for epoch.batch in range(10):
+            if epoch.batch in left_out:
+                continue
+            if context:
+                window.enter_batch()
+            window.count_backward()
+            divisors.append(window.divisor)
+            if window.count_step():
+                assert {divisor / window.correction for divisor in divisors} == {float(len(divisors))}
+                sizes.append(len(divisors))
+                divisors = []
+            if context:
+                window.leave_batch()
+        taken = 10 - len(left_out)
+        assert sizes == [4] * (taken // 4) + [taken % 4] * bool(taken % 4)
+
+
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize(("in_turn", "sizes"), [(True, [4, 4, 1]), (False, [4, 1, 4, 3])])
+def test_windows_over_several_loaders(in_turn: bool, sizes: list[int], context: bool) -> None:
+    """Batches of two loaders in turn, or one loader after the other: the end of either's data ends a window."""
+    first, second = FakeEpoch(5), FakeEpoch(7)
+    if in_turn:
+        order = [(epoch, batch) for batch in range(5) for epoch in (first, second)]
+    else:
+        order = [(epoch, batch) for epoch in (first, second) for batch in range(epoch.length)]
+    running = [first]
+    window = AccumulationWindow(4, lambda: running[0])
+    found, divisors = [], []
+    for running[0], running[0].batch in order:
+        if context:
+            window.enter_batch()
+        window.count_backward()
+        divisors.append(window.divisor)
+        if window.count_step():
+            assert {divisor / window.correction for divisor in divisors} == {float(len(divisors))}
+            found.append(len(divisors))
+            divisors = []
+        if context:
+            window.leave_batch()
+    assert found == sizes
+
+
 def test_without_a_loader_windows_are_of_the_given_size() -> None:
     """A loop over anything else than a prepared loader accumulates `steps` micro-batches."""
     window = AccumulationWindow(3)

@@ -16,13 +16,13 @@ class Epoch(Protocol):
 
     @property
     def batches_left(self) -> int | None:
-        """Batches still to come in this epoch after the current one; None where the length is unknown."""
+        """Batches still to come in this epoch after the last one fetched; None where the length is unknown."""
 
     end_of_dataloader: bool
-    """Whether the current batch is the epoch's last."""
+    """Whether the last one fetched is the epoch's last."""
 
     position: int
-    """Index of the current batch in the loop; -1 before the first."""
+    """Index in the loop of the last one fetched; -1 before the first."""
 
 
 class AccumulationWindow:
@@ -34,7 +34,8 @@ class AccumulationWindow:
 
     The loss of each micro-batch is divided by the window's true size, where the loader knows its length when the window
     opens. Where it does not, the loss is divided by `steps`, and `correction` tells by what the summed gradients have
-    to be multiplied once the window proved shorter.
+    to be multiplied once the window proved shorter. So too in the first window of a loop that fetches batches before it
+    computes them: they may also be batches that it leaves out.
 
     Args:
         steps: micro-batches per optimizer step, at least 1.
@@ -63,6 +64,8 @@ class AccumulationWindow:
         self._ended_windows = 0
         self._epoch: Epoch | None = None  # of the last micro-batch
         self._position = -1  # in it
+        self._ahead = 0  # batches that the loop had fetched then beyond the micro-batch's own
+        self._fetches_ahead = False  # it is known to compute them, and has not left them out
         self._told = False
 
     @property
@@ -75,7 +78,8 @@ class AccumulationWindow:
         """The same, asked before the forward of a micro-batch whose backward has not been counted yet."""
         if self.in_context:
             return self.ends_here
-        return self._is_end(1 if self._stepped else self._batches + 1)
+        batches, size = (1, self.steps) if self._stepped else (self._batches + 1, self._size)
+        return self._is_end(batches, size, is_counted=False)
 
     @property
     def is_applied(self) -> bool:
@@ -172,7 +176,7 @@ class AccumulationWindow:
             self._open()
             if self.in_context:
                 self._told_by_context = True
-                self._advance()
+                self._advance(is_new=False)
 
     def _describe_missing_step(self) -> str:
         n = self.steps
@@ -210,12 +214,14 @@ class AccumulationWindow:
         self._stepped = False
         self._told_by_context = False
 
-    def _advance(self) -> None:
+    def _advance(self, *, is_new: bool = True) -> None:
         epoch = self._running_epoch()
         if epoch is not None:
-            if self._batches == 0 and self.plans_ahead:
+            if self.steps > 1 and is_new:
+                self._ahead, self._fetches_ahead = self._look_ahead(epoch)
+            if self._batches == 0 and self.plans_ahead and (self._ahead == 0 or self._fetches_ahead):
                 left = epoch.batches_left
-                self._size = self.steps if left is None else min(self.steps, left + 1)
+                self._size = self.steps if left is None else min(self.steps, self._ahead + left + 1)
             elif self._batches and epoch is self._epoch and epoch.position < self._position and not self._told:
                 self._told = True
                 announce(
@@ -224,15 +230,32 @@ class AccumulationWindow:
                 )
             self._epoch, self._position = epoch, epoch.position
         self._batches += 1
-        self.ends_here = self._is_end(self._batches)
+        self.ends_here = self._is_end(self._batches, self._size, is_counted=True)
 
-    def _is_end(self, batches: int) -> bool:
+    def _look_ahead(self, epoch: Epoch) -> tuple[int, bool]:
+        """Batches fetched beyond those computed, the next micro-batch's included, and whether they will be computed.
+
+        A loop may fetch a window's batches before it computes them: the position jumps, then rests. A jump with no rest
+        after it is batches that the loop left out.
+        """
+        goes_on = epoch is self._epoch and epoch.position >= self._position
+        fetched = epoch.position - self._position if goes_on else epoch.position + 1
+        if fetched == 0 and self._ahead:
+            return self._ahead - 1, True
+        if fetched == 0 and self._fetches_ahead:  # of another epoch of as many batches
+            fetched = epoch.position + 1
+        return max(0, fetched - 1), self._fetches_ahead and epoch is self._epoch and fetched > 1
+
+    def _is_end(self, batches: int, size: int, *, is_counted: bool) -> bool:
         if self._decided is not None:
             return self._decided
-        if batches >= self._size:
+        if batches >= size:
             return True
         epoch = self._running_epoch()
-        return batches > 0 and epoch is not None and epoch.end_of_dataloader
+        if batches == 0 or epoch is None or not epoch.end_of_dataloader:
+            return False
+        ahead, is_computed = (self._ahead, self._fetches_ahead) if is_counted else self._look_ahead(epoch)
+        return not (ahead and is_computed)
 
 
 class TogetherWindows:
