@@ -81,10 +81,17 @@ def leave_group() -> None:
     if script is not globals():  # models and engines; Python would do it a moment later
         script.clear()
     gc.collect()
+    for engine in [o for o in gc.get_objects() if type(o).__name__ == "DeepSpeedEngine"]:
+        with suppress(Exception):
+            engine.destroy()  # stage 3's hooks hold it from C++, where no collection looks
+            engine.optimizer = engine.basic_optimizer = None
+    gc.collect()
     with suppress(Exception):  # another process is gone already
         distributed.barrier()
     with suppress(Exception):
         distributed.destroy_process_group()
+    with suppress(Exception):  # DeepSpeed remembers groups for its next engine
+        sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
 
 def _set_import_folder(folder: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
@@ -22,8 +21,8 @@ from zero_plugin.strategies.torch_session import TorchSession, keep_weights_in_f
 __all__ = ["DdpStrategy"]
 
 
-class _Ddp(DistributedDataParallel):
-    """DDP with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`."""
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """torch's own, with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -70,7 +69,7 @@ class DdpStrategy(Strategy):
             where = "DistributedDataParallelKwargs(static_graph=True)"
             message = f"torch has no static graph of windows of {accumulation} micro-batches"
             raise ConfigError([Problem(where, "", message, "Leave it out, or accumulate 1.")])
-        ddp = _Ddp(
+        ddp = DistributedDataParallel(
             module,
             device_ids=[self._processes.device] if is_placed and self._processes.device.type == "cuda" else None,
             # Gradients are views into the buckets: no second copy of them, and none to make each step.
