@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
+from itertools import islice
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from zero_plugin import Accelerator, PartialState
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.errors import LoopError
 
@@ -323,3 +330,44 @@ def test_zero_grad_never_drops_inside_accumulate() -> None:
     assert not window.dropping_is_meant
     window.leave_batch()
     assert not window.dropping_is_meant
+
+
+def train(accelerator: Accelerator, fetched: int) -> dict[str, torch.Tensor]:
+    """The weights after two epochs of ten batches, `fetched` of which are taken at a time, with a step after each."""
+    torch.manual_seed(0)
+    inputs = torch.randn(20 * accelerator.num_processes, 3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(inputs), batch_size=2))
+    for _ in range(2):
+        iterator = iter(loader)
+        for first in range(0, 10, fetched):
+            for (batch,) in list(islice(iterator, min(fetched, 10 - first))):
+                accelerator.backward((model(batch) - batch.sum(1, keepdim=True)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    with accelerator.whole_weights(model):
+        weights = {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
+    accelerator.free_memory()
+    return weights
+
+
+def main(store: str, rank: str, world: str, stage: str) -> None:
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    PartialState(cpu=True, init_method=f"file://{store}")
+    config = {"zero_optimization": {"stage": int(stage)}} if stage != "none" else None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, config=config)
+    torch.testing.assert_close(train(accelerator, 4), train(accelerator, 1))
+    accelerator.end_training()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", ["none", "2"])
+def test_fetched_windows_train_the_same(run_processes, stage: str) -> None:
+    """Four batches at a time give the weights of an ordinary loop, under DDP and ZeRO, with a shorter window."""
+    run_processes(__file__, 2, stage)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:5])
