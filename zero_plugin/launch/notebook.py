@@ -136,7 +136,8 @@ def _document(config: Any, values: Mapping[KeyPath, tuple[str, Any]], call: str)
 def _build(function: Callable[..., Any], document: Document, endpoint: str | None) -> LaunchSpec:
     program = Program(getattr(function, "__qualname__", repr(function)), kind="function")
     spec = build_spec(document, program, look_at_machine(), os.environ, rendezvous_endpoint=endpoint)
-    where = "the CPU" if "DS_ACCELERATOR" in spec.environment else "GPUs"
+    added = spec.environment.get("DS_ACCELERATOR")
+    where = "the CPU" if (added.value if added else os.environ.get("DS_ACCELERATOR")) == "cpu" else "GPUs"
     reason = f" ({spec.local_processes_reason})" if spec.local_processes_reason else ""
     line = f"zero_plugin: {program.name} runs in {spec.local_processes} processes on {where}{reason}"
     print(line if spec.local_processes > 1 else line.replace("processes", "process"), file=sys.stderr, flush=True)  # noqa: T201
