@@ -18,6 +18,7 @@ from zero_plugin.strategies.lone import LoneOptimizer
 
 if TYPE_CHECKING:
     from zero_plugin.scheduler import AcceleratedScheduler
+    from zero_plugin.state import AcceleratorState, GradientState
 
 __all__ = ["AcceleratedOptimizer"]
 
@@ -43,6 +44,7 @@ class AcceleratedOptimizer(Optimizer):
         applied_steps: how many were not.
         acted: False if the last call of `step` stood inside a window, where it does nothing.
         schedules: those prepared for it.
+        device_placement, scaler: as they were given, for scripts that ask.
 
     Raises:
         LoopError: a scaler is given.
@@ -50,12 +52,13 @@ class AcceleratedOptimizer(Optimizer):
 
     _is_accelerate_prepared = True  # what scripts look for, under Accelerate's name
 
-    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: None = None) -> None:  # noqa: ARG002
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: None = None) -> None:
         # Optimizer.__init__ is not called: groups and state live in the optimizer that runs.
         if scaler is not None:
             raise LoopError(
                 "AcceleratedOptimizer(scaler=…): the loss is scaled by Accelerator(mixed_precision='fp16')."
             )
+        self.device_placement, self.scaler = device_placement, scaler
         self.skipped_in_a_row = 0
         self.applied_steps = 0
         self.schedules: list[AcceleratedScheduler] = []
@@ -173,6 +176,20 @@ class AcceleratedOptimizer(Optimizer):
             call()
 
     @property
+    def gradient_state(self) -> GradientState:
+        """Where the newest `Accelerator` stands in its accumulation."""
+        from zero_plugin.state import GradientState  # it shows what is prepared
+
+        return GradientState()
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The newest `Accelerator`; LoopError where there is none."""
+        from zero_plugin.state import AcceleratorState
+
+        return AcceleratorState()
+
+    @property
     def step_was_skipped(self) -> bool:
         """Whether the last `step` that ended a window was skipped for non-finite gradients."""
         return self._is_overflow
@@ -205,7 +222,7 @@ class AcceleratedOptimizer(Optimizer):
         """
         if not self._window.ends_here:
             return torch.tensor(float("nan"))
-        if self._window.is_applied:
+        if self._window.is_applied and not self.session.failed:
             raise LoopError(
                 "the gradients are to be clipped after optimizer.step(), which has applied and dropped them.\n"
                 "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."

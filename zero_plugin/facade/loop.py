@@ -101,8 +101,6 @@ class LoopCalls:
             LoopError: gradients came from elsewhere; the loss reaches a module that was not prepared, or no prepared
                 one; with accumulation and without `accumulate`, it reaches several models.
         """
-        if "gradient" in kwargs:
-            kwargs["grad_tensors"] = kwargs.pop("gradient")  # as torch.autograd.backward has it
         if "gradient" in kwargs:  # torch.autograd.backward, which takes losses of any session, calls it otherwise
             kwargs["grad_tensors"] = kwargs.pop("gradient")
         looks = self._first_steps

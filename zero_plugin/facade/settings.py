@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from zero_plugin.configurations import Configurations
 from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
@@ -25,8 +27,19 @@ class SettingCalls:
 
     Attributes:
         project_configuration: where the run keeps what it writes.
+        parallelism_config, torch_device_mesh, fp8_backend: None, for libraries that ask: data are divided, models only
+            by ZeRO, and there is no fp8.
+        is_fsdp2, is_composable_parallelism_enabled, has_lomo_optimizer: False likewise.
+        should_save_model: True: no process group holds a copy that is not to be saved.
     """
 
+    parallelism_config: None = None
+    torch_device_mesh: None = None
+    fp8_backend: None = None
+    is_fsdp2 = False
+    is_composable_parallelism_enabled = False
+    has_lomo_optimizer = False
+    should_save_model = True
     project_configuration: ProjectConfiguration
     _configurations: Configurations
     _handlers: Handlers
@@ -58,6 +71,16 @@ class SettingCalls:
     def deepspeed_plugins(self) -> Mapping[str, DeepSpeedPlugin] | None:
         """All DeepSpeed configurations by name; None of a run without DeepSpeed."""
         return self._configurations.plugins or None
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """The `deepspeed_config` of `deepspeed_plugin`; None of a run without DeepSpeed."""
+        return None if self.deepspeed_plugin is None else self.deepspeed_plugin.deepspeed_config
+
+    @contextmanager
+    def maybe_context_parallel(self, *_: Any, **__: Any) -> Iterator[None]:
+        """Nothing: sequences are not divided over processes."""
+        yield
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from typing import Literal
 
+from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO, Entry
 from zero_plugin.resolve.draft import Draft
-from zero_plugin.resolve.facts import Facts
+from zero_plugin.resolve.facts import Facts, MachineFacts
 
-__all__ = ["settle_precision"]
+__all__ = ["expected_precision", "settle_precision"]
 
 Half = Literal["fp16", "bf16"]
 _HALVES: tuple[Half, Half] = ("fp16", "bf16")
 _LEGAL = "Write one of: no, fp16, bf16, auto."
 
 
+def expected_precision(document: Document, machine: MachineFacts) -> str:
+    """`no`, `fp16` or `bf16`: what a model that is prepared now will compute in."""
+    draft = Draft(document, Facts(machine=machine))
+    return _choose(_asked(draft), _typed(draft), draft.facts)[0]
+
+
 def settle_precision(draft: Draft) -> None:
     """Settle `mixed_precision`, `fp16.enabled` and `bf16.enabled` to one precision, then check it."""
-    asked = draft.launch.get("mixed_precision")
-    if asked is not None and asked.value is None:
-        asked = None
+    asked = _asked(draft)
     if asked is not None and asked.value is not AUTO and asked.value not in ("no", *_HALVES):
         draft.refuse(("mixed_precision",), f"{asked.value!r} is not a precision of this package.", _LEGAL)
         return
-    typed: dict[Half, Entry | None] = {half: draft.get(half, "enabled") for half in _HALVES}
+    typed = _typed(draft)
     precision, reason = _choose(asked, typed, draft.facts)
     by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind == "flag"
     for half, section in typed.items():
@@ -40,6 +45,16 @@ def settle_precision(draft: Draft) -> None:
     if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):
         # Written out because DeepSpeed 0.19.3 changed it from false.
         draft.put(("bf16", "check_grad_overflow"), True, "a step with non-finite gradients is skipped", "default")
+
+
+def _asked(draft: Draft) -> Entry | None:
+    asked = draft.launch.get("mixed_precision")
+    return None if asked is None or asked.value is None else asked
+
+
+def _typed(draft: Draft) -> dict[Half, Entry | None]:
+    """Of each half precision, whether it is written to be on or off."""
+    return {half: draft.get(half, "enabled") for half in _HALVES}
 
 
 def _choose(asked: Entry | None, typed: dict[Half, Entry | None], facts: Facts) -> tuple[str, str]:
