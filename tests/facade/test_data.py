@@ -15,6 +15,7 @@ from zero_plugin.data.dispatch import DataLoaderDispatcher
 from zero_plugin.data.loader import DataLoaderShard
 from zero_plugin.data.samplers import SeedableRandomSampler
 from zero_plugin.data_loader import get_sampler, prepare_data_loader
+from zero_plugin.errors import LoopError
 from zero_plugin.plugins import DataLoaderConfiguration
 
 
@@ -71,7 +72,34 @@ def test_batches_stay_where_they_are(accelerators) -> None:
     accelerator = accelerators(device_placement=False)
     assert accelerator.prepare(loader).device is None
     assert accelerator.prepare_data_loader(loader, device_placement=True).device == accelerator.device
-    assert accelerators().prepare(loader).device == accelerator.device
+    other = accelerators()
+    assert other.prepare(loader).device == accelerator.device
+    left, moved = other.prepare(loader, DataLoader(range(2)), device_placement=[False, True])
+    assert (left.device, moved.device) == (None, accelerator.device)
+
+
+def test_loaders_show_their_epoch_and_their_sampler(accelerators) -> None:
+    """Both can be set: the coming loop follows, and tells the new sampler its epochs."""
+    loader = accelerators().prepare(DataLoader(range(4), batch_size=2))
+    assert loader.iteration == 0
+    values(loader)
+    values(loader)
+    assert loader.iteration == 1
+    loader.iteration = 7
+    values(loader)
+    assert loader.iteration == 7
+    assert loader.get_sampler() is get_sampler(loader)
+    sampler = SeedableRandomSampler([3, 2, 1, 0], generator=torch.Generator(), data_seed=5)
+    loader.set_sampler(sampler)
+    assert loader.get_sampler() is sampler
+    loader.set_epoch(2)
+    assert sampler.epoch == 2
+    torch_order = list(SeedableRandomSampler([3, 2, 1, 0], generator=torch.Generator(), data_seed=7))
+    assert [value for batch in values(loader) for value in batch] == torch_order
+    stream = accelerators().prepare(DataLoader(Stream(1)))
+    assert stream.get_sampler() is None
+    with pytest.raises(LoopError, match="no sampler"):
+        stream.set_sampler(sampler)
 
 
 def test_skipping_is_a_call_too(accelerators) -> None:

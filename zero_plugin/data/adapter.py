@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from zero_plugin.collectives import broadcast
 from zero_plugin.data.active import DataLoaderStateMixin
@@ -75,8 +75,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
         self._shard = shard_of(base)
         self._place = _Place()
-        outer = base.batch_sampler if self._shard is None else self._shard.batch_sampler
-        self._epochs = Epochs([self.dataset, outer, getattr(outer, "sampler", None)])
+        self._outer: Any = base.batch_sampler if self._shard is None else self._shard.batch_sampler
+        self._epochs = Epochs([self.dataset, self._outer, getattr(self._outer, "sampler", None)])
         self._workers_epoch: int | None = None  # what lasting workers' copies of the data set were told
         self._skip = 0  # at the beginning of every epoch
         self._batches: int | None = None  # of the running epoch
@@ -144,6 +144,30 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         A loop that never calls it gets the next epoch at each start.
         """
         self._epochs.choose(epoch)
+
+    @property
+    def iteration(self) -> int:
+        """The running epoch, or the last one; 0 before the first. Setting it is `set_epoch`."""
+        return max(0, self._epochs.current)
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def get_sampler(self) -> Any:
+        """The sampler that the batches are made of; None where there is none, as over a stream."""
+        return None if isinstance(self.dataset, IterableDataset) else getattr(self._outer, "sampler", None)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Make the batches of another sampler, from the next loop on.
+
+        Raises:
+            LoopError: they are made of none.
+        """
+        if self.get_sampler() is None:
+            raise LoopError(f"set_sampler() of a loader over {type(self.dataset).__name__}, which has no sampler.")
+        self._outer.sampler = sampler
+        self._epochs.follow([self.dataset, self._outer, sampler])
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         device, non_blocking, place = self.device, self._delivery.non_blocking, self._place

@@ -23,9 +23,15 @@ class Epochs:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self.current = -1
+        self._chosen: int | None = None
+        self.follow(parts)
+
+    def follow(self, parts: Iterable[Any]) -> None:
+        """Tell these from now on, and no others."""
         self._parts = [part for part in parts if hasattr(part, "set_epoch")]
         self._seen: list[int | None] = []  # of each part, at the last start
-        self._chosen: int | None = None
+        if self._chosen is not None:
+            self.choose(self._chosen)
 
     def choose(self, epoch: int) -> None:
         """The coming start begins this one."""

@@ -47,8 +47,8 @@ class PrepareCalls(Joining):
 
         Args:
             *objects: in any order.
-            device_placement: for each object, whether a model goes to this process's device; None: as `Accelerator` was
-                told, else it does.
+            device_placement: for each object, whether a model, or what a loader gives, goes to this process's device;
+                None: as `Accelerator` was told, else it does.
 
         Raises:
             ConfigError: open fields that cannot be filled, and contradictions between the configuration and the loop.
@@ -139,7 +139,7 @@ class PrepareCalls(Joining):
 
     @collective("prepare", meets=True)
     def _prepare(self, objects: Sequence[Any], left: set[int], *, only_evaluates: bool = False) -> tuple[Any, ...]:
-        """What `objects` become; of those whose id is in `left`, a model is not moved."""
+        """What `objects` become; of those whose id is in `left`, neither a model nor a loader's batches are moved."""
         self._follow_configuration()
         if self._freed:
             self._freed = False
@@ -161,7 +161,7 @@ class PrepareCalls(Joining):
                     found.append(o)  # type: ignore[arg-type]  # each list holds its kind
                     break
         ready: dict[int, Any] = {}
-        self._prepare_loaders(loaders, ready)
+        self._prepare_loaders(loaders, ready, left)
         self._prepare_models(models, optimizers, schedules, ready, left, only_evaluates=only_evaluates)
         for schedule in schedules:
             ready[id(schedule)] = self._prepare_schedule(schedule, alone=not (models or optimizers))
@@ -195,9 +195,10 @@ class PrepareCalls(Joining):
             )
         return False
 
-    def _prepare_loaders(self, loaders: list[DataLoader[Any]], ready: dict[int, Any]) -> None:
+    def _prepare_loaders(self, loaders: list[DataLoader[Any]], ready: dict[int, Any], left: set[int]) -> None:
         if loaders:
-            ready.update({id(loader): self.prepare_data_loader(loader) for loader in loaders})
+            for loader in loaders:
+                ready[id(loader)] = self.prepare_data_loader(loader, device_placement=id(loader) not in left)
             prepared = [ready[id(loader)] for loader in loaders]
             self._loop = probe_loop(
                 loaders,
