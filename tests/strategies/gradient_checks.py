@@ -107,6 +107,14 @@ def check_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
             with accelerator.trigger_sync_in_backward(model):
                 accelerator.backward(loss)
         assert _agree(accelerator.unwrap_model(model))
+    if path == "ddp":  # DDP's own context is the accelerator's
+        with running(path) as accelerator:
+            model, optimizer = _prepared(accelerator)
+            with model.no_sync():
+                accelerator.backward(loss_of(model, own_batch(0)))
+            assert not _agree(accelerator.unwrap_model(model))
+            accelerator.backward(loss_of(model, own_batch(1)))
+            assert _agree(accelerator.unwrap_model(model))
 
 
 def check_values_are_clipped(path: str) -> None:

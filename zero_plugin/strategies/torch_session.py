@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ class TorchSession(Session):
         self._has_gradients = False
         self._are_spent = False  # gradients of the last step, which stay to be looked at until zero_grad()
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        if self._ddp is not None:
+            _route_no_sync(self._ddp, self.no_sync)
         self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
         self._undo_autocast: Callable[[], None] | None = None
@@ -290,6 +293,7 @@ class TorchSession(Session):
                 self._watch.remove()
         for model in (self.model, self.module):
             model.__dict__.pop("zero_grad", None)
+            model.__dict__.pop("no_sync", None)
         self.model = self.module
         self._ddp = None
         self.optimizer = None
@@ -357,6 +361,16 @@ def torch_session(
         skips=resolved.precision != "bf16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
         autocast=handlers.autocast,
     )
+
+
+def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have `no_sync()` of DDP do the same as the session's: its own is undone by the next forward."""
+    own = type(model).no_sync
+
+    def routed(this: DistributedDataParallel) -> AbstractContextManager[None]:
+        return no_sync() if this is model else own(this)  # a copy
+
+    model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]
 
 
 def _unused_parameters(module: nn.Module, told: str) -> str:
