@@ -68,9 +68,15 @@ def test_an_accelerator_state_is_of_an_accelerator() -> None:
     """Without one it says what to write; with one it shows its precision and type."""
     with pytest.raises(LoopError, match=r"accelerator = Accelerator\(\)"):
         AcceleratorState()
+    with pytest.raises(LoopError, match=r"accelerator = Accelerator\(mixed_precision='fp16'\)"):
+        AcceleratorState(mixed_precision="fp16")
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     assert is_initialized()
     assert AcceleratorState().mixed_precision == accelerator.state.mixed_precision == "bf16"
+    assert AcceleratorState(mixed_precision="bf16", cpu=True).dynamo_plugin.backend == "NO"
+    with pytest.raises(LoopError, match=r"AcceleratorState\(mixed_precision='fp16'\): .* told otherwise"):
+        AcceleratorState("fp16")
+    assert not GradientState().is_xla_gradients_synced
     assert AcceleratorState().device == torch.device("cpu")
     assert AcceleratorState().deepspeed_plugin is None
     assert "Mixed precision type: bf16" in repr(accelerator.state)

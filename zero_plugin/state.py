@@ -14,6 +14,8 @@ from zero_plugin.data.active import RUNNING
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import LoopError
 from zero_plugin.facade.processes import ProcessCalls
+from zero_plugin.handlers import Handlers
+from zero_plugin.plugins import TorchDynamoPlugin
 from zero_plugin.strategies.processes import Processes, start_processes
 
 __all__ = [
@@ -33,6 +35,7 @@ class Run(Protocol):
 
     device: torch.device
     distributed_type: DistributedType
+    _handlers: Handlers
     _processes: Processes
 
     @property
@@ -157,19 +160,31 @@ class PartialState(ProcessCalls):
 class AcceleratorState(ProcessCalls):
     """The newest `Accelerator`, seen from anywhere; every instance is the same one.
 
+    Args:
+        mixed_precision, cpu: for scripts that give them; they must be what the `Accelerator` has.
+        **settings: other arguments of Accelerate's, None or False.
+
     Raises:
-        LoopError: there is no `Accelerator`.
+        LoopError: there is no `Accelerator`, or it was told otherwise.
     """
 
     _run: Run
     _shared_state: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **settings: Any) -> None:
         self.__dict__ = self._shared_state
+        given = {"mixed_precision": mixed_precision, "cpu": cpu, **settings}
+        typed = ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False))
         if not self.initialized:
             raise LoopError(
-                "AcceleratorState() shows the newest Accelerator, and there is none.\n"
-                "Write accelerator = Accelerator() before, or take PartialState(), which needs none."
+                f"AcceleratorState({typed}) shows the newest Accelerator, and there is none.\n"
+                f"Write accelerator = Accelerator({typed}) before, or take PartialState(), which needs none."
+            )
+        is_so = mixed_precision in (None, self.mixed_precision) and not (cpu and self.device.type != "cpu")
+        if not is_so or any(value not in (None, False) for value in settings.values()):
+            raise LoopError(
+                f"AcceleratorState({typed}): the newest Accelerator was told otherwise, and this only shows it.\n"
+                f"Write Accelerator({typed}), and AcceleratorState()."
             )
 
     @property
@@ -195,6 +210,11 @@ class AcceleratorState(ProcessCalls):
     def get_deepspeed_plugin(self, name: str) -> Any:
         """The DeepSpeed configuration of that name."""
         return self._named_plugins(name)[name]
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How models are compiled."""
+        return self._run._handlers.compiler
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Let the next `prepare`, and `from_pretrained` at once, follow the DeepSpeed configuration of that name."""
@@ -301,13 +321,18 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether a schedule was written for optimizer steps."""
+        """As the plugin was told; it has no effect."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
     def sync_with_dataloader(self) -> bool:
         """Whether a loader's end closes the window."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: nothing trains by XLA."""
+        return False
 
     @property
     def active_dataloader(self) -> Any:
