@@ -291,6 +291,16 @@ def test_hooks(make_training: Any, tmp_path: Path) -> None:
     assert (training.accelerator.save_state(tmp_path / "saved") / "model.safetensors").exists()
 
 
+def test_deepspeeds_own_arguments_are_named(make_training: Any, tmp_path: Path) -> None:
+    """With what to write instead."""
+    accelerator = make_training().accelerator
+    with pytest.raises(TypeError, match=r"save_state\(exclude_frozen_parameters=…\).*\n.*max_shard_size"):
+        accelerator.save_state(tmp_path / "none", exclude_frozen_parameters=True)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(TypeError, match=r"load_state\(load_module_strict=…\).*\n.*strict="):
+        accelerator.load_state(tmp_path, load_module_strict=False)
+
+
 def test_what_does_not_fit_is_named(make_training: Any, tmp_path: Path) -> None:
     """Another model, another optimizer, no folder, a folder of pickles: each is told with what to do."""
     training = make_training()

@@ -24,7 +24,7 @@ from zero_plugin.checkpoint.together import on_main, taken_out
 from zero_plugin.config.document import Document
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import CheckpointError
-from zero_plugin.facade.restoring import LoadHook
+from zero_plugin.facade.restoring import LoadHook, refuse_options
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.plugins import ProjectConfiguration
 from zero_plugin.run_record import describe_run, write_record
@@ -98,6 +98,7 @@ class CheckpointCalls:
         *,
         total_limit: int | None = None,
         max_shard_size: int | str = "10GB",
+        **options: Any,
     ) -> Path:
         """Write all that the training goes on from, on any number of processes and any strategy; collective.
 
@@ -111,13 +112,16 @@ class CheckpointCalls:
             total_limit: after success, remove the oldest of the checkpoints with the same name but for the number;
                 absent, `ProjectConfiguration(total_limit=…)` holds for automatic names.
             max_shard_size: largest size of a weight file, e.g. `5GB`.
+            **options: refused; Accelerate hands them to DeepSpeed.
 
         Returns:
             The folder.
 
         Raises:
             CheckpointError: it cannot be written; nothing else has changed.
+            TypeError: `options` are given.
         """
+        refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
         project = self.project_configuration
         target = self._name_checkpoint(output_dir)
         if any(is_inside_window(training) for training in self._trainings):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,22 @@ from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
 from zero_plugin.training_state import refuse_other_optimizer, restore_training, schedules_of
 
-__all__ = ["LoadHook", "RestoringCalls"]
+__all__ = ["LoadHook", "RestoringCalls", "refuse_options"]
 
 LoadHook = Callable[[list[nn.Module], str], None]
+
+
+def refuse_options(call: str, options: Mapping[str, Any], legal: str) -> None:
+    """Name what a script gives for DeepSpeed's own checkpoints.
+
+    Raises:
+        TypeError: there is something.
+    """
+    if options:
+        raise TypeError(
+            f"{call}({', '.join(f'{name}=…' for name in options)}): checkpoints are not DeepSpeed's here, and take "
+            f"none of its arguments.\nLeave them out; {call} takes {legal}."
+        )
 
 
 class RestoringCalls:
@@ -53,6 +66,7 @@ class RestoringCalls:
         weights_only: bool = False,
         verify: bool = False,
         map_location: str | None = None,
+        **options: Any,
     ) -> LoadReport:
         """Go on from a checkpoint that `save_state` wrote, by whatever strategy and processes; collective.
 
@@ -68,6 +82,7 @@ class RestoringCalls:
             weights_only: load the models' weights, and nothing else.
             verify: read everything once more, and compare it with the checksums.
             map_location: `cpu` or `on_device`, accepted for scripts that give it: tensors are read to where they live.
+            **options: refused; Accelerate hands them to DeepSpeed.
 
         Returns:
             What was restored, and what was not.
@@ -75,6 +90,7 @@ class RestoringCalls:
         Raises:
             CheckpointError: it is damaged, and which is the newest good one before it; or it does not fit.
         """
+        refuse_options("load_state", options, "strict=False where load_module_strict=False stood")
         if map_location not in (None, "cpu", "on_device"):
             raise TypeError(
                 f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
