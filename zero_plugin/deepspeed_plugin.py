@@ -47,7 +47,7 @@ class DeepSpeedPlugin:
         hf_ds_config: path of a DeepSpeed JSON, a dict, or an `HfDeepSpeedConfig`; afterwards always the last.
         gradient_accumulation_steps: micro-batches per optimizer step.
         gradient_clipping: largest gradient norm.
-        zero_stage: 0 to 3; 2 where nothing says it.
+        zero_stage: 0 to 3; where nothing says it, 2, or 0 beside an `hf_ds_config`, as DeepSpeed has it.
         is_train_batch_min: only True: the training loader's batch size counts, whatever the others' are.
         offload_optimizer_device, offload_param_device: `none`, `cpu` or `nvme`.
         offload_optimizer_nvme_path, offload_param_nvme_path: folders for `nvme`.

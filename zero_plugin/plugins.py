@@ -205,7 +205,7 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by a generator that is seeded anew for each epoch.
         data_seed: seed of that sampler; None takes torch's current one.
         non_blocking: do not wait for batches to be copied to the device; the loader needs `pin_memory=True`.
-        use_stateful_dataloader: keep the position within an epoch with torchdata's StatefulDataLoader.
+        use_stateful_dataloader: after `load_state`, the coming loop goes on inside the epoch by itself.
     """
 
     split_batches: bool = False
@@ -223,7 +223,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Attributes:
         num_steps: micro-batches per optimizer step; None takes the configuration's, else 1.
-        adjust_scheduler: the schedule was written for optimizer steps; else for micro-batches.
+        adjust_scheduler: no effect: a schedule moves where the optimizer steps.
         sync_with_dataloader: a loader's end closes the window.
         sync_each_batch: reduce gradients at each micro-batch, which saves memory and costs communication.
     """
@@ -244,7 +244,7 @@ class ProjectConfiguration:
         automatic_checkpoint_naming: `save_state` numbers its folders by itself.
         total_limit: how many of those are kept.
         iteration: number of the next one.
-        save_on_each_node: every machine writes, not only the first.
+        save_on_each_node: no effect: a checkpoint is one folder, which all processes see.
     """
 
     project_dir: str | os.PathLike[str] | None = None

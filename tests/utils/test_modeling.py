@@ -119,7 +119,7 @@ def test_placing_a_tensor() -> None:
     kept = model.scale
     set_module_tensor_to_device(model, "scale", "cpu")
     assert model.scale is kept
-    set_module_tensor_to_device(model, "scale", "meta")
+    set_module_tensor_to_device(model, "scale", "meta", tied_params_map={}, non_blocking=True)
     assert model.scale.is_meta
 
 

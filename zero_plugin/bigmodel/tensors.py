@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -182,7 +182,9 @@ def set_module_tensor_to_device(
     device: int | str | torch.device,
     value: Tensor | None = None,
     dtype: torch.dtype | str | None = None,
+    *,
     non_blocking: bool = False,
+    tied_params_map: Any = None,  # noqa: ARG001
 ) -> None:
     """Put one parameter or buffer on a device, with other values where given.
 
@@ -193,6 +195,7 @@ def set_module_tensor_to_device(
         value: its values; needed where it is on the meta device.
         dtype: type of a floating `value`, or of the tensor if it is floating; by default the tensor's own.
         non_blocking: do not wait for a copy out of pinned memory.
+        tied_params_map: no effect, for scripts that give it: `retie_parameters` joins what was tied.
 
     Raises:
         ValueError: there is no such tensor, it has no values, or they have another shape.

@@ -69,7 +69,7 @@ class DataCalls:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether loaders were asked to keep their position; they always do."""
+        """Whether, after `load_state`, the coming loop goes on inside the epoch by itself."""
         return self.dataloader_config.use_stateful_dataloader
 
     def prepare_data_loader(

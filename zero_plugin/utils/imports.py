@@ -72,7 +72,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "wandb": ("wandb",),
 }
 
-# The module that adds the device to torch. The package trains on CUDA, CPU and TPU; a script may ask for any.
+# The module that adds the device to torch. The package trains on CUDA and CPU; a script may ask for any.
 DEVICES: Final[dict[str, str]] = {
     "hpu": "habana_frameworks.torch",
     "mlu": "torch_mlu",
@@ -172,7 +172,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """True: every device that this package trains on computes in float16."""
+    """True: torch computes in float16 on CUDA and CPU; DeepSpeed does not on a CPU."""
     return True
 
 

@@ -10,7 +10,7 @@ LEFT_OUT: Final[dict[str, str]] = {
     name: reason
     for reason, names in (
         (
-            "is FSDP's; zero_plugin trains by ZeRO, DDP or TPU: use a DeepSpeed stage 3 config",
+            "is FSDP's; zero_plugin trains by ZeRO or DDP: use a DeepSpeed stage 3 config",
             """FullyShardedDataParallelPlugin disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
             compile_regions_fsdp2 ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
             fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
@@ -18,7 +18,7 @@ LEFT_OUT: Final[dict[str, str]] = {
             save_fsdp_optimizer""",
         ),
         (
-            "is Megatron-LM's; zero_plugin trains by ZeRO, DDP or TPU: use a DeepSpeed stage 3 config",
+            "is Megatron-LM's; zero_plugin trains by ZeRO or DDP: use a DeepSpeed stage 3 config",
             """MegatronLMPlugin add_model_config_to_megatron_parser AbstractTrainStep BertTrainStep GPTTrainStep
             T5TrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronEngine MegatronLMOptimizerWrapper
             MegatronLMSchedulerWrapper avg_losses_across_data_parallel_group gather_across_data_parallel_groups
@@ -56,7 +56,7 @@ LEFT_OUT: Final[dict[str, str]] = {
             deepspeed_required get_grad_scaler get_mixed_precision_context_manager map_pytorch_optim_to_deepspeed""",
         ),
         (
-            "is about back ends of Accelerate's own; zero_plugin runs on CUDA, CPU or TPU",
+            "is about back ends of Accelerate's own; zero_plugin runs on CUDA or CPU",
             """MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION is_habana_gaudi1""",
         ),
