@@ -36,6 +36,8 @@ __all__ = [
     "Session",
     "SessionRequest",
     "Strategy",
+    "persistent_tensors",
+    "shared_names",
 ]
 
 DIRECT_BACKWARD = (
