@@ -1,0 +1,73 @@
+"""Local SGD: each process steps by its own gradients, and the weights are averaged every few steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zero_plugin.distributed_type import DistributedType
+from zero_plugin.errors import LoopError
+
+if TYPE_CHECKING:
+    from zero_plugin.accelerator import Accelerator
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD:
+    """A context around the loop: inside, backwards stay local, and `step` averages the weights over the processes.
+
+    Local SGD is that of Stich, "Local SGD Converges Fast and Communicates Little" (2019). Optimizer states and buffers
+    stay each process's own. Leaving the context averages once more, so that all processes go on alike.
+
+    Args:
+        accelerator: the one that prepared `model`.
+        model: what `prepare` returned.
+        local_sgd_steps: calls of `step` from one average to the next, at least 1.
+        enabled: False makes it an ordinary loop, as one process is anyway.
+
+    Raises:
+        LoopError: under DeepSpeed, whose processes share one optimizer; or `local_sgd_steps` is below 1.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise LoopError(
+                "LocalSGD under DeepSpeed, whose processes share one optimizer: they cannot step apart.\n"
+                "Launch without DeepSpeed, or leave LocalSGD out."
+            )
+        if local_sgd_steps < 1:
+            raise LoopError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}; write 1 or more.")
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.num_steps = 0
+        self.local_sgd_steps = local_sgd_steps
+        self.accelerator = accelerator
+        self.model = model
+        self._local = ExitStack()
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self._local.enter_context(self.accelerator.no_sync(self.model))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._local.close()
+        if self.enabled and kind is None:  # where one process failed, the others are not there to average with
+            self._average()
+
+    def step(self) -> None:
+        """Count one batch; every `local_sgd_steps`-th averages the weights, on all processes."""
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.copy_(self.accelerator.reduce(parameter, "mean"))
