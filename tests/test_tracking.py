@@ -79,7 +79,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accelerator = run(LoggerType.TENSORBOARD, tmp_path)
-    accelerator.log({"both": {"one": 1.0, "two": 2.0}}, step=0)
+    accelerator.log({"both": {"one": 1.0, "two": 2.0}, "none": None, "many": [1, 2]}, step=0)
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "a-run")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [
@@ -127,7 +127,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"tracking_uri": (tmp_path / "runs").as_uri(), "run_name": "first"}
     accelerator.init_trackers("a-run", {**HYPER, "long": "x" * 900}, {"mlflow": options})
     for step in range(3):
-        accelerator.log({"loss": 1.0 / (step + 1), "phase": "train"}, step=step)
+        accelerator.log({"loss": 1.0 / (step + 1), "phase": "train", "inner": {"a": step}, "none": None}, step=step)
     run_id = accelerator.get_tracker("mlflow", unwrap=True).info.run_id
     accelerator.end_training()
     assert mlflow.active_run() is None
@@ -137,6 +137,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.data.params["long"] == "x" * 499 + "…"
     assert found.data.tags["phase"] == "train"
     assert [point.value for point in client.get_metric_history(run_id, "loss")] == [1.0, 0.5, 1 / 3]
+    assert [point.value for point in client.get_metric_history(run_id, "inner/a")] == [0, 1, 2]
     assert client.get_experiment(found.info.experiment_id).name == "a-run"
 
 
@@ -174,7 +175,9 @@ def test_all_takes_those_that_can_run(tmp_path: Path) -> None:
     twice.end_training()
 
 
-def test_what_cannot_be_logged_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_logged_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every tracker at fault is named, before anything starts: unknown, not installed, without a folder."""
     monkeypatch.setattr(TensorBoardTracker, "needs", "no_such_package")
     with pytest.raises(ConfigError) as caught:
@@ -186,9 +189,9 @@ def test_what_cannot_be_logged_with(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "project_dir" in message
     project = ProjectConfiguration(project_dir=None, logging_dir=tmp_path)
     accelerator = Accelerator(log_with="jsonl", project_config=project, **ONE_STEP)
-    with pytest.raises(LoopError, match="arguments for wandb, which log_with does not name"):
-        accelerator.init_trackers("a-run", init_kwargs={"wandb": {}})
-    accelerator.init_trackers("a-run")
+    accelerator.get_tracker("wandb").log({"nothing": "happens"})
+    accelerator.init_trackers("a-run", init_kwargs={"wandb": {}})
+    assert "is for wandb, which log_with does not name" in capsys.readouterr().err
     assert (tmp_path / "a-run" / "metrics.jsonl").exists()
     with pytest.raises(LoopError, match=r"no tracker 'wandb' is started \(started: jsonl\)"):
         accelerator.get_tracker("wandb")

@@ -99,7 +99,7 @@ class KnownTracker(GeneralTracker):
 
     needs: ClassVar[str] = ""  # the module that has to be installed
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, /, **kwargs: Any) -> None:
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.logging_dir = Path(logging_dir or ".", run_name)
@@ -179,13 +179,13 @@ class TensorBoardTracker(KnownTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """See `GeneralTracker.log`; `kwargs` go to `add_scalar`, `add_scalars` or `add_text`."""
+        """See `GeneralTracker.log`; `kwargs` go to `add_scalar`, `add_scalars` or `add_text`. The rest is left out."""
         for key, value in values.items():
             if isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
                 self.writer.add_scalars(key, dict(value), global_step=step, **kwargs)
-            else:
+            elif isinstance(value, int | float):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
         self.writer.flush()
 
@@ -259,26 +259,43 @@ class WandBTracker(KnownTracker):
 
 
 class MLflowTracker(KnownTracker):
-    """MLflow: the experiment is the run's name; `tracking_uri` says where, other arguments go to `start_run`.
+    """MLflow.
 
-    The environment's `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME` stand for what is not given.
+    Args:
+        experiment_name: where runs are listed; the environment's `MLFLOW_EXPERIMENT_NAME` comes before it.
+        logging_dir: not used; MLflow keeps runs at `tracking_uri`.
+        tracking_uri: where runs are kept; by default the environment's `MLFLOW_TRACKING_URI`, else MLflow's own choice.
+        nested_run: whether the run is a child of the active one.
+        **kwargs: for `mlflow.start_run`: `run_id`, `run_name`, `tags`, `description`, ….
     """
 
     name = "mlflow"
     requires_logging_directory = False
     needs = "mlflow"
 
+    def __init__(
+        self,
+        experiment_name: str,
+        logging_dir: str | os.PathLike[str] | None = None,
+        *,
+        tracking_uri: str | None = None,
+        nested_run: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name), logging_dir)
+        self.init_kwargs = kwargs
+        self.tracking_uri = tracking_uri
+        self.nested_run = nested_run
+
     @on_main_process
     def start(self) -> None:
         """See `GeneralTracker.start`."""
         import mlflow
 
-        given = dict(self.init_kwargs)
-        if (uri := given.pop("tracking_uri", None)) is not None:
-            mlflow.set_tracking_uri(uri)
-        named = given.pop("experiment_name", None) or os.environ.get("MLFLOW_EXPERIMENT_NAME", self.run_name)
-        mlflow.set_experiment(named)
-        self.run: Any = mlflow.start_run(**given)
+        if self.tracking_uri is not None:
+            mlflow.set_tracking_uri(self.tracking_uri)
+        mlflow.set_experiment(self.run_name)
+        self.run: Any = mlflow.start_run(nested=self.nested_run, **self.init_kwargs)
 
     @property
     def tracker(self) -> Any:
@@ -296,13 +313,14 @@ class MLflowTracker(KnownTracker):
             mlflow.log_params({name: texts[name] for name in names[start : start + _MLFLOW_BATCH]})
 
     @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """See `GeneralTracker.log`; strings become tags."""
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """See `GeneralTracker.log`; strings become tags, dicts `name/inner`; `kwargs` go to `log_metrics`."""
         import mlflow
 
-        numbers = {key: float(value) for key, value in values.items() if not isinstance(value, str)}
-        mlflow.log_metrics(numbers, step=step)
-        for key, value in values.items():
+        flat = _flat(values)
+        numbers = {key: float(value) for key, value in flat.items() if isinstance(value, int | float)}
+        mlflow.log_metrics(numbers, step=step, **kwargs)
+        for key, value in flat.items():
             if isinstance(value, str):
                 mlflow.set_tag(key, value)
 
@@ -392,6 +410,14 @@ def _plain(value: Any) -> Any:
 
 def _elements(value: Any) -> int:
     return int(value.numel()) if isinstance(value, torch.Tensor) else int(value.size)
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A dict's values under `name/inner`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{above}{key}/") if isinstance(value, Mapping) else {f"{above}{key}": value})
+    return flat
 
 
 def _json(value: Any) -> Any:

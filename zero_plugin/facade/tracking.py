@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_plugin.announce import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.meter import Meter
 from zero_plugin.plugins import ProjectConfiguration
@@ -42,17 +43,14 @@ class TrackingCalls:
             config: hyper-parameters to keep.
             init_kwargs: further arguments by tracker, e.g. `{"wandb": {"mode": "offline"}}`.
 
-        Raises:
-            LoopError: `init_kwargs` names a tracker that `log_with` does not.
+        Arguments for a tracker that `log_with` does not name have no effect, which a line says: scripts pass them
+        whatever they are told to log with.
         """
         given = init_kwargs or {}
-        strangers = sorted(given.keys() - {tracker.name for tracker in self.log_with})
-        if strangers:
-            raise LoopError(
-                f"init_trackers(init_kwargs=…) has arguments for {', '.join(strangers)}, which log_with does not name."
-            )
         if self._processes.rank != 0:
             return
+        if strangers := sorted(given.keys() - {tracker.name for tracker in self.log_with}):
+            announce(f"init_trackers(init_kwargs=…) is for {', '.join(strangers)}, which log_with does not name")
         for tracker in self.log_with:
             if isinstance(tracker, GeneralTracker):
                 started = tracker
@@ -64,21 +62,21 @@ class TrackingCalls:
                 started.store_init_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The started tracker of that name; on other processes one that does nothing.
+        """The started tracker of that name; one that does nothing on other processes, and where none is started.
 
         Args:
             name: e.g. `wandb`.
             unwrap: what the tracker writes through, in place of the tracker.
 
         Raises:
-            LoopError: none of that name is started.
+            LoopError: others are started, and none of that name.
         """
-        if self._processes.rank != 0:
+        if self._processes.rank != 0 or not self.trackers:
             return GeneralTracker(_blank=True)
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]  # a subclass has it
-        started = ", ".join(tracker.name for tracker in self.trackers) or "none"
+        started = ", ".join(tracker.name for tracker in self.trackers)
         raise LoopError(
             f"no tracker {name!r} is started (started: {started}); name it in Accelerator(log_with=…) and call "
             "init_trackers(…)."
