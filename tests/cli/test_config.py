@@ -127,7 +127,8 @@ def written(file: Path) -> dict[str, Any]:
     """The values of a written config, which the check finds nothing to say of, and which has a comment for each key."""
     assert find_problems(read_document(file)) == []
     values: dict[str, Any] = yaml.safe_load(file.read_text())
-    paths = [*((key,) for key in values), *(("deepspeed_config", key) for key in values.get("deepspeed_config", {}))]
+    sections = ("deepspeed_config", "dynamo_config")
+    paths = [*((key,) for key in values), *((name, key) for name in sections for key in values.get(name, {}))]
     assert [path for path in paths if f"# {COMMENTS[path]}\n" not in file.read_text()] == []
     return values
 
@@ -155,7 +156,7 @@ PIPED = {
         },
     ),
     "ddp": (
-        [1, "", "0,2", 2, 1, 2, "y", "logs", 3, 1, "y"],
+        [1, "", "0,2", 2, 1, 2, "y", "logs", 3, 1, "y", 2, 3, "y"],
         {
             "distributed_type": "MULTI_GPU",
             "mixed_precision": "bf16",
@@ -166,6 +167,11 @@ PIPED = {
             "log_dir": "logs",
             "debug": True,
             "scheduler_counts": "steps",
+            "dynamo_config": {
+                "dynamo_backend": "INDUCTOR",
+                "dynamo_mode": "max-autotune",
+                "dynamo_use_regional_compilation": True,
+            },
         },
     ),
     "stage 2": (

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from zero_plugin.config.commented import COMMENTS, config_text, replace_file, write_config
+from zero_plugin.config.compiler_keys import compiler_schema
 from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
 from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS
 from zero_plugin.errors import ConfigError, MachineError
@@ -26,7 +27,12 @@ def test_every_key_has_a_sentence_with_every_option() -> None:
     """All launch keys and short fields, on one line that fits; an option that is added must be added there too."""
     below = {*LAUNCH_FIELDS, *SHORT_FIELDS, "deepspeed_config_file"}
     top = {*LaunchSettings.model_fields, "compute_environment", "deepspeed_config"} - below
-    assert set(COMMENTS) == {(name,) for name in top} | {("deepspeed_config", name) for name in below}
+    compiling = compiler_schema()["dynamo_config"]["properties"]
+    assert set(COMMENTS) == {
+        *((name,) for name in (*top, "dynamo_config")),
+        *(("deepspeed_config", name) for name in below),
+        *(("dynamo_config", name) for name in compiling),
+    }
     for path, comment in COMMENTS.items():
         assert len(comment) < 105
         missing = [word for word in options(launch_schema()["properties"].get(path[-1], {})) if word not in comment]

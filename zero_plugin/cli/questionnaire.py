@@ -34,6 +34,17 @@ _PRECISIONS: Final = {
     "fp16": "fp16: for GPUs without bf16; the loss is scaled",
     "auto": "auto: bf16 where the device that runs it has that, else fp16, else no",
 }
+_COMPILERS: Final = {
+    "no": "no: it runs as it is written",
+    "INDUCTOR": "inductor: torch's own, which makes kernels for the device",
+    "CUDAGRAPHS": "cudagraphs: recorded launches, no new kernels",
+    "AOT_EAGER": "aot_eager: traced and run without new kernels, to find what cannot be traced",
+}
+_COMPILER_MODES: Final = {
+    "default": "default: compiles fast",
+    "reduce-overhead": "reduce-overhead: CUDA graphs, for small batches",
+    "max-autotune": "max-autotune: tries kernels, compiles long",
+}
 _LAUNCHERS: Final = {
     "standard": "standard: you start the same command on every machine, with its own number",
     **{
@@ -74,10 +85,11 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
         answers["main_training_function"] = prompts.read(
             "Function of the script that each process calls:", _text, "main"
         )
-    if prompts.confirm("Set rarer things too: logs, threads, restarts?", default=False):
+    if prompts.confirm("Set rarer things too: logs, threads, restarts, the compiler?", default=False):
         answers |= _ask_rare(prompts)
     ordered = {name: answers[name] for name in LaunchSettings.model_fields if name in answers}
-    return {**ordered, "deepspeed_config": training} if training else ordered
+    sections = {"dynamo_config": answers.get("dynamo_config"), "deepspeed_config": training}
+    return {**ordered, **{name: section for name, section in sections.items() if section}}
 
 
 def _ask_processes(prompts: Prompts, device: str, gpus: int, machines: int) -> dict[str, Any]:
@@ -216,6 +228,12 @@ def _ask_rare(prompts: Prompts) -> dict[str, Any]:
         answers["max_restarts"] = restarts
     if prompts.confirm("Show the launcher's own log?", default=False):
         answers["debug"] = True
+    compiler = prompts.choose("Compile the model by torch.compile?", _COMPILERS, "no")
+    if compiler != "no":
+        mode = prompts.choose("How does it compile?", _COMPILER_MODES, "default")
+        answers["dynamo_config"] = {"dynamo_backend": compiler, "dynamo_mode": mode}
+        if prompts.confirm("Compile repeated blocks once for all, which is sooner done?", default=False):
+            answers["dynamo_config"]["dynamo_use_regional_compilation"] = True
     return answers
 
 

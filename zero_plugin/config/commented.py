@@ -63,8 +63,17 @@ _TRAINING: Final[Mapping[str, str]] = {
     "gradient_accumulation_steps": "micro-batches per optimizer step, 1 or more; auto: what the script says, else 1",
     "gradient_clipping": "largest gradient norm, 0 for none; auto: what the script says, else none",
 }
+_COMPILING: Final[Mapping[str, str]] = {
+    "dynamo_backend": "no, or torch.compile's compiler: INDUCTOR, CUDAGRAPHS, AOT_EAGER, …",
+    "dynamo_mode": "default, reduce-overhead or max-autotune",
+    "dynamo_use_fullgraph": "true or false: refuse a model that breaks into several graphs",
+    "dynamo_use_dynamic": "true or false: compile for changing shapes; without it, torch finds out",
+    "dynamo_use_regional_compilation": "true or false: compile repeated blocks once for all",
+}
 COMMENTS: Final[Mapping[Path, str]] = {
     **{(key,): comment for key, comment in _LAUNCH.items()},
+    ("dynamo_config",): "how models are compiled",
+    **{("dynamo_config", key): comment for key, comment in _COMPILING.items()},
     ("deepspeed_config",): "how it trains: the fields below, and any key of a DeepSpeed JSON",
     **{("deepspeed_config", key): comment for key, comment in _TRAINING.items()},
 }
