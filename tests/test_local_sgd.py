@@ -66,8 +66,13 @@ def test_weights_are_averaged_every_few_steps(run_processes, world: int) -> None
 def test_under_deepspeed_is_an_error() -> None:
     """ZeRO's processes share one optimizer: the error says so before anything trains."""
     accelerator = Accelerator(cpu=True, config={"zero_optimization": {"stage": 2}})
+    model = nn.Linear(1, 1)
+    with pytest.raises(LoopError, match="not prepared"):
+        LocalSGD(accelerator, model, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(LoopError, match="under DeepSpeed"):
-        LocalSGD(accelerator, nn.Linear(1, 1), 2)
+        LocalSGD(accelerator, model, 2)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.state import AcceleratorState, show_run
 from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
-from zero_plugin.tracking import GeneralTracker, choose_trackers
+from zero_plugin.trackers.base import GeneralTracker
+from zero_plugin.trackers.choose import choose_trackers
 from zero_plugin.training import Training
 
 __all__ = ["Accelerator"]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import LoopError
 
 if TYPE_CHECKING:
@@ -31,11 +30,15 @@ class LocalSGD:
         enabled: False makes it an ordinary loop, as one process is anyway.
 
     Raises:
-        LoopError: under DeepSpeed, whose processes share one optimizer; or `local_sgd_steps` is below 1.
+        LoopError: the model is not prepared, or under DeepSpeed, whose processes share one optimizer; or
+            `local_sgd_steps` is below 1.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        session = accelerator._session_of(model)
+        if session is None:
+            raise LoopError("LocalSGD got a model that is not prepared; pass what accelerator.prepare() returned.")
+        if not session.whole_gradients:
             raise LoopError(
                 "LocalSGD under DeepSpeed, whose processes share one optimizer: they cannot step apart.\n"
                 "Launch without DeepSpeed, or leave LocalSGD out."

@@ -9,7 +9,8 @@ from zero_plugin.errors import LoopError
 from zero_plugin.meter import Meter
 from zero_plugin.plugins import ProjectConfiguration
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.tracking import GeneralTracker, KnownTracker, plain_values
+from zero_plugin.trackers.base import GeneralTracker, KnownTracker
+from zero_plugin.trackers.choose import plain_values
 from zero_plugin.training import Training
 
 __all__ = ["TrackingCalls"]

@@ -1,0 +1,99 @@
+"""Which trackers `log_with` asks for, and what they are given."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from zero_plugin.choices import LoggerType
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.trackers.base import GeneralTracker, KnownTracker
+from zero_plugin.trackers.jsonl import JsonlTracker
+from zero_plugin.trackers.mlflow import MLflowTracker
+from zero_plugin.trackers.tensorboard import TensorBoardTracker
+from zero_plugin.trackers.wandb import WandBTracker
+
+__all__ = ["choose_trackers", "get_available_trackers", "plain_values"]
+
+_TRACKERS: Final[dict[str, type[KnownTracker]]] = {
+    kind.name: kind for kind in (JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker)
+}
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """Those whose package is installed; `jsonl` needs none."""
+    return [LoggerType(name) for name, kind in _TRACKERS.items() if _is_installed(kind)]
+
+
+def choose_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None
+) -> list[type[KnownTracker] | GeneralTracker]:
+    """The trackers that `log_with` names: classes of known ones, and objects as they are.
+
+    Args:
+        log_with: names, `LoggerType`s or `GeneralTracker`s, one or several; `all` for every one that is installed and,
+            without a `logging_dir`, writes no files.
+        logging_dir: where those that write files do.
+
+    Raises:
+        ConfigError: a name is not known, its package is not installed, or it needs a folder; names all such.
+    """
+    several = log_with if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
+    given = [each for each in several if each is not None]
+    names = [each if isinstance(each, GeneralTracker) else str(each) for each in given]
+    if "all" in names:
+        known = [str(name) for name in get_available_trackers()]
+        everywhere = [name for name in known if logging_dir or not _TRACKERS[name].requires_logging_directory]
+        names = [*(each for each in names if isinstance(each, GeneralTracker)), *everywhere]
+    chosen: list[type[KnownTracker] | GeneralTracker] = []
+    problems: list[Problem] = []
+    for each in dict.fromkeys(names):
+        kind = each if isinstance(each, GeneralTracker) else _TRACKERS.get(each)
+        problem = _find_problem(each, kind, logging_dir)
+        if problem is not None:
+            problems.append(problem)
+        elif kind is not None:
+            chosen.append(kind)
+    if problems:
+        raise ConfigError(problems)
+    return chosen
+
+
+def _find_problem(
+    given: str | GeneralTracker, kind: type[KnownTracker] | GeneralTracker | None, logging_dir: Any
+) -> Problem | None:
+    name = given if isinstance(given, str) else given.name
+    where = f"Accelerator(log_with={name!r})"
+    if kind is None:
+        legal = ", ".join([*_TRACKERS, "all"])
+        return Problem(where, "", "is no tracker", f"Write {legal}, or pass an object of your own GeneralTracker.")
+    if isinstance(kind, type) and not _is_installed(kind):
+        return Problem(where, "", f"{kind.needs} is not installed", f"pip install {kind.needs}")
+    if kind.requires_logging_directory and logging_dir is None and isinstance(kind, type):
+        return Problem(where, "", "it writes files, and no folder is given", "Add project_dir='…'.")
+    return None
+
+
+def _is_installed(kind: type[KnownTracker]) -> bool:
+    return not kind.needs or importlib.util.find_spec(kind.needs) is not None
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors and arrays as the numbers, or lists of numbers, that they hold."""
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain_values(value)
+    if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "tolist")):
+        return value.item() if _elements(value) == 1 else value.tolist()
+    return value
+
+
+def _elements(value: Any) -> int:
+    return int(value.numel()) if isinstance(value, torch.Tensor) else int(value.size)
