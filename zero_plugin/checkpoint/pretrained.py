@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.checkpoint.save_model import write_model_folder
-from zero_plugin.strategies.base import persistent_tensors, shared_names
+from zero_plugin.strategies.named_tensors import persistent_tensors, shared_names
 
 __all__ = ["adapter_names", "has_adapters", "write_configuration", "write_pretrained"]
 

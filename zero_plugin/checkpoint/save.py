@@ -21,8 +21,9 @@ from zero_plugin.checkpoint.nested_file import write_nested
 from zero_plugin.checkpoint.ranges import open_writer
 from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
-from zero_plugin.strategies.base import Session, shared_names
+from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.fragments import WEIGHT, Fragment, with_masters
+from zero_plugin.strategies.named_tensors import shared_names
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
 
 __all__ = ["Draft", "save_checkpoint", "session_fragments"]

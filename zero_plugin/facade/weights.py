@@ -18,7 +18,8 @@ from zero_plugin.config.document import Document
 from zero_plugin.errors import LoopError
 from zero_plugin.nested import list_leaves
 from zero_plugin.run_record import describe_run, write_record
-from zero_plugin.strategies.base import Session, persistent_tensors, shared_names
+from zero_plugin.strategies.base import Session
+from zero_plugin.strategies.named_tensors import persistent_tensors, shared_names
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
 from zero_plugin.unwrapping import bare_copy, extract_model

@@ -36,8 +36,6 @@ __all__ = [
     "Session",
     "SessionRequest",
     "Strategy",
-    "persistent_tensors",
-    "shared_names",
 ]
 
 DIRECT_BACKWARD = (
@@ -369,34 +367,3 @@ def _route_zero_grad(model: nn.Module, zero_grad: Callable[[], None]) -> None:
             own(this, set_to_none)
 
     model.zero_grad = MethodType(routed, model)  # type: ignore[method-assign]
-
-
-def shared_names(module: nn.Module) -> dict[str, str]:
-    """Each further name of a shared (tied) tensor → the first name of that tensor, as `state_dict` would list them."""
-    first: dict[int, str] = {}
-    shared: dict[str, str] = {}
-    for name, tensor in _all_tensors(module):
-        if id(tensor) in first:
-            shared[name] = first[id(tensor)]
-        else:
-            first[id(tensor)] = name
-    return shared
-
-
-def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
-    seen: set[int] = set()
-    for name, tensor in _all_tensors(module):
-        if id(tensor) not in seen and (only is None or name in only):
-            seen.add(id(tensor))
-            yield name, tensor
-
-
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            yield dot + name, parameter
-        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in child._non_persistent_buffers_set:
-                yield dot + name, buffer

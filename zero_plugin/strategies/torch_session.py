@@ -30,11 +30,11 @@ from zero_plugin.strategies.base import (
     LOSS_OF_OTHERS,
     Session,
     SessionRequest,
-    persistent_tensors,
 )
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
+from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 from zero_plugin.strategies.step_guard import StepGuard
 

@@ -22,7 +22,6 @@ from zero_plugin.strategies.base import (
     LATE_BACKWARD,
     LOSS_OF_OTHERS,
     Session,
-    persistent_tensors,
 )
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
@@ -38,6 +37,7 @@ from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 from zero_plugin.strategies.deepspeed.written import follow_loading, refuse_partitioned_states, whole_weights
 from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.graph import find_leaves
+from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.step_guard import StepGuard
 

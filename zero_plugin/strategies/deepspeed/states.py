@@ -16,8 +16,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError
-from zero_plugin.strategies.base import persistent_tensors
 from zero_plugin.strategies.fragments import WEIGHT, Fragment, share_of, whole_fragment
+from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 
 __all__ = ["engine_blocks", "engine_pieces", "engine_weights", "reading_engine", "refuse_unreachable"]
