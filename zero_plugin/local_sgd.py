@@ -35,6 +35,8 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if local_sgd_steps < 1:
+            raise LoopError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}; write 1 or more.")
         session = accelerator._session_of(model)
         if session is None:
             raise LoopError("LocalSGD got a model that is not prepared; pass what accelerator.prepare() returned.")
@@ -43,8 +45,6 @@ class LocalSGD:
                 "LocalSGD under DeepSpeed, whose processes share one optimizer: they cannot step apart.\n"
                 "Launch without DeepSpeed, or leave LocalSGD out."
             )
-        if local_sgd_steps < 1:
-            raise LoopError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}; write 1 or more.")
         self.enabled = enabled and accelerator.num_processes > 1
         self.num_steps = 0
         self.local_sgd_steps = local_sgd_steps
