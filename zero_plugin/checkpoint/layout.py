@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zero_plugin.checkpoint.place import Place
 from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, encode_header, sort_key
 from zero_plugin.checkpoint.save_model import INDEX_NAME, SINGLE_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment
 
-__all__ = ["Description", "Layout", "Place", "describe", "plan_layout"]
+__all__ = ["Description", "Layout", "describe", "plan_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +26,6 @@ class Description:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a whole tensor is stored.
-
-    Attributes:
-        file: path below the checkpoint's folder.
-        dtype, shape: of the stored tensor.
-        start: its first byte in the file.
-    """
-
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
 
     @property
     def size(self) -> int:
@@ -137,5 +117,5 @@ def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadat
     layout.heads[file] = head
     layout.sizes[file] = max((end for _, end in ranges.values()), default=len(head))
     for tensor in tensors:
-        place = Place(file, tensor.dtype, tensor.shape, ranges[tensor.name][0])
+        place = Place(file, DTYPE_NAMES[tensor.dtype], tensor.shape, ranges[tensor.name][0])
         layout.places[tensor.kind, tensor.name] = place

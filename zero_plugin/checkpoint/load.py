@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from zero_plugin import collectives
-from zero_plugin.checkpoint.layout import Place
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
+from zero_plugin.checkpoint.place import Place
 from zero_plugin.checkpoint.ranges import open_reader
 from zero_plugin.checkpoint.save import session_fragments
 from zero_plugin.checkpoint.together import all_or_none

@@ -7,20 +7,19 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final
 
 from zero_plugin.checkpoint.durable import write_text
-from zero_plugin.checkpoint.layout import Place
-from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES
+from zero_plugin.checkpoint.place import ITEM_BYTES, Place
 from zero_plugin.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["MANIFEST_NAME", "Manifest", "StoredModel", "checksum_of_file", "find_damage", "read_manifest"]
 
 MANIFEST_NAME: Final = "manifest.json"
 _FORMAT: Final = 1
-_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ def _encode_model(model: StoredModel) -> dict[str, Any]:
     for (kind, name), place in model.places.items():
         tensors.setdefault(kind, {})[name] = {
             "file": place.file,
-            "dtype": DTYPE_NAMES[place.dtype],
+            "dtype": place.type_name,
             "shape": list(place.shape),
             "start": place.start,
             "sums": list(model.sums[kind, name]),
@@ -136,8 +135,14 @@ def _encode_model(model: StoredModel) -> dict[str, Any]:
 def _decode_model(encoded: Mapping[str, Any]) -> StoredModel:
     entries = {(kind, name): entry for kind, named in encoded["tensors"].items() for name, entry in named.items()}
     places = {
-        key: Place(entry["file"], _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["start"])
+        key: Place(entry["file"], _known_type(entry["dtype"]), tuple(entry["shape"]), entry["start"])
         for key, entry in entries.items()
     }
     sums = {key: (entry["sums"][0], entry["sums"][1]) for key, entry in entries.items()}
     return StoredModel(encoded["class"], encoded["folder"], encoded["tied"], places, sums)
+
+
+def _known_type(name: str) -> str:
+    if name not in ITEM_BYTES:
+        raise ValueError(f"a tensor of type {name}")
+    return name

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_plugin.checkpoint.checksum import sum_words, word_type
-from zero_plugin.checkpoint.layout import Place
+from zero_plugin.checkpoint.place import Place
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.fragments import Fragment
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPE_NAMES", "encode_header", "sort_key", "write_file"]
+__all__ = ["DTYPES", "DTYPE_NAMES", "encode_header", "sort_key", "write_file"]
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -31,6 +31,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def encode_header(
