@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,19 @@ __all__ = ["DdpStrategy"]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's own, with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`."""
+    """torch's own, with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`.
+
+    Attributes:
+        before_forward: called first in every forward; a hook would send all calls through the slow path of modules.
+    """
+
+    before_forward: Callable[[], None] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's own."""
+        if self.before_forward is not None:
+            self.before_forward()
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:

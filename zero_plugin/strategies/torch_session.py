@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -157,11 +156,13 @@ class TorchSession(Session):
         """See `Session.follow_window`: DDP reduces only in the backward that ends the window."""
         if (ddp := self._ddp) is not None:
 
-            def set_reduction(*_: Any) -> None:
-                ddp.require_backward_grad_sync = ends_window() and not self._local_only
-                self._reduces |= ddp.require_backward_grad_sync and torch.is_grad_enabled()
+            def set_reduction() -> None:
+                reduces = ends_window() and not self._local_only
+                if ddp.require_backward_grad_sync is not reduces:  # setting an attribute of a module is slow
+                    ddp.require_backward_grad_sync = reduces
+                self._reduces |= reduces and torch.is_grad_enabled()
 
-            ddp.register_forward_pre_hook(set_reduction)
+            ddp.before_forward = set_reduction  # type: ignore[assignment]
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
         """See `Session.clip`."""
