@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 import torch
 
 from zero_plugin.checkpoint.place import Place
 from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, encode_header, sort_key
-from zero_plugin.checkpoint.save_model import INDEX_NAME, SINGLE_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment
 
-__all__ = ["Description", "Layout", "describe", "plan_layout"]
+__all__ = ["INDEX_NAME", "SINGLE_NAME", "Description", "Layout", "describe", "is_weight_file", "plan_layout"]
+
+SINGLE_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
+_SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,12 @@ def describe(fragments: Iterable[Fragment]) -> list[Description]:
 
 
 def plan_layout(
-    descriptions: Sequence[Description], folder: str, *, max_shard_bytes: int, tied: Mapping[str, str]
+    descriptions: Sequence[Description],
+    folder: str,
+    *,
+    max_shard_bytes: int,
+    tied: Mapping[str, str],
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """Places for one model's tensors.
 
@@ -74,6 +85,7 @@ def plan_layout(
         folder: of the model below the checkpoint's, with a slash at its end, or empty.
         max_shard_bytes: of a weight file; a larger tensor has one to itself.
         tied: name → the weight whose tensor it shares, kept in the files' metadata.
+        notes: further metadata of the weight files.
     """
     layout = Layout()
     shards = _cut_into_shards([d for d in descriptions if d.kind == WEIGHT], max_shard_bytes)
@@ -83,7 +95,7 @@ def plan_layout(
         file = SINGLE_NAME if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
         names = {description.name for description in shard}
         aliases = {alias: kept for alias, kept in tied.items() if kept in names}
-        _add_file(layout, folder + file, shard, {**aliases, "format": "pt"})
+        _add_file(layout, folder + file, shard, {**aliases, **notes, "format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if total > 1:
         size = sum(description.size for shard in shards for description in shard)
@@ -97,6 +109,11 @@ def plan_layout(
 def index_file(folder: str) -> str:
     """Path of the weights' index below the checkpoint's folder."""
     return folder + INDEX_NAME
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file of this name is one of a model folder's weight files, or their index."""
+    return name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(name) is not None
 
 
 def _cut_into_shards(weights: Sequence[Description], limit: int) -> list[list[Description]]:

@@ -40,6 +40,15 @@ class _Files:
                 ) from None
         return self.open[file]
 
+    @contextmanager
+    def named(self, file: str) -> Iterator[int]:
+        """The file's descriptor; errors of the system inside name the file."""
+        try:
+            yield self.descriptor(file)
+        except OSError as error:
+            error.filename = str(self.folder / file)
+            raise
+
     def close(self) -> None:
         for descriptor in self.open.values():
             os.close(descriptor)
@@ -52,25 +61,43 @@ class RangeWriter:
     def __init__(self, files: _Files) -> None:
         self._files = files
 
-    def write(self, fragment: Fragment, place: Place) -> Tensor:
-        """Write what of a fragment is this process' to write; its checksum (`sum_words`), zeros for nothing."""
+    def write(self, fragment: Fragment, place: Place, *, summed: bool = True) -> Tensor:
+        """Write what of a fragment is this process' to write, in the type of `place`.
+
+        Args:
+            fragment: whose values are in memory, on any device and of any type.
+            place: of the whole tensor.
+            summed: whether the checksum is wanted.
+
+        Returns:
+            The checksum of what was written (`sum_words`); zeros for nothing, or where it is not wanted.
+
+        Raises:
+            CheckpointError: they are not in memory.
+        """
+        if fragment.is_elsewhere:
+            raise CheckpointError(f"{fragment.name} ({fragment.kind}) is not in memory, and nothing brings it there.")
         begin, end = fragment.written
         sums = torch.zeros(2, dtype=torch.int64)
         if begin == end:
             return sums
         flat = fragment.values.reshape(-1)[begin:end]
-        step = flat.numel() if flat.device.type == "cpu" else _STAGING_BYTES // flat.element_size()
+        is_ready = flat.device.type == "cpu" and flat.dtype == place.dtype
+        step = flat.numel() if is_ready else _STAGING_BYTES // max(flat.element_size(), place.dtype.itemsize)
         for offset in range(0, flat.numel(), step):
-            chunk = flat[offset : offset + step].cpu().contiguous()
+            chunk = flat[offset : offset + step].to("cpu", place.dtype).contiguous()
             first = fragment.start + begin + offset
-            _write_all(self._files.descriptor(place.file), _bytes_of(chunk), place.start + first * flat.element_size())
-            sums += sum_words(chunk.view(word_type(chunk.dtype)), first)
+            with self._files.named(place.file) as descriptor:
+                _write_all(descriptor, _bytes_of(chunk), place.start + first * chunk.element_size())
+            if summed:
+                sums += sum_words(chunk.view(word_type(chunk.dtype)), first)
         return sums
 
     def sync(self) -> None:
         """Wait until the disk has everything that this process wrote."""
-        for descriptor in self._files.open.values():
-            os.fsync(descriptor)
+        for file in self._files.open:
+            with self._files.named(file) as descriptor:
+                os.fsync(descriptor)
 
 
 class RangeReader:

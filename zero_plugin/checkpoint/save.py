@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from zero_plugin import collectives
-from zero_plugin.checkpoint.durable import write_text
+from zero_plugin.checkpoint.durable import reserve, sync_file, write_text
 from zero_plugin.checkpoint.folders import open_draft, publish_draft
 from zero_plugin.checkpoint.layout import Layout, describe, index_file, plan_layout
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
 from zero_plugin.checkpoint.nested_file import write_nested
 from zero_plugin.checkpoint.ranges import open_writer
+from zero_plugin.checkpoint.shared_folder import refuse_separate_folders
 from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
@@ -26,7 +27,7 @@ from zero_plugin.strategies.fragments import WEIGHT, Fragment, with_masters
 from zero_plugin.strategies.named_tensors import shared_names
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
 
-__all__ = ["Draft", "save_checkpoint", "session_fragments"]
+__all__ = ["Draft", "agree_on", "create_files", "save_checkpoint", "session_fragments"]
 
 _SMALL_BYTES = 2**24  # room for what is not a model's tensors
 
@@ -62,7 +63,7 @@ def session_fragments(
         trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
         yield from with_masters(trained, (piece.weight() for piece in pieces))
         yield from state_fragments(pieces)
-    yield from weights.values()
+    yield from session.fetched(weights.values(), changing=changing)
 
 
 def save_checkpoint(
@@ -88,12 +89,13 @@ def save_checkpoint(
     """
     folders = [f"model_{index}/" if index else "" for index in range(len(sessions))]
     layouts = all_or_none(lambda: _plan(sessions, folders, max_shard_bytes, without_weights=()))
-    _agree_on(layouts)
+    agree_on(layouts)
     draft = on_main(lambda: open_draft(target, _needed_bytes(layouts)))
     try:
+        refuse_separate_folders(draft)
         if stored_by_hooks := run_hooks(draft):
             layouts = all_or_none(lambda: _plan(sessions, folders, max_shard_bytes, without_weights=stored_by_hooks))
-        on_main(lambda: _create_files(draft, layouts))
+        on_main(lambda: create_files(draft, layouts))
         sums = all_or_none(lambda: _write_ranges(draft, sessions, layouts))
         summed = [collectives.reduce(part, "sum") for part in sums]
         models = [
@@ -122,8 +124,12 @@ def _plan(
     return layouts
 
 
-def _agree_on(layouts: Sequence[Layout]) -> None:
-    """All processes must have the same tensors: each writes at offsets that it computed by itself."""
+def agree_on(layouts: Sequence[Layout]) -> None:
+    """All processes must have the same tensors: each writes at offsets that it computed by itself. Collective.
+
+    Raises:
+        CheckpointError: they have not.
+    """
     heads = b"".join(head for layout in layouts for _, head in sorted(layout.heads.items()))
     digests = collectives.gather_object([hashlib.sha256(heads).hexdigest()])
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -138,14 +144,15 @@ def _needed_bytes(layouts: Sequence[Layout]) -> int:
     return sum(size for layout in layouts for size in layout.sizes.values()) + _SMALL_BYTES
 
 
-def _create_files(draft: Path, layouts: Sequence[Layout]) -> None:
+def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
+    """Make the tensor files in `draft`, at full size, for `open_writer`."""
     for layout in layouts:
         for file, head in layout.heads.items():
             path = draft / file
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as opened:
                 opened.write(head)
-                opened.truncate(layout.sizes[file])
+                reserve(opened, layout.sizes[file])
 
 
 def _write_ranges(draft: Path, sessions: Sequence[Session], layouts: Sequence[Layout]) -> list[Tensor]:
@@ -177,6 +184,7 @@ def _complete(
     files: dict[str, tuple[int, int | None]] = {}
     for path in sorted(path for path in draft.rglob("*") if path.is_file()):
         name = str(path.relative_to(draft))
+        sync_file(path)  # also what hooks and libraries wrote; the manifest may only come when all else is on the disk
         files[name] = (path.stat().st_size, None if name in sizes else checksum_of_file(path))
         if name in sizes and files[name][0] != sizes[name]:
             raise CheckpointError(f"{path} has {files[name][0]:,} bytes instead of {sizes[name]:,}.")

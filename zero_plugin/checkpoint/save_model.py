@@ -1,23 +1,28 @@
-"""Write a model's tensors as a Hugging Face model folder: safetensors, in shards where they are large."""
+"""Writes a model's weights as a Hugging Face model folder: every process its own ranges, no process all of them."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from zero_plugin import collectives
 from zero_plugin.checkpoint.durable import sync_folder, write_text
-from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, write_file
+from zero_plugin.checkpoint.folders import open_draft
+from zero_plugin.checkpoint.layout import INDEX_NAME, Layout, is_weight_file, plan_layout
+from zero_plugin.checkpoint.ranges import open_writer
+from zero_plugin.checkpoint.save import agree_on, create_files
+from zero_plugin.checkpoint.saved_weights import SavedWeights
+from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.errors import ConfigError, LoopError, Problem
+from zero_plugin.strategies.fragments import Fragment
 
-__all__ = ["INDEX_NAME", "SINGLE_NAME", "parse_size", "write_model_folder"]
+__all__ = ["parse_size", "whole_tensors", "write_model"]
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNITS = {
     "": 1,
     "B": 1,
@@ -48,104 +53,109 @@ def parse_size(size: int | str) -> int:
     return parsed
 
 
-def write_model_folder(
-    tensors: Iterable[tuple[str, Tensor]],
-    folder: str | Path,
+def write_model(
+    weights: SavedWeights,
+    target: Path,
     *,
-    max_shard_size: int | str = "10GB",
-    tied: Mapping[str, str] | None = None,
-    may_be_empty: Collection[str] = (),
-) -> list[Path]:
-    """Write `tensors` into `folder`, to be read by `from_pretrained` or any reader of safetensors.
+    max_shard_bytes: int,
+    tied: Mapping[str, str],
+    notes: Mapping[str, str],
+    write_more: Callable[[Path], None],
+    say: Callable[[str], None],
+) -> None:
+    """Write `weights` into `target`, to be read by `from_pretrained` or any reader of safetensors. Collective.
 
-    One process calls it. At most one shard of tensors is held in memory. All files are written under other names, and
-    take theirs when all are complete: an error on the way leaves a model that was in the folder as it was. Files of an
-    earlier model that the new one does not have are removed, other files are left alone.
+    Files are written into a folder inside, and take their places when all are complete: an error on any process leaves
+    a model that was in `target` as it was. Its files that the new one does not have are removed, other files stay. On
+    processes that do not see the main process' folder, which is on another machine's disk then, the main process
+    writes: the others send it one tensor after another.
 
     Args:
-        tensors: name and tensor, whole, on any device; a name occurs once.
-        folder: made if it is missing.
-        max_shard_size: bytes of one file (`parse_size`); a larger tensor has a file to itself.
+        weights: what is written.
+        target: made if it is missing.
+        max_shard_bytes: of one file; a larger tensor has a file to itself.
         tied: name → the name whose tensor it shares. Only the latter is stored; the file's metadata keep the pair, as
             the safetensors library does.
-        may_be_empty: names whose tensors rightly have no elements.
-
-    Returns:
-        The weight files in order, then the index if there is one.
+        notes: further metadata of the files.
+        write_more: called on the main process with the folder that takes further files.
+        say: prints a line, on the main process only.
 
     Raises:
-        LoopError: a tensor has no elements, a dtype has no place in the format, a name occurs twice, or a tied name's
-            tensor never came.
-        ConfigError: `max_shard_size` is not a size.
+        CheckpointError: on every process, where one cannot write; the failing one raises its own error.
+        LoopError: a tensor has no elements.
     """
-    limit, tied, folder = parse_size(max_shard_size), tied or {}, Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    names: list[list[str]] = []  # of each shard
-    drafts: list[Path] = []
-    total = 0
+    layout = all_or_none(lambda: _plan(weights, max_shard_bytes, tied, notes))
+    if weights.in_ranges:
+        agree_on([layout])
+    draft = on_main(lambda: open_draft(target / "weights", sum(layout.sizes.values())))
     try:
-        for shard in _cut_into_shards(tensors, limit, tied, may_be_empty):
-            draft = folder / f".writing-{len(drafts) + 1:05d}.safetensors"
-            drafts.append(draft)
-            pairs = {alias: kept for alias, kept in tied.items() if kept in shard and alias != kept}
-            write_file(draft, shard, {**pairs, "format": "pt"})
-            names.append(list(shard))
-            total += sum(tensor.numel() * tensor.element_size() for tensor in shard.values())
-            del shard  # else it lives on while the next one is collected
-        if len(drafts) == 1:
-            final = [SINGLE_NAME]
-        else:
-            final = [f"model-{number:05d}-of-{len(drafts):05d}.safetensors" for number in range(1, len(drafts) + 1)]
-            weight_map = {name: file for file, shard_names in zip(final, names, strict=True) for name in shard_names}
-            drafts.append(folder / ".writing-index.json")
-            final.append(INDEX_NAME)
-            write_text(drafts[-1], json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-        return _publish(folder, drafts, final)
+        on_main(lambda: create_files(draft, [layout]))
+        is_shared = all(collectives.gather_object([draft.exists()]))
+        if weights.in_ranges and not is_shared:
+            say(f"save_model: {target} is on no file system that all processes share, so the main process writes alone")
+        fragments = weights.fragments() if is_shared else weights.whole()
+        all_or_none(lambda: _write(draft, fragments, layout))
+        on_main(lambda: _complete(draft, target, layout, write_more))
     finally:
-        for draft in folder.glob(".writing-*"):  # also what an earlier run, killed here, left
-            draft.unlink()
+        if collectives.process_index() == 0:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
-def _cut_into_shards(
-    tensors: Iterable[tuple[str, Tensor]], limit: int, tied: Mapping[str, str], may_be_empty: Collection[str]
-) -> Iterable[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    shard_bytes = 0
-    stored: set[str] = set()
-    for name, tensor in tensors:
-        if tied.get(name, name) != name:
-            continue
-        if tensor.numel() == 0 and name not in may_be_empty:
-            raise LoopError(
-                f"save_model: {name!r} has no elements (shape {tuple(tensor.shape)}): at ZeRO stage 3 its data lie "
-                "with all processes. Save through accelerator.save_model or accelerator.get_state_dict"
-            )
-        if tensor.dtype not in DTYPE_NAMES:
-            raise LoopError(f"save_model: {name!r} is {tensor.dtype}, which safetensors files cannot hold; convert it")
-        if name in stored:
-            raise LoopError(f"save_model: {name!r} occurs twice among the model's tensors")
-        stored.add(name)
-        tensor_bytes = tensor.numel() * tensor.element_size()
-        if shard and shard_bytes + tensor_bytes > limit:
-            yield shard
-            shard, shard_bytes = {}, 0
-        shard[name] = tensor.detach().cpu()
-        shard_bytes += tensor_bytes
-    lost = sorted(f"{alias!r} → {kept!r}" for alias, kept in tied.items() if kept not in stored)
-    if lost:
-        raise LoopError(f"save_model: tied to a tensor that is not among the model's: {', '.join(lost)}")
-    yield shard
+def whole_tensors(weights: SavedWeights) -> dict[str, Tensor]:
+    """Copies in host memory, in the types that are stored, on the main process; for what is small. Collective."""
+    types = {description.name: description.dtype for description in weights.descriptions}
+    is_main = collectives.process_index() == 0
+    return {
+        fragment.name: fragment.values.reshape(fragment.shape).to("cpu", types[fragment.name], copy=True)
+        for fragment in weights.whole()
+        if is_main
+    }
 
 
-def _publish(folder: Path, drafts: list[Path], final: list[str]) -> list[Path]:
-    """Give the drafts their names. A reader sees the old model or the new one, never a mixture."""
-    old = {p.name for p in folder.iterdir() if p.name in (SINGLE_NAME, INDEX_NAME) or _SHARD_NAME.fullmatch(p.name)}
-    if INDEX_NAME in old and len(old.intersection(final)) > 1:
+def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], notes: Mapping[str, str]) -> Layout:
+    empty = [description for description in weights.descriptions if 0 in description.shape]
+    if empty:
+        raise LoopError(
+            f"save_model: {empty[0].name!r} has no elements (shape {empty[0].shape}), and a saved model without its "
+            "values looks like a whole one.\nIf it is meant to be empty, make it a buffer with persistent=False."
+        )
+    return plan_layout(weights.descriptions, "", max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
+
+
+def _write(draft: Path, fragments: Iterable[Fragment], layout: Layout) -> None:
+    error: Exception | None = None
+    with open_writer(draft) as writer:
+        for fragment in fragments:  # to the last, after an error too: others may be sending theirs
+            if error is None:
+                try:
+                    writer.write(fragment, layout.places[fragment.kind, fragment.name], summed=False)
+                except Exception as caught:  # noqa: BLE001 - raised below
+                    error = caught
+        if error is not None:
+            raise error
+        writer.sync()
+
+
+def _complete(draft: Path, target: Path, layout: Layout, write_more: Callable[[Path], None]) -> None:
+    if layout.index is not None:
+        write_text(draft / INDEX_NAME, layout.index)
+    write_more(draft)
+    names = [path.name for path in sorted(draft.iterdir()) if not path.name.startswith(".")]
+    for name in names:
+        with (draft / name).open("rb") as file:
+            os.fsync(file.fileno())
+    _publish(draft, target, names)
+
+
+def _publish(draft: Path, target: Path, names: list[str]) -> None:
+    """Give complete files their places. A reader sees the old model's weights or the new one's, never a mixture."""
+    names.sort(key=lambda name: name == INDEX_NAME)  # after its shards
+    old = {path.name for path in target.iterdir() if is_weight_file(path.name)}
+    if INDEX_NAME in old and len(old.intersection(names)) > 1:
         # As many shards as before, under the same names: without its index, a half-renamed set is no model.
-        (folder / INDEX_NAME).unlink()
-    for draft, name in zip(drafts, final, strict=True):
-        draft.replace(folder / name)
-    for name in sorted(old.difference(final), key=lambda name: name != INDEX_NAME):  # the index before its shards
-        (folder / name).unlink(missing_ok=True)
-    sync_folder(folder)
-    return [folder / name for name in final]
+        (target / INDEX_NAME).unlink()
+    for name in names:
+        (draft / name).replace(target / name)
+    for name in sorted(old.difference(names), key=lambda name: name != INDEX_NAME):  # the index before its shards
+        (target / name).unlink(missing_ok=True)
+    sync_folder(target)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zero_plugin import collectives
 from zero_plugin.agreement import collective
 from zero_plugin.bigmodel.align import stored_values
 from zero_plugin.checkpoint.objects import write_object
-from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_pretrained
+from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_configuration
+from zero_plugin.checkpoint.save_model import parse_size, whole_tensors, write_model
+from zero_plugin.checkpoint.saved_weights import (
+    SavedWeights,
+    names_to_save,
+    parse_dtype,
+    weights_of_module,
+    weights_of_session,
+)
+from zero_plugin.checkpoint.together import on_main
 from zero_plugin.config.document import Document
 from zero_plugin.errors import LoopError
 from zero_plugin.nested import list_leaves
@@ -33,6 +43,7 @@ class WeightCalls:
     document: Document
     _processes: Processes
     _trainings: list[Training]
+    _say: Callable[[str], None]
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -82,48 +93,84 @@ class WeightCalls:
         save_directory: str | Path,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        trainable_only: bool = False,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
-        """Write the weights as a Hugging Face-style folder of safetensors; collective, streaming.
+        """Write the weights as a Hugging Face-style folder of safetensors; collective: each process writes its part.
 
         A transformers model's folder loads with `from_pretrained`; of a model with PEFT adapters only they are written,
         in PEFT's own layout. Beside them, `resolved_config.json` says how the model was trained: every value and where
-        it came from.
+        it came from. An error leaves a model that was in the folder as it was.
 
         Args:
             model: prepared, or not.
             save_directory: made if it is missing.
             max_shard_size: largest size of one file, e.g. `5GB`.
             safe_serialization: only True.
+            trainable_only: write the parameters with `requires_grad` alone, without configuration files; they load over
+                the model that they were trained from: `load_weights(model, folder, strict=False)`.
+            dtype: of floating-point parameters in the files: `fp32`, `bf16`, `fp16` or torch's own. They are converted
+                from the optimizer's copies, so `fp32` gives the masters of 16-bit weights exactly. Absent, it is the
+                type that each is trained in. Buffers keep theirs.
 
         Raises:
-            LoopError: pickles are asked for, or the model is partitioned and was not prepared.
+            LoopError: pickles are asked for; the model is partitioned and was not prepared; a tensor has no elements;
+                or there is none to write.
+            CheckpointError: a process cannot write, or `dtype` needs masters that cannot be reached.
+            ConfigError: `max_shard_size` or `dtype` is none.
         """
         if not safe_serialization:
             raise LoopError(
                 "save_model(safe_serialization=False): weights are written as safetensors, which need no pickle.\n"
                 "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
             )
-        tensors = self._named_tensors(model)
-        error: list[Any] = [None]
-        if self._processes.rank == 0:
-            try:
-                write_pretrained(
-                    self.unwrap_model(model),
-                    tensors,
-                    save_directory,
-                    max_shard_size=max_shard_size,
-                    tied=self._shared_names(model),
-                )
-                for training in self._trainings:
-                    if training.is_of_model(model):
-                        write_record(describe_run(self.document, training.resolved, training.facts), save_directory)
-            except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
-                error = [caught]
-        for _ in tensors:  # the other processes take part in gathering; the main one too, after an error
-            pass
-        collectives.broadcast_object_list(error)
-        if error[0] is not None:
-            raise error[0]
+        limit, stored_as, target = (
+            parse_size(max_shard_size),
+            parse_dtype(dtype),
+            Path(save_directory).expanduser().absolute(),
+        )
+        module = self.unwrap_model(model)
+        adapters = self._saved_names(module)
+        names = names_to_save(module, trainable_only=trainable_only) if adapters is None else adapters
+        weights = self._saved_weights(model, names, stored_as)
+        if adapters is not None:
+            state = whole_tensors(weights)
+            on_main(lambda: self._write_adapters(module, state, target))
+            return
+
+        def write_more(folder: Path) -> None:
+            self._write_record(model, folder)
+            if not trainable_only:
+                write_configuration(module, folder, stored_as)
+
+        write_model(
+            weights,
+            target,
+            max_shard_bytes=limit,
+            tied=self._shared_names(model),
+            notes={"contains": "the parameters that were trained"} if trainable_only else {},
+            write_more=write_more,
+            say=self._say,
+        )
+
+    def _saved_weights(self, model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
+        session = self._session_of(model)
+        if session is not None:
+            return weights_of_session(session, names, dtype)
+        is_main = self._processes.rank == 0
+        return weights_of_module(
+            self.unwrap_model(model), lambda: self._own_tensors(model, names) if is_main else iter(()), dtype
+        )
+
+    def _write_adapters(self, module: Any, state: dict[str, Tensor], folder: Path) -> None:
+        module.save_pretrained(folder, state_dict=state)
+        self._write_record(module, folder)
+
+    def _write_record(self, model: nn.Module, folder: Path) -> None:
+        for training in self._trainings:
+            if training.is_of_model(model):
+                write_record(describe_run(self.document, training.resolved, training.facts), folder)
 
     @collective("whole_weights", meets=True)
     def _enter_whole(self, stack: ExitStack, models: tuple[nn.Module, ...]) -> None:
@@ -174,12 +221,16 @@ class WeightCalls:
         session = self._session_of(model)
         if session is not None:
             return session.named_tensors(self._saved_names(session.module))
+        return self._own_tensors(model, self._saved_names(self.unwrap_model(model)))
+
+    def _own_tensors(self, model: nn.Module, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+        """Those of a model that is not prepared."""
         module = self.unwrap_model(model)
         if any(hasattr(p, "ds_id") for p in module.parameters()):
             raise LoopError(
                 f"the {type(module).__name__} is partitioned, and not prepared; pass the model that prepare() returned."
             )
-        return stored_values(module, persistent_tensors(module, self._saved_names(module)))
+        return stored_values(module, persistent_tensors(module, names))
 
     def _saved_names(self, module: nn.Module) -> Collection[str] | None:
         """The tensors of a model that are saved, as the main process sees it; None for all."""

@@ -39,6 +39,11 @@ class Fragment:
     values: Tensor
     written: tuple[int, int]
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether what this process is to write lies on a disk (NVMe), where no fragment reaches."""
+        return self.values.numel() < self.written[1]
+
 
 def share_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
     """The range of `count` equal elements that falls to a process where all hold the same."""
