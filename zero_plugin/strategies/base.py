@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
@@ -235,6 +235,15 @@ class Session(ABC):
             changing: what is in memory is going to be changed, inside `reading`; else it is only looked at.
         """
         yield self.optimized_pieces()
+
+    def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:  # noqa: ARG002
+        """`weight_fragments` that no `blocks` have brought, each in memory until the next is asked for.
+
+        Args:
+            fragments: of weights that are not trained.
+            changing: as in `blocks`.
+        """
+        yield from fragments
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:

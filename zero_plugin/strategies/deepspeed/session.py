@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
     engine_weights,
+    fetched_weights,
     reading_engine,
     refuse_unreachable,
 )
@@ -265,7 +266,13 @@ class EngineSession(Session):
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
         """See `Session.blocks`."""
+        if self._written:
+            self.take_masters_from_weights()
         return engine_blocks(self.engine, changing=changing)
+
+    def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
+        """See `Session.fetched`."""
+        return fetched_weights(self.engine, fragments, changing=changing)
 
     def reading(self) -> AbstractContextManager[None]:
         """See `Session.reading`."""

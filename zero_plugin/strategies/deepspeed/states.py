@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,11 +17,19 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.deepspeed.bias_correction import replay_bias_correction
 from zero_plugin.strategies.fragments import WEIGHT, Fragment, share_of, whole_fragment
 from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 
-__all__ = ["engine_blocks", "engine_pieces", "engine_weights", "reading_engine", "refuse_unreachable"]
+__all__ = [
+    "engine_blocks",
+    "engine_pieces",
+    "engine_weights",
+    "fetched_weights",
+    "reading_engine",
+    "refuse_unreachable",
+]
 
 
 def refuse_unreachable(engine: Any) -> None:
@@ -31,9 +40,6 @@ def refuse_unreachable(engine: Any) -> None:
     """
     wrapper = engine.optimizer
     causes = {
-        "frozen parameters on NVMe (offload_param.device: nvme)": any(
-            _is_swapped_out(p) and not p.requires_grad for p in engine.module.parameters()
-        ),
         "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
         "zenflow": getattr(wrapper, "zenflow", False),
         "Muon at stage 3": getattr(wrapper, "use_muon", False),
@@ -57,8 +63,28 @@ def engine_weights(engine: Any) -> Iterator[Fragment]:
             continue
         partitioned: Any = tensor
         start, count = _partition(partitioned)
-        values = partitioned.ds_tensor.detach().view(-1)[: 0 if _is_swapped_out(tensor) else count]
+        # What stands in for a partition on NVMe is in half precision, whatever the model's type.
+        values = tensor.new_empty(0) if _is_swapped_out(tensor) else partitioned.ds_tensor.detach().view(-1)[:count]
         yield Fragment(WEIGHT, name, tuple(partitioned.ds_shape), start, values, (0, count))
+
+
+def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
+    """See `Session.fetched`: from NVMe one after another, as many bytes in memory as a forward needs for one layer."""
+    swapped: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if _is_swapped_out(p)}
+    for fragment in fragments:
+        parameter = swapped.get(fragment.name)
+        if parameter is None:
+            yield fragment
+            continue
+        swapper = parameter.nvme_swapper
+        swapper.swap_in([parameter], async_op=False)
+        try:
+            yield replace(fragment, values=parameter.ds_tensor.detach().view(-1)[: fragment.written[1]])
+            if changing:
+                swapper.swap_out_and_release([parameter])
+        finally:
+            if not _is_swapped_out(parameter):
+                swapper.remove_partition_and_release_buffers([parameter])
 
 
 def engine_pieces(engine: Any) -> list[OptimizedPiece]:
@@ -117,6 +143,8 @@ def reading_engine(engine: Any) -> Iterator[None]:
     if partitions:
         offload.partition_all_parameters()  # else the next forward would use what small parameters were gathered to
     yield
+    for optimizer in (engine.basic_optimizer, getattr(wrapper, "backup_optimizer", None)):
+        replay_bias_correction(optimizer)
     if partitions:
         if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
             wrapper.invalidate_secondary_tensor()
