@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.checksum import sum_words, word_type
+from zero_plugin.checkpoint.checksum import sum_words
 from zero_plugin.checkpoint.place import Place
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.fragments import Fragment
@@ -90,7 +90,7 @@ class RangeWriter:
             with self._files.named(place.file) as descriptor:
                 _write_all(descriptor, _bytes_of(chunk), place.start + first * chunk.element_size())
             if summed:
-                sums += sum_words(chunk.view(word_type(chunk.dtype)), first)
+                sums += sum_words(chunk, first)
         return sums
 
     def sync(self) -> None:
@@ -134,7 +134,7 @@ class RangeReader:
         for first in range(begin, end, staging.numel()):
             part = staging[: min(staging.numel(), end - first)]
             self._fill(place, first, part)
-            total += sum_words(part.view(word_type(part.dtype)), first)
+            total += sum_words(part, first)
         return total
 
     def _fill(self, place: Place, first: int, flat: Tensor) -> None:
