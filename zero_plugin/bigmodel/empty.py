@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero_plugin.bigmodel.tensors import parameter_like
 from zero_plugin.utils.environment import parse_flag_from_env
 
-__all__ = ["init_empty_weights", "init_on_device"]
+__all__ = ["init_empty_weights", "init_on_device", "outermost_modules"]
 
 
 @contextmanager
@@ -61,3 +64,30 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def outermost_modules() -> Iterator[list[nn.Module]]:
+    """A list that holds, once the context has ended, the modules made inside that no other module made inside holds."""
+    initialize = nn.Module.__init__
+    made: list[weakref.ref[nn.Module]] = []
+    outermost: list[nn.Module] = []
+
+    def initialize_noted(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        initialize(module, *args, **kwargs)
+        made.append(weakref.ref(module))
+
+    nn.Module.__init__ = initialize_noted  # type: ignore[method-assign]
+    try:
+        yield outermost
+    finally:
+        nn.Module.__init__ = initialize  # type: ignore[method-assign]
+    if len(_unheld(made)) > 1:
+        gc.collect()  # those that were for a moment only may hold themselves
+    outermost.extend(_unheld(made))
+
+
+def _unheld(made: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    alive = [module for reference in made if (module := reference()) is not None]
+    held = {id(child) for module in alive for child in module._modules.values()}
+    return [module for module in alive if id(module) not in held]

@@ -23,8 +23,10 @@ from zero_plugin.placeholders import DummyOptim
 from zero_plugin.plugins import AutocastKwargs
 from zero_plugin.resolve.facts import StrategyName
 from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.allotting import allot_whole
+from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.lone import LoneOptimizer
+from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.processes import Processes
 
@@ -349,6 +351,30 @@ class Strategy(ABC):
 
     def init_model(self) -> AbstractContextManager[None]:
         """A model made inside is never whole in any process, where the strategy partitions parameters."""
+        return nullcontext()
+
+    def allot(self, module: nn.Module, device: torch.device) -> None:
+        """Give tensors on the meta device memory for what this process keeps of them, with no values yet. Collective.
+
+        Args:
+            module: not prepared yet.
+            device: where it is going to be; partitioned parameters go where the configuration says.
+
+        Raises:
+            CheckpointError: its partitions cannot be filled from files.
+        """
+        allot_whole(module, device)
+
+    def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
+        """Some parameters and buffers of a module that is not prepared, as they lie in this process.
+
+        What is written into a fragment until the next is asked for stays; all of it has to be written.
+        """
+        for name, tensor in persistent_tensors(module, names):
+            yield whole_fragment(name, tensor, 0, 1)
+
+    def whole_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, tensors of a module that is not prepared are whole; what process 0 writes stays. Collective."""
         return nullcontext()
 
     def destroy_process_group(self) -> None:

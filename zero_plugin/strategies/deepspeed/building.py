@@ -7,20 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from deepspeed import zero
-from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
-from torch import nn
+from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, free_param
+from torch import Tensor, nn
 
+from zero_plugin.bigmodel.tensors import parameter_like
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
+from zero_plugin.errors import CheckpointError
 from zero_plugin.probe.machine import probe_machine
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import plain
+from zero_plugin.strategies.allotting import replace_empty
+from zero_plugin.strategies.deepspeed.partitions import give_partition
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["BuildConfig", "partition_at_birth", "partition_pretrained", "whole_pretrained"]
+__all__ = ["BuildConfig", "allot_partitions", "partition_at_birth", "partition_pretrained", "whole_pretrained"]
 
 # What zero.Init reads of a configuration; the rest waits for the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
@@ -86,6 +91,39 @@ def partition_at_birth(build: BuildConfig) -> Iterator[None]:
     """Each module's parameters are partitioned as soon as it is made; their values are those of a model built whole."""
     with _transformers_initializes_gathered(), _Init(build.config):
         yield
+
+
+def allot_partitions(module: nn.Module, build: BuildConfig) -> None:
+    """Partition parameters that are on the meta device: this process' part is memory without values, or not even that.
+
+    A partition on NVMe has no file before it is filled. Collective.
+
+    Raises:
+        CheckpointError: frozen or all weights are to be quantized when they are partitioned.
+    """
+    init = _Init(build.config)
+    if init.quantized_nontrainable_weights or init.quantized_initialization:
+        raise CheckpointError(
+            "partitions of quantized weights (zero_quantized_nontrainable_weights, weight_quantization_config) cannot "
+            "be filled from files; load the model whole: from_pretrained(), and zero3_init_flag: false."
+        )
+    replace_empty(module, lambda tensor: _partition_of(tensor, init))
+    if init.mem_efficient_linear:
+        init._enable_mem_efficient_linear()
+    init._convert_to_zero_parameters(module.parameters())  # those with values
+
+
+def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return torch.empty_like(tensor, device=init.local_device)
+    # DeepSpeed reads the shape off the whole parameter: here one that takes the memory of one element.
+    whole = torch.empty((), dtype=init.dtype, device=init.local_device).expand(tensor.shape)
+    parameter: Any = parameter_like(tensor, whole)
+    init._convert_to_deepspeed_param(parameter)
+    parameter.ds_numel_aligned = init._aligned_size(parameter)
+    give_partition(parameter, init)
+    free_param(parameter)
+    return parameter  # type: ignore[no-any-return]
 
 
 class _Init(zero.Init):  # type: ignore[misc]

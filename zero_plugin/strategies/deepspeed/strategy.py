@@ -7,12 +7,12 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.compilation import compile_in_place
@@ -22,12 +22,16 @@ from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import MachineError
 from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
+from zero_plugin.probe.machine import probe_machine
+from zero_plugin.resolve.precision import expected_precision
+from zero_plugin.strategies.allotting import allot_whole
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
 from zero_plugin.strategies.deepspeed.casting import cast_buffers, compute_in
 from zero_plugin.strategies.deepspeed.handlers import unused_handlers
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
+from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession
 
@@ -135,6 +139,37 @@ class DeepSpeedStrategy(Strategy):
 
         with partition_at_birth(BuildConfig(self._document, self._processes)):
             yield
+
+    def allot(self, module: nn.Module, device: torch.device) -> None:
+        """See `Strategy.allot`: below stage 3 in the type of training at once, at stage 3 this process' partitions."""
+        if not any(p.is_meta for p in module.parameters()):
+            super().allot(module, device)
+        elif not self._asks_for_partitions:
+            machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
+            allot_whole(module, device, _DTYPES[expected_precision(self._document, machine)])
+        else:
+            _import_deepspeed(self._processes)
+
+            from zero_plugin.strategies.deepspeed.building import BuildConfig, allot_partitions
+
+            allot_partitions(module, BuildConfig(self._document, self._processes))
+
+    def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
+        """See `Strategy.fragments_to_fill`."""
+        if not any(hasattr(p, "ds_id") for p in module.parameters()):
+            return super().fragments_to_fill(module, names)
+        from zero_plugin.strategies.deepspeed.partitions import partitions_to_fill
+
+        return partitions_to_fill(module, names)
+
+    def whole_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """See `Strategy.whole_tensors`."""
+        partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+        if not partitioned:
+            return nullcontext()
+        from zero_plugin.strategies.deepspeed.gathered import gathered_parameters
+
+        return gathered_parameters(partitioned, modifier_rank=0, forward_of=None)
 
     def destroy_process_group(self) -> None:
         """See `Strategy.destroy_process_group`: DeepSpeed remembers groups for its next engine."""
