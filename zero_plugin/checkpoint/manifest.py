@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +16,7 @@ from zero_plugin.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MANIFEST_NAME", "Manifest", "StoredModel", "checksum_of_file", "find_damage", "read_manifest"]
+__all__ = ["MANIFEST_NAME", "Manifest", "StoredModel", "checksum_of_file", "find_damage", "list_files", "read_manifest"]
 
 MANIFEST_NAME: Final = "manifest.json"
 _FORMAT: Final = 1
@@ -105,9 +105,26 @@ def find_damage(folder: Path) -> str | None:
             found = (folder / path).stat().st_size
         except FileNotFoundError:
             return f"{folder / path} is missing."
+        except OSError as error:
+            return f"{folder / path} cannot be read ({error.strerror})."
         if found != size:
             return f"{folder / path} has {found:,} bytes instead of {size:,}."
     return None
+
+
+def list_files(folder: Path, tensor_files: Collection[str]) -> dict[str, tuple[int, int | None]]:
+    """All files below `folder`, as the manifest has them.
+
+    Args:
+        folder: of a checkpoint that is complete but for its manifest.
+        tensor_files: those whose tensors have checksums of their own.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    named = {str(path.relative_to(folder)): path for path in paths}
+    return {
+        name: (path.stat().st_size, None if name in tensor_files else checksum_of_file(path))
+        for name, path in named.items()
+    }
 
 
 def checksum_of_file(path: Path) -> int:

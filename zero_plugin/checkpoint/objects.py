@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["read_object", "tensor_storage", "without_shared_tensors", "write_object"]
+__all__ = ["NUMPY_CLASSES", "read_object", "tensor_storage", "without_shared_tensors", "write_object"]
 
 _logger = logging.getLogger(__name__)
 
 # What NumPy arrays, and torch's and NumPy's random states, are rebuilt with: numbers, no code. NumPy 2 has renamed a
 # module that files name.
 _REBUILT = {"_reconstruct": np.empty(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
-_NUMPY: list[Any] = [
+NUMPY_CLASSES: list[Any] = [
     np.ndarray,
     np.dtype,
     codecs.encode,
@@ -54,7 +54,7 @@ def read_object(file: str | IO[bytes], map_location: Any = None, **kwargs: Any) 
         map_location: where tensors come to, as `torch.load` takes it.
         **kwargs: for `torch.load`; `weights_only=False` runs the code in a pickle.
     """
-    with torch.serialization.safe_globals(_NUMPY):
+    with torch.serialization.safe_globals(NUMPY_CLASSES):
         return torch.load(file, map_location=map_location, **{"weights_only": True, **kwargs})
 
 

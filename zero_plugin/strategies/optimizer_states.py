@@ -22,6 +22,7 @@ __all__ = [
     "algorithm_of",
     "create_states",
     "describe_groups",
+    "is_setting",
     "restore_groups",
     "state_fragments",
     "state_scalars",
@@ -70,10 +71,10 @@ class OptimizedPiece:
         return self.of(WEIGHT, self.stepped)
 
     def of(self, kind: str, tensor: Tensor) -> Fragment:
-        """The same piece of a tensor that lies beside `stepped`, such as a state."""
+        """The same piece of a tensor that lies beside `stepped`, such as a state; no values while that is swapped out."""
         if self.is_whole:
             return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), self.written)
-        values = tensor.detach().view(-1).narrow(0, self.offset, self.count)
+        values = tensor.detach().view(-1)[self.offset : self.offset + self.count]
         return Fragment(kind, self.name, self.shape, self.start, values, self.written)
 
     @property
@@ -168,7 +169,7 @@ def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> l
     return [
         {
             "params": members.get(index, []),
-            "settings": {key: value for key, value in group.items() if _is_setting(key, value)},
+            "settings": {key: value for key, value in group.items() if is_setting(key, value)},
         }
         for index, group in enumerate(optimizer.param_groups)
     ]
@@ -201,7 +202,8 @@ def _is_scalar(key: str, value: Tensor, stepped: Tensor) -> bool:
     return value.ndim == 0 and (stepped.ndim > 0 or key == "step")
 
 
-def _is_setting(key: str, value: Any) -> bool:
+def is_setting(key: str, value: Any) -> bool:
+    """Whether an entry of a parameter group is a plain setting of the algorithm, such as `lr`."""
     if key in _IMPLEMENTATION or key.startswith("_"):
         return False
     if isinstance(value, tuple | list):

@@ -1,0 +1,170 @@
+"""Reads DeepSpeed's own checkpoint folders for a conversion: stages 0 to 3, weights, masters and optimizer states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zero_plugin.checkpoint.convert.deepspeed_files import DeepSpeedFiles, list_deepspeed_files
+from zero_plugin.checkpoint.convert.deepspeed_plain import plain_groups
+from zero_plugin.checkpoint.convert.deepspeed_states import TrainedGroup, trained_groups
+from zero_plugin.checkpoint.convert.source import Source, Stored
+from zero_plugin.checkpoint.objects import tensor_storage
+from zero_plugin.checkpoint.recognise import find_deepspeed
+from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.fragments import MASTER, WEIGHT
+from zero_plugin.strategies.optimizer_states import is_setting
+
+__all__ = ["open_deepspeed"]
+
+_EXTRA_STATE = "_extra_state"
+
+
+def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
+    """A checkpoint of `save_checkpoint`: the folder, or the one that its `latest` tag names.
+
+    Args:
+        folder: of the checkpoint.
+        trust_pickle: read classes that are not known to be harmless, which may run code.
+
+    Raises:
+        CheckpointError: it is none, is damaged, holds other classes, or was split otherwise than by ZeRO.
+    """
+    found = find_deepspeed(folder)
+    if found is None:
+        raise CheckpointError(f"{folder} has no *_model_states.pt, so it is no checkpoint of DeepSpeed.")
+    files = list_deepspeed_files(found, trust_pickle=trust_pickle)
+    model = files.models[0]
+    if not isinstance(model.get("module"), Mapping):
+        raise CheckpointError(f"{found} has no module in its model file: it is not of DeepSpeed's save_checkpoint.")
+    notes: list[str] = []
+    groups = trained_groups(files) if files.optimizers else plain_groups(model, notes)
+    tied = _tied_names(model)
+    return Source(
+        folder=found,
+        model_class="model",  # DeepSpeed keeps no name of it
+        tensors=_tensors(files, groups, tied),
+        tied=tied,
+        origin={
+            "format": "DeepSpeed",
+            "strategy": "deepspeed",
+            "zero_stage": _zero_stage(files),
+            "processes": model.get("dp_world_size", 1),
+            "versions": {"deepspeed": model.get("ds_version")},
+        },
+        optimizer=_optimizer_record(files, groups) if groups else None,
+        extra_states={
+            name.removesuffix(_EXTRA_STATE).rstrip("."): state
+            for name, state in model["module"].items()
+            if name.split(".")[-1] == _EXTRA_STATE and not isinstance(state, Tensor)
+        },
+        schedules=[_schedule(model["lr_scheduler"])] if model.get("lr_scheduler") else [],
+        notes=notes,
+    )
+
+
+def _tensors(
+    files: DeepSpeedFiles, groups: Iterable[TrainedGroup], tied: Mapping[str, str]
+) -> dict[tuple[str, str], Stored]:
+    module = files.models[0]["module"]
+    tensors: dict[tuple[str, str], Stored] = {}
+    for group in groups:
+        for name, master in group.masters.items():
+            weight: Tensor = module[name]
+            is_whole = weight.numel() == math.prod(master.shape)  # else partitioned, and nothing of it is here
+            if weight.dtype == master.dtype:
+                tensors[WEIGHT, name] = master
+            else:
+                tensors[WEIGHT, name] = Stored.of(weight) if is_whole else master.cast(weight.dtype)
+                tensors[MASTER, name] = master
+        for name, states in group.states.items():
+            tensors |= {(key, name): state for key, state in states.items()}
+    frozen = files.models[0].get("frozen_param_shapes") or {}
+    for name, tensor in module.items():
+        if (WEIGHT, name) in tensors or name in tied or not isinstance(tensor, Tensor):
+            continue
+        shape = tuple(frozen.get(name, tensor.shape))
+        is_whole = tensor.numel() == math.prod(shape)
+        tensors[WEIGHT, name] = Stored.of(tensor) if is_whole else _frozen(files, name, shape)
+    return tensors
+
+
+def _frozen(files: DeepSpeedFiles, name: str, shape: tuple[int, ...]) -> Stored:
+    """A frozen parameter of stage 3: equal shares, the last ones padded."""
+    left = math.prod(shape)
+    parts = []
+    for model in files.models:
+        share = model["frozen_param_fragments"][name].view(-1)[:left]
+        left -= share.numel()
+        parts.append(share)
+    if left:
+        raise CheckpointError(f"{files.folder} holds all but {left:,} elements of {name}.")
+    return Stored(shape, parts[0].dtype, tuple(parts))
+
+
+def _tied_names(model: Mapping[str, Any]) -> dict[str, str]:
+    """As DeepSpeed has noted them; without ZeRO, by the memory that they share in the file."""
+    tied: dict[str, str] = dict(model.get("shared_params") or {})
+    first: dict[Any, str] = {}
+    for name, tensor in model["module"].items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            place = (tensor_storage(tensor), tensor.storage_offset(), tensor.shape)
+            if (kept := first.setdefault(place, name)) != name:
+                tied.setdefault(name, kept)
+    return tied
+
+
+def _optimizer_record(files: DeepSpeedFiles, groups: list[TrainedGroup]) -> dict[str, Any]:
+    model = files.models[0]
+    saved = files.optimizers[0]["optimizer_state_dict"] if files.optimizers else model["optimizer"]
+    return {
+        "algorithm": _algorithm(groups[0].settings, model.get("ds_config") or {}),
+        "groups": [
+            {
+                "params": list(group.masters),
+                "settings": {key: value for key, value in group.settings.items() if is_setting(key, value)},
+            }
+            for group in groups
+        ],
+        "scalars": {name: numbers for group in groups for name, numbers in group.scalars.items()},
+        "loss_scale": _loss_scale(vars(saved["loss_scaler"]) if saved.get("loss_scaler") else saved),
+        "applied_steps": model["global_steps"] - model["skipped_steps"],
+        "skipped_in_a_row": 0,
+    }
+
+
+def _algorithm(settings: Mapping[str, Any], config: Any) -> str | None:
+    """As `algorithm_of` names it; None where the files do not tell, as with a CPU kernel that the script built."""
+    section = config.get("optimizer") if isinstance(config, Mapping) else None
+    if section:
+        name = str(section["type"]).lower()
+        decoupled = section.get("params", {}).get("adam_w_mode", True)  # DeepSpeed's Adam is AdamW but for this
+        return "adamw" if name == "adam" and decoupled else name
+    if "decoupled_weight_decay" in settings:
+        return "adamw" if settings["decoupled_weight_decay"] else "adam"
+    return "sgd" if "nesterov" in settings else None
+
+
+def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, float]:
+    if "last_overflow_iter" not in scaler:
+        return {}  # a fixed one, or none
+    return {
+        "value": float(scaler["cur_scale"]),
+        "good_steps": scaler["cur_iter"] - scaler["last_overflow_iter"] - 1,
+        "patience": scaler.get("cur_hysteresis", 1),
+    }
+
+
+def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A schedule's state, for the torch schedule that stands for one of DeepSpeed's."""
+    if "last_batch_iteration" in state and "last_epoch" not in state:
+        return {"last_epoch": state["last_batch_iteration"] + 1}  # it counts from -1, torch from 0
+    return dict(state)
+
+
+def _zero_stage(files: DeepSpeedFiles) -> int:
+    return int(files.optimizers[0]["optimizer_state_dict"].get("zero_stage", 0)) if files.optimizers else 0

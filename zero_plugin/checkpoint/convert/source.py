@@ -1,0 +1,126 @@
+"""What a conversion reads from, whatever its format: whole tensors by name, and what was recorded beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero_plugin.checkpoint.place import Place
+from zero_plugin.strategies.fragments import MASTER, WEIGHT
+
+__all__ = ["Source", "Stored", "map_tensor"]
+
+_CHUNK_BYTES: Final = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One whole tensor, as it lies in files.
+
+    Attributes:
+        shape: of the whole.
+        dtype: what it is read as, whatever it is stored as.
+        parts: 1-D, one after another the flattened tensor; they are mapped files, so that none is in memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        assert sum(part.numel() for part in self.parts) == math.prod(self.shape), "the parts are the whole"
+
+    @staticmethod
+    def of(tensor: Tensor) -> Stored:
+        """A tensor of a mapped file."""
+        return Stored(tuple(tensor.shape), tensor.dtype, (tensor.detach().reshape(-1),))
+
+    @property
+    def size(self) -> int:
+        """Bytes, as read."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def cast(self, dtype: torch.dtype) -> Stored:
+        """The same, read as another floating type; integers and booleans stay what they are."""
+        return replace(self, dtype=dtype) if self.dtype.is_floating_point else self
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """The elements in order, as they are stored: where each chunk of at most 64 MiB begins, and its values."""
+        start = 0
+        for part in self.parts:
+            for chunk in torch.split(part, _CHUNK_BYTES // part.element_size()):
+                yield start, chunk
+                start += chunk.numel()
+
+    def whole(self) -> Tensor:
+        """The tensor, with no more behind it than its own elements; mapped, where that is possible."""
+        flat = (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)).to(self.dtype)
+        is_alone = flat.untyped_storage().nbytes() == flat.numel() * flat.element_size()
+        return (flat if is_alone else flat.clone()).view(self.shape)
+
+
+@dataclass(slots=True)
+class Source:
+    """A checkpoint or a model to convert.
+
+    Attributes:
+        folder: where it lies; what configures the model goes along from here.
+        model_class: name of the model's class.
+        tensors: (kind, name) → tensor; kinds as in `Fragment`.
+        tied: name → the weight whose tensor it shares.
+        optimizer: the record of `describe_training`; None for weights alone.
+        extra_states: of modules that have such.
+        schedules: the state of each.
+        origin: what it is, for the manifest of what is written.
+        notes: what is in it and cannot be converted, a sentence each.
+    """
+
+    folder: Path
+    model_class: str
+    tensors: Mapping[tuple[str, str], Stored]
+    tied: Mapping[str, str]
+    origin: Mapping[str, Any]
+    optimizer: Mapping[str, Any] | None = None
+    extra_states: Mapping[str, Any] = field(default_factory=dict)
+    schedules: Sequence[Mapping[str, Any]] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def weights(self, dtype: torch.dtype | None) -> dict[str, Stored]:
+        """The model's weights and buffers by name.
+
+        Args:
+            dtype: of floating ones, taken from the 32-bit copies where the weights are of another type; None: as they
+                are.
+        """
+        found = {name: stored for (kind, name), stored in self.tensors.items() if kind == WEIGHT}
+        if dtype is None:
+            return found
+        masters = {name: stored for (kind, name), stored in self.tensors.items() if kind == MASTER}
+        return {
+            name: weight if weight.dtype == dtype else masters.get(name, weight).cast(dtype)
+            for name, weight in found.items()
+        }
+
+
+def map_tensor(folder: Path, place: Place, files: dict[str, Any]) -> Stored:
+    """A tensor of a safetensors file.
+
+    Args:
+        folder: that the place is below.
+        place: where it is.
+        files: those mapped so far.
+    """
+    if place.file not in files:
+        # Copy-on-write, for torch warns of memory that cannot be written.
+        files[place.file] = np.memmap(folder / place.file, np.uint8, "c")
+    raw = torch.from_numpy(files[place.file][place.start : place.start + place.size])
+    if place.start % place.dtype.itemsize:
+        raw = raw.clone()  # of another writer, who does not align
+    return Stored(place.shape, place.dtype, (raw.view(place.dtype),))
