@@ -48,8 +48,8 @@ def refuse_other_optimizer(training: Training, record: Mapping[str, Any]) -> Non
         CheckpointError: see above.
     """
     saved, running = record["optimizer"], training.session.optimizer
-    if saved is None or running is None or saved["algorithm"] == algorithm_of(running):
-        return
+    if saved is None or running is None or saved["algorithm"] in (None, algorithm_of(running)):
+        return  # None: an imported one, of which the files do not tell
     raise CheckpointError(
         f"the {record['class']} of the checkpoint was trained with {saved['algorithm']}, here it has "
         f"{algorithm_of(running)}, whose states are others.\n"

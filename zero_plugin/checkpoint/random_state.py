@@ -35,6 +35,8 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str |
         saved: of each process that wrote the checkpoint.
         rank: of this process.
     """
+    if not saved:
+        return "random states: there are none in the checkpoint"  # it was imported
     if rank < len(saved):
         _restore(saved[rank])
         return None
