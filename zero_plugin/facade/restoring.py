@@ -173,8 +173,9 @@ class RestoringCalls:
         self._restore_objects(read_nested(folder / "objects"), report)
         if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
             project.iteration = saved["iteration"] + 1
-        problem = restore_random_state(read_nested(folder / "random"), self._processes.rank)
-        report.restored.append("random states")
+        states = read_nested(folder / "random")
+        problem = restore_random_state(states, self._processes.rank)
+        report.restored.extend(["random states"] if states else [])
         report.not_restored.extend([] if problem is None else [problem])
 
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport) -> None:
@@ -190,7 +191,11 @@ class RestoringCalls:
             report.batches.append(_batches_had(loader, state))
         report.restored.extend(["orders of the loaders"] if states else [])
 
-    def _restore_objects(self, stored: list[dict[str, Any]], report: LoadReport) -> None:
+    def _restore_objects(self, stored: list[dict[str, Any]] | None, report: LoadReport) -> None:
+        if stored is None:
+            if self._custom_objects:
+                report.not_restored.append("registered objects: an imported checkpoint has none")
+            return
         if len(stored) != len(self._custom_objects):
             names = ", ".join(entry["class"] for entry in stored) or "none"
             raise CheckpointError(
