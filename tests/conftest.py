@@ -58,6 +58,8 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def built_ops() -> None:
     """DeepSpeed's C++ ops for offload, built before a test's own time limit starts: minutes on a new machine."""
+    if "ZERO_PLUGIN_TESTS_BUILT_OPS" in os.environ:
+        return  # a test that starts pytest itself has had them built
     for lock in find_stale_build_locks():
         lock.unlink()  # of a test run that was killed
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
@@ -69,6 +71,22 @@ def built_ops() -> None:
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # a compiler takes up to 2 GB
         list(pool.map(build, _OPS))
+    os.environ["ZERO_PLUGIN_TESTS_BUILT_OPS"] = "1"
+
+
+@pytest.fixture(scope="session")
+def chosen_checks(request: pytest.FixtureRequest) -> Callable[[Path, int], list[str]]:
+    """Which checks of a folder this session is to run on so many processes, as `module.name`.
+
+    They run in one group, so that the first test has all of them run; those that were not asked for stay out.
+    """
+
+    def chosen(folder: Path, world: int) -> list[str]:
+        here = [getattr(item, "callspec", None) for item in request.session.items if item.path.parent == folder]
+        asked = [call.params for call in here if call and "module" in call.params]
+        return [f"{check['module']}.{check['name']}" for check in asked if check["world"] == world]
+
+    return chosen
 
 
 @pytest.fixture

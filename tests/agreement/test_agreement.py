@@ -12,11 +12,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "disagree.py"
-SCRIPTS = [
-    *(f"ddp:{how}" for how in ("save_alone", "gather_alone", "wait_alone", "long_calls", "short_calls")),
-    *(f"ddp:{how}" for how in ("leaves", "fails", "more_steps", "late", "overdue")),
-    "zero3:state_alone",
-]
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -30,11 +25,13 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All scripts run once, at the same time."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts of all tests that are asked for run once, at the same time."""
     folder = tmp_path_factory.mktemp("agreement")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, SCRIPT, folder, *SCRIPTS, "120"], env=environment, check=True, timeout=250)
+    here = [item for item in request.session.items if item.path == Path(__file__)]
+    scripts = [item.callspec.params["script"] for item in here]
+    subprocess.run([sys.executable, SCRIPT, folder, *scripts, "120"], env=environment, check=True, timeout=250)
     return folder
 
 
@@ -76,9 +73,10 @@ def test_a_short_call_on_one_process_ends_it(folder: Path, script: str, call: st
     assert run.codes[1] == 1
 
 
-def test_different_long_calls(folder: Path) -> None:
+@pytest.mark.parametrize("script", ["ddp:long_calls"])
+def test_different_long_calls(folder: Path, script: str) -> None:
     """`get_state_dict` here and `save_model` there: both are told, as errors of the script."""
-    run = ended(folder, "ddp:long_calls")
+    run = ended(folder, script)
     assert run.codes == [1, 1]
     for output in run.outputs:
         assert "LoopError" in output
@@ -87,40 +85,45 @@ def test_different_long_calls(folder: Path) -> None:
         assert "the same calls in the same order" in output
 
 
-def test_different_short_calls(folder: Path) -> None:
+@pytest.mark.parametrize("script", ["ddp:short_calls"])
+def test_different_short_calls(folder: Path, script: str) -> None:
     """`gather` here and `reduce` there: whoever finds it first says both, and both end."""
-    run = ended(folder, "ddp:short_calls")
+    run = ended(folder, script)
     assert run.codes == [1, 1]
     assert any("gather()" in output and "reduce()" in output for output in run.outputs)
 
 
-def test_a_process_that_ended(folder: Path) -> None:
+@pytest.mark.parametrize("script", ["ddp:leaves"])
+def test_a_process_that_ended(folder: Path, script: str) -> None:
     """One that ran off its end is met at its end_training; neither waits for the time-out, and neither exits with 0."""
-    run = ended(folder, "ddp:leaves")
+    run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "process 0 is in gather()" in run.outputs[0] + run.outputs[1]
     assert "end_training() (its end)" in run.outputs[0] + run.outputs[1]
 
 
-def test_a_process_that_failed(folder: Path) -> None:
+@pytest.mark.parametrize("script", ["ddp:fails"])
+def test_a_process_that_failed(folder: Path, script: str) -> None:
     """Its own error is its own; the other says that it failed, and where it was last."""
-    run = ended(folder, "ddp:fails")
+    run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "ValueError: the script's own error" in run.outputs[1]
     assert "process 1 has failed; its last such call was gather()" in run.outputs[0]
 
 
-def test_more_steps_on_one_process(folder: Path) -> None:
+@pytest.mark.parametrize("script", ["ddp:more_steps"])
+def test_more_steps_on_one_process(folder: Path, script: str) -> None:
     """A loop that ends earlier on one process meets the other's backward: an error, and not an exit with 0."""
-    run = ended(folder, "ddp:more_steps")
+    run = ended(folder, script)
     assert run.codes == [1, 1]
     assert "process 0 is in end_training() (its end), but process 1 did not come" in run.outputs[0]
     assert "the same number of steps" in run.outputs[0]
 
 
-def test_a_late_process_is_named_and_waited_for(folder: Path) -> None:
+@pytest.mark.parametrize("script", ["ddp:late"])
+def test_a_late_process_is_named_and_waited_for(folder: Path, script: str) -> None:
     """Merely late, before a long call and before a short one: a warning with its place, and all goes on."""
-    run = ended(folder, "ddp:late")
+    run = ended(folder, script)
     assert run.codes == [0, 0]
     for call in ("get_state_dict", "gather"):
         assert f"process 0 has waited in {call}()" in run.outputs[0]
@@ -128,9 +131,10 @@ def test_a_late_process_is_named_and_waited_for(folder: Path) -> None:
     assert "error" not in run.outputs[0]
 
 
-def test_a_meeting_ends_with_the_time_out(folder: Path) -> None:
+@pytest.mark.parametrize("script", ["ddp:overdue"])
+def test_a_meeting_ends_with_the_time_out(folder: Path, script: str) -> None:
     """A process that is busy elsewhere for longer, or was killed, is named then; nobody waits for ever."""
-    run = ended(folder, "ddp:overdue")
+    run = ended(folder, script)
     assert run.codes[0] == 1
     assert "LoopError" in run.outputs[0]
     assert "in get_state_dict()" in run.outputs[0]

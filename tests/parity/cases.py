@@ -69,6 +69,7 @@ CASES: dict[str, Case] = {
     "config-clip": Case(config_clip=0.05),
     "both-clips": Case(clip=0.05, config_clip=0.05, accumulation=2),
     "dropped": Case(drop=True, batches=9),
+    "bf16-dropped": Case(precision="bf16", drop=True, batches=9),
     "dropped-accumulating-by-hand": Case(drop=True, batches=9, accumulation=1, style="every", clip=0.2),
     "branch": Case(branch=True, accumulation=2, batches=7),
     "branch-single-steps": Case(branch=True, batches=7, optimizer=("SGD", {"lr": 0.05})),

@@ -23,15 +23,18 @@ _folders: dict[tuple[str, str], Path] = {}
 
 @pytest.fixture
 def results(
-    tmp_path_factory: pytest.TempPathFactory, run_processes: Callable[..., list[str]], built_ops: None
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_processes: Callable[..., list[str]],
+    built_ops: None,
 ) -> Callable[[str, str], Path]:
-    """Folder of one path's results on one device; its processes run once, for all cases, when first asked for."""
+    """Folder of one path's results on one device; its processes run once, for all cases that are to be compared."""
 
     def folder_of(device: str, path: str) -> Path:
         if (device, path) not in _folders:
             folder = _folders[device, path] = tmp_path_factory.mktemp(f"{device}-{path}")
             world = PATHS[path][0] if device == "cpu" else 1
-            cases = ",".join(cases_for(path, device))
+            cases = ",".join(_chosen_cases(request.session, device, path))
             run_processes(WORKER, world, device, path, cases, folder, folder / "nvme", seconds=560)
         return _folders[device, path]
 
@@ -80,6 +83,14 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
     for key, value in expected["state"].items():
         difference = (result["state"][key].float() - value.float()).norm() / value.float().norm().clamp_min(1e-8)
         assert difference < (2.5e-2 if half else 1e-4), f"{key}: off by {difference:.2e}"
+
+
+def _chosen_cases(session: pytest.Session, device: str, path: str) -> list[str]:
+    """All cases of a path, or those that the session asks for by name, without `test_path_runs`."""
+    asked = [getattr(item, "callspec", None) for item in session.items if item.path == Path(__file__)]
+    here = [call.params for call in asked if call and (call.params["device"], call.params["path"]) == (device, path)]
+    names = [params.get("name") for params in here]
+    return cases_for(path, device) if None in names else names
 
 
 def _assert_close(what: str, got: Any, wanted: Any, tolerance: float) -> None:

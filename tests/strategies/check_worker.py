@@ -1,4 +1,4 @@
-"""Runs the checks of modules in one group of processes: STORE RANK WORLD MODULES FOLDER.
+"""Runs checks in one group of processes: STORE RANK WORLD CHECKS FOLDER; CHECKS are `module` or `module.name`.
 
 A module lists `CHECKS`: name -> (processes it runs on, function of an empty folder). Each process writes the outcome of
 each check, "ok" or a traceback.
@@ -28,8 +28,9 @@ cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def main() -> None:
-    """Run every check of the modules that is for this number of processes."""
-    store, rank, world, modules, output = sys.argv[1:6]
+    """Run every check that was asked for and is for this number of processes."""
+    store, rank, world, asked, output = sys.argv[1:6]
+    wanted = set(asked.split(","))
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
@@ -37,9 +38,9 @@ def main() -> None:
     outcomes = {}
     checks = {
         f"{module}.{name}": check
-        for module in modules.split(",")
+        for module in dict.fromkeys(name.split(".")[0] for name in asked.split(","))
         for name, (worlds, check) in importlib.import_module(module).CHECKS.items()
-        if int(world) in worlds
+        if int(world) in worlds and wanted & {module, f"{module}.{name}"}
     }
     for number, (name, check) in enumerate(checks.items()):
         if number == 1:

@@ -80,6 +80,21 @@ def check_gradients_stay_to_be_looked_at_after_the_step(path: str) -> None:
         )
 
 
+def check_a_direct_backward_of_some_parameters(path: str) -> None:
+    """Also of others than the one that is watched: seen at the next backward and in the step; `zero_grad` drops it."""
+    if is_zero(path):
+        return
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        accelerator.unwrap_model(model)[2].weight.square().sum().backward()
+        raised(LoopError, "loss.backward()", by=lambda: accelerator.backward(loss_of(model, own_batch(0))))
+        raised(LoopError, "loss.backward()", by=optimizer.step)
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        assert_near(weights(accelerator, model), _trained_plainly([0]))
+
+
 def check_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
     """The user's own parameters show them: of this process inside `no_sync` and the window, of all at its end."""
     if is_zero(path):

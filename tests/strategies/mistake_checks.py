@@ -29,11 +29,11 @@ from zero_plugin.errors import ConfigError, LoopError
 
 
 def check_a_layer_is_unfrozen(path: str) -> None:
-    """In step 3: refused in the first backward that reaches it; prepared anew, it is trained as in plain torch."""
+    """In step 13: refused in the first backward that reaches it; prepared anew, it is trained as in plain torch."""
     plain = make_net()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for i in range(4):
-        plain[0].requires_grad_(i > 1)
+    for i in range(14):
+        plain[0].requires_grad_(i > 11)
         loss_of(plain, global_batch(i)).backward()
         sgd.step()
         sgd.zero_grad()
@@ -41,15 +41,15 @@ def check_a_layer_is_unfrozen(path: str) -> None:
         net = make_net()
         net[0].requires_grad_(False)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for i in range(2):
+        for i in range(12):  # more than the first ones, which are all looked at
             accelerator.backward(loss_of(model, own_batch(i)))
             optimizer.step()
             optimizer.zero_grad()
         net[0].requires_grad_(True)
-        raised(LoopError, "frozen", "free_memory()", by=lambda: accelerator.backward(loss_of(model, own_batch(2))))
+        raised(LoopError, "frozen", "free_memory()", by=lambda: accelerator.backward(loss_of(model, own_batch(12))))
         model, optimizer = accelerator.free_memory(model, optimizer)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        for i in range(2, 4):
+        for i in range(12, 14):
             accelerator.backward(loss_of(model, own_batch(i)))
             optimizer.step()
             optimizer.zero_grad()

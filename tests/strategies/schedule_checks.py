@@ -124,9 +124,9 @@ def check_split_batches_count_steps(path: str) -> None:
 
 
 def check_plateau(path: str) -> None:
-    """ReduceLROnPlateau counts measurements: one per call, with its metric, in both countings."""
-    for counts in ("steps", "processes"):
-        with running(path, counts=counts) as accelerator:
+    """ReduceLROnPlateau counts measurements: one per call, with its metric, in both countings, inside a window too."""
+    for counts, size in (("steps", 1), ("processes", 1), ("steps", 2)):
+        with running(path, counts=counts, gradient_accumulation_steps=size) as accelerator:
             model = make_net()
             adamw = _adamw(model)
             plateau = ReduceLROnPlateau(adamw, factor=0.1, patience=1)
