@@ -50,7 +50,7 @@ ACCELERATOR = """
     fp8_backend free_memory gather gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps
     has_lomo_optimizer init_handler init_model init_trackers is_composable_parallelism_enabled is_fsdp2
     is_last_process is_local_main_process is_main_process join_uneven_inputs load_state local_main_process_first
-    local_process_index log logging_dir lomo_backward main_process_first maybe_context_parallel metrics
+    load_weights local_process_index log logging_dir lomo_backward main_process_first maybe_context_parallel metrics
     mixed_precision multi_device native_amp no_sync non_blocking num_processes on_last_process on_local_main_process
     on_local_process on_main_process on_process optimizer_step_was_skipped pad_across_processes parallelism_config
     prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index profile
@@ -58,7 +58,7 @@ ACCELERATOR = """
     register_save_state_pre_hook save save_iteration save_model save_state scaler scaler_handler set_trigger
     should_save_model skip_first_batches split_batches split_between_processes sync_gradients torch_device_mesh
     trigger_sync_in_backward unscale_gradients unwrap_model use_distributed use_seedable_sampler
-    use_stateful_dataloader verify_device_map wait_for_everyone whole_weights
+    use_stateful_dataloader verify_device_map wait_for_everyone wait_for_save whole_weights
 """
 
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from zero_plugin.arguments import (
     overlay_arguments,
     refuse_arguments,
 )
+from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.choices import DynamoBackend, RNGType
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
@@ -40,6 +41,7 @@ from zero_plugin.facade.collecting import CollectingCalls
 from zero_plugin.facade.compute import ComputeCalls
 from zero_plugin.facade.data import DataCalls
 from zero_plugin.facade.gradients import GradientCalls
+from zero_plugin.facade.loading import LoadingCalls
 from zero_plugin.facade.loop import LoopCalls
 from zero_plugin.facade.prepare import PrepareCalls
 from zero_plugin.facade.processes import ProcessCalls
@@ -81,6 +83,7 @@ class Accelerator(
     GradientCalls,
     ComputeCalls,
     WeightCalls,
+    LoadingCalls,
     CheckpointCalls,
     RestoringCalls,
     TrackingCalls,
@@ -200,6 +203,7 @@ class Accelerator(
         self._trained: list[Training] = []  # those with an optimizer
         self._untrained: list[Training] = []
         self._waiting: list[AcceleratedOptimizer] = []  # for their models
+        self._background = BackgroundWriter(self._say)
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, LoadHook] = OrderedDict()
@@ -254,16 +258,6 @@ class Accelerator(
         if document is not self.document:
             self._use_configuration(document)
 
-    def init_model(self) -> AbstractContextManager[None]:
-        """A model made inside is never whole in any process, where the strategy partitions parameters (ZeRO stage 3).
-
-        Its values are those that it would have outside. transformers' `from_pretrained` and `from_config` need no such
-        context after `Accelerator()`, unless the configuration says `zero3_init_flag: false`; there `from_config` draws
-        other random values than outside.
-        """
-        self._follow_configuration()
-        return self._strategy.init_model()
-
     def __deepcopy__(self, _: dict[int, Any]) -> Accelerator:
         return self  # objects that hold one are copied for the same run
 
@@ -271,7 +265,11 @@ class Accelerator(
         return newest_accelerator, ()  # so are those that are pickled, as `datasets` does to see whether they changed
 
     def end_training(self) -> None:
-        """Close every session and the process group; collective. It also runs at the end of the process."""
+        """Close every session and the process group; collective. It also runs at the end of the process.
+
+        Raises:
+            CheckpointError: a save in the background has failed; all is closed nevertheless.
+        """
         if not self._ended:
             self._ended = True
             atexit.unregister(self._at_exit)
@@ -280,14 +278,17 @@ class Accelerator(
 
     @collective("end_training", meets=True)
     def _close(self) -> None:
-        self._finish_trackers()
-        self._loading.close()
-        for training in self._trained:
-            for line in training.describe_end():
-                self._say(line)
-        for training in self._trainings:
-            training.session.close()
-        self._processes.stop(self.end_training, self._strategy.destroy_process_group)
+        try:
+            self._background.close()
+        finally:
+            self._finish_trackers()
+            self._loading.close()
+            for training in self._trained:
+                for line in training.describe_end():
+                    self._say(line)
+            for training in self._trainings:
+                training.session.close()
+            self._processes.stop(self.end_training, self._strategy.destroy_process_group)
 
     def _say(self, line: str) -> None:
         if self.is_main_process:

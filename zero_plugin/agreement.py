@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from zero_plugin.errors import LoopError
 from zero_plugin.standing import Standing, issued_operations, script_line
 
-__all__ = ["Agreement", "Patience", "collective", "end_watching", "start_watching"]
+__all__ = ["Agreement", "Patience", "collective", "end_watching", "start_watching", "time_out"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -287,13 +287,13 @@ def start_watching(patience: Patience | None = None) -> None:
     _groups_watched += 1  # groups may follow one another in the same store
     store = c10d.PrefixStore(f"zero_plugin/agreement/{_groups_watched}", c10d._get_default_store())
     patience = patience or Patience()
-    _agreement = Agreement(store, dist.get_rank(), group.size(), patience, _time_out(group))
+    _agreement = Agreement(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
     atexit.unregister(_tell_end)
     atexit.register(_tell_end)
 
 
-def _time_out(group: Any) -> float:
+def time_out(group: Any) -> float:
     """Of the group's operations, in seconds; without end for a backend that does not tell."""
     device = torch.device(dist.get_backend_config(group).split(",")[0].split(":")[0])
     options = getattr(group._get_backend(device), "options", None)

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -19,22 +20,49 @@ from zero_plugin.checkpoint.durable import write_text
 from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, write_file
 from zero_plugin.errors import CheckpointError
 
-__all__ = ["read_nested", "write_nested"]
+__all__ = ["EncodedTree", "encode_nested", "read_nested", "write_nested"]
 
 T = TypeVar("T")
 
 _TYPE: Final = "$type"  # marks what JSON has no form for: {"$type": name, "value": its content}
 
 
-def write_nested(tree: Any, stem: Path, *, what: str) -> list[Path]:
-    """Write `tree` to `stem`.json, and its tensors, if any, to `stem`.safetensors; the files.
+@dataclass(frozen=True, slots=True)
+class EncodedTree:
+    """Nested containers as they are written.
 
-    It may hold None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Counter, deque, torch
+    Attributes:
+        text: JSON.
+        tensors: name in `text` → tensor on the CPU, which may be live memory.
+    """
+
+    text: str
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def copy(self) -> EncodedTree:
+        """The same in memory of its own."""
+        return EncodedTree(self.text, {name: tensor.clone() for name, tensor in self.tensors.items()})
+
+    def write(self, stem: Path) -> None:
+        """Write `stem`.json, and the tensors, if any, to `stem`.safetensors."""
+        write_text(stem.with_name(f"{stem.name}.json"), self.text)
+        if self.tensors:
+            write_file(stem.with_name(f"{stem.name}.safetensors"), self.tensors, {"format": "pt"})
+
+
+def encode_nested(tree: Any, *, what: str) -> EncodedTree:
+    """Nested containers as text and tensors.
+
+    They may hold None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Counter, deque, torch
     tensors, shapes, dtypes and devices, NumPy arrays and numbers. Subclasses come back as these.
 
     Args:
-        tree: what to write.
-        stem: the files' path without an ending.
+        tree: the containers.
         what: how messages call it.
 
     Raises:
@@ -42,16 +70,16 @@ def write_nested(tree: Any, stem: Path, *, what: str) -> list[Path]:
     """
     tensors: dict[str, Tensor] = {}
     encoded = _encode(tree, what, tensors)
-    files = [stem.with_name(f"{stem.name}.json")]
-    write_text(files[0], json.dumps(encoded, ensure_ascii=False) + "\n")
-    if tensors:
-        files.append(stem.with_name(f"{stem.name}.safetensors"))
-        write_file(files[1], tensors, {"format": "pt"})
-    return files
+    return EncodedTree(json.dumps(encoded, ensure_ascii=False) + "\n", tensors)
+
+
+def write_nested(tree: Any, stem: Path, *, what: str) -> None:
+    """`encode_nested`, and write it."""
+    encode_nested(tree, what=what).write(stem)
 
 
 def read_nested(stem: Path) -> Any:
-    """What `write_nested` wrote; tensors are on the CPU."""
+    """What `EncodedTree.write` wrote; tensors are on the CPU."""
     encoded = json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))
     file = stem.with_name(f"{stem.name}.safetensors")
     return _decode(encoded, load_file(file) if file.exists() else {})

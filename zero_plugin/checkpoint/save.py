@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,25 @@ from zero_plugin.checkpoint.durable import reserve, sync_file, write_text
 from zero_plugin.checkpoint.folders import open_draft, publish_draft
 from zero_plugin.checkpoint.layout import Layout, describe, index_file, plan_layout
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
-from zero_plugin.checkpoint.nested_file import write_nested
+from zero_plugin.checkpoint.nested_file import EncodedTree, encode_nested
 from zero_plugin.checkpoint.ranges import open_writer
 from zero_plugin.checkpoint.shared_folder import refuse_separate_folders
-from zero_plugin.checkpoint.together import all_or_none, on_main
+from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.fragments import WEIGHT, Fragment, with_masters
 from zero_plugin.strategies.named_tensors import shared_names
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
 
-__all__ = ["Draft", "agree_on", "create_files", "save_checkpoint", "session_fragments"]
+__all__ = [
+    "Draft",
+    "OpenCheckpoint",
+    "agree_on",
+    "create_files",
+    "described_fragments",
+    "open_checkpoint",
+    "session_fragments",
+]
 
 _SMALL_BYTES = 2**24  # room for what is not a model's tensors
 
@@ -47,6 +55,143 @@ class Draft:
     write_more: Callable[[Path], None]
 
 
+@dataclass(slots=True)
+class OpenCheckpoint:
+    """A checkpoint that lacks the models' tensors, and what makes it complete. The sessions are not needed for that.
+
+    Attributes:
+        target: its folder in the end.
+        draft: its folder until then.
+        models: class, folder and tied names of each.
+        layouts: where each one's tensors go.
+        about: for the manifest; on the main process.
+        trees: file's path without ending → what goes into it; on the main process.
+    """
+
+    target: Path
+    draft: Path
+    models: Sequence[tuple[str, str, Mapping[str, str]]]
+    layouts: Sequence[Layout]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    trees: Mapping[str, EncodedTree] = field(default_factory=dict)
+
+    def write(self, fragments: Iterable[Iterable[Fragment]], peers: Peers) -> None:
+        """Write it, whole or not at all. Collective.
+
+        Args:
+            fragments: of each model; of tensors that have no place in its layout, too.
+            peers: what the calling thread reaches the other processes through.
+
+        Raises:
+            CheckpointError: on every process; what was in `target` is as it was.
+        """
+        try:
+            sums = all_or_none(lambda: self._write_ranges(fragments), peers)
+            summed = [peers.sum(part) for part in sums]
+            all_or_none(lambda: self._complete(summed) if peers.is_main else None, peers)
+        except BaseException:
+            self.discard(peers)
+            raise
+
+    def discard(self, peers: Peers) -> None:
+        """Remove what there is of it."""
+        if peers.is_main:
+            shutil.rmtree(self.draft, ignore_errors=True)
+
+    def _write_ranges(self, fragments: Iterable[Iterable[Fragment]]) -> list[Tensor]:
+        """The checksums of what this process wrote: for each model one row of two for each of its places."""
+        sums = []
+        with open_writer(self.draft) as writer:
+            for of_model, layout in zip(fragments, self.layouts, strict=True):
+                rows = {key: row for row, key in enumerate(layout.places)}
+                part = torch.zeros(len(rows), 2, dtype=torch.int64)
+                for fragment in of_model:
+                    place = layout.places.get((fragment.kind, fragment.name))
+                    if place is not None:
+                        part[rows[fragment.kind, fragment.name]] += writer.write(fragment, place)
+                sums.append(part)
+            writer.sync()
+        return sums
+
+    def _complete(self, sums: Sequence[Tensor]) -> None:
+        for stem, tree in self.trees.items():
+            tree.write(self.draft / stem)
+        models = [
+            StoredModel.with_sums(kind, folder, tied, layout.places, part)
+            for (kind, folder, tied), layout, part in zip(self.models, self.layouts, sums, strict=True)
+        ]
+        sizes = {file: size for layout in self.layouts for file, size in layout.sizes.items()}
+        files: dict[str, tuple[int, int | None]] = {}
+        for path in sorted(path for path in self.draft.rglob("*") if path.is_file()):
+            name = str(path.relative_to(self.draft))
+            sync_file(path)  # also what hooks and libraries wrote; the manifest may only come when all else is there
+            files[name] = (path.stat().st_size, None if name in sizes else checksum_of_file(path))
+            if name in sizes and files[name][0] != sizes[name]:
+                raise CheckpointError(f"{path} has {files[name][0]:,} bytes instead of {sizes[name]:,}.")
+        Manifest(self.about, models, files).write(self.draft)
+        publish_draft(self.draft, self.target)
+
+
+def open_checkpoint(
+    target: Path,
+    sessions: Sequence[Session],
+    make_draft: Callable[[], Draft],
+    *,
+    max_shard_bytes: int,
+    run_hooks: Callable[[Path], Sequence[int]],
+) -> OpenCheckpoint:
+    """Begin a checkpoint: everything but the models' tensors is decided and collected. Collective.
+
+    Args:
+        target: the folder.
+        sessions: of all prepared models, in their order.
+        make_draft: called on the main process, after the hooks.
+        max_shard_bytes: of a weight file.
+        run_hooks: called on every process with the folder that is being written; which sessions' weights it has stored
+            by itself.
+
+    Raises:
+        CheckpointError: on every process; nothing of it is left.
+    """
+    models = [
+        (type(session.module).__name__, f"model_{index}/" if index else "", shared_names(session.module))
+        for index, session in enumerate(sessions)
+    ]
+
+    def plan(stored_by_hooks: Sequence[int]) -> list[Layout]:
+        layouts = []
+        for index, (session, (_, folder, tied)) in enumerate(zip(sessions, models, strict=True)):
+            found = describe(described_fragments(session))
+            found = [one for one in found if one.kind != WEIGHT or index not in stored_by_hooks]
+            layouts.append(plan_layout(found, folder, max_shard_bytes=max_shard_bytes, tied=tied))
+        return layouts
+
+    layouts = all_or_none(lambda: plan(()))
+    agree_on(layouts)
+    draft = on_main(lambda: open_draft(target, _needed_bytes(layouts)))
+    opened = OpenCheckpoint(target, draft, models, layouts)
+
+    def begin() -> None:
+        create_files(draft, opened.layouts)
+        contents = make_draft()
+        for (_, folder, _), layout in zip(models, opened.layouts, strict=True):
+            if layout.index is not None:
+                write_text(draft / index_file(folder), layout.index)
+        contents.write_more(draft)
+        opened.about = contents.about
+        opened.trees = {stem: encode_nested(tree, what=stem) for stem, tree in contents.trees.items()}
+
+    try:
+        refuse_separate_folders(draft)
+        if stored_by_hooks := run_hooks(draft):
+            opened.layouts = all_or_none(lambda: plan(stored_by_hooks))
+        all_or_none(lambda: begin() if SCRIPT.is_main else None)
+    except BaseException:
+        opened.discard(SCRIPT)
+        raise
+    return opened
+
+
 def session_fragments(
     session: Session, *, changing: bool = False, prepare: Callable[[list[OptimizedPiece]], None] = lambda _: None
 ) -> Iterator[Fragment]:
@@ -60,68 +205,22 @@ def session_fragments(
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}
     for pieces in session.blocks(changing=changing):
         prepare(pieces)
-        trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
-        yield from with_masters(trained, (piece.weight() for piece in pieces))
-        yield from state_fragments(pieces)
+        yield from _join(weights, pieces)
     yield from session.fetched(weights.values(), changing=changing)
 
 
-def save_checkpoint(
-    target: Path,
-    sessions: Sequence[Session],
-    make_draft: Callable[[], Draft],
-    *,
-    max_shard_bytes: int,
-    run_hooks: Callable[[Path], Sequence[int]],
-) -> None:
-    """Write a checkpoint into `target`, whole or not at all. Collective.
-
-    Args:
-        target: the folder.
-        sessions: of all prepared models, in their order.
-        make_draft: called on the main process, after the hooks.
-        max_shard_bytes: of a weight file.
-        run_hooks: called on every process with the folder that is being written; which sessions' weights it has stored
-            by itself.
-
-    Raises:
-        CheckpointError: on every process; what was in `target` is as it was.
-    """
-    folders = [f"model_{index}/" if index else "" for index in range(len(sessions))]
-    layouts = all_or_none(lambda: _plan(sessions, folders, max_shard_bytes, without_weights=()))
-    agree_on(layouts)
-    draft = on_main(lambda: open_draft(target, _needed_bytes(layouts)))
-    try:
-        refuse_separate_folders(draft)
-        if stored_by_hooks := run_hooks(draft):
-            layouts = all_or_none(lambda: _plan(sessions, folders, max_shard_bytes, without_weights=stored_by_hooks))
-        on_main(lambda: create_files(draft, layouts))
-        sums = all_or_none(lambda: _write_ranges(draft, sessions, layouts))
-        summed = [collectives.reduce(part, "sum") for part in sums]
-        models = [
-            StoredModel.with_sums(
-                type(session.module).__name__, folder, shared_names(session.module), layout.places, part
-            )
-            for session, folder, layout, part in zip(sessions, folders, layouts, summed, strict=True)
-        ]
-        on_main(lambda: _complete(draft, target, make_draft(), models, layouts))
-    except BaseException:
-        if collectives.process_index() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
+def described_fragments(session: Session) -> Iterator[Fragment]:
+    """The same, without reading from a disk: of what lies there, all but the values is known."""
+    weights = {fragment.name: fragment for fragment in session.weight_fragments()}
+    yield from _join(weights, session.optimized_pieces())
+    yield from weights.values()
 
 
-def _plan(
-    sessions: Sequence[Session], folders: Sequence[str], max_shard_bytes: int, without_weights: Sequence[int]
-) -> list[Layout]:
-    layouts = []
-    for index, (session, folder) in enumerate(zip(sessions, folders, strict=True)):
-        descriptions = describe(session_fragments(session))
-        if index in without_weights:
-            descriptions = [description for description in descriptions if description.kind != WEIGHT]
-        tied = shared_names(session.module)
-        layouts.append(plan_layout(descriptions, folder, max_shard_bytes=max_shard_bytes, tied=tied))
-    return layouts
+def _join(weights: dict[str, Fragment], pieces: list[OptimizedPiece]) -> Iterator[Fragment]:
+    """What there is of the parameters that `pieces` are of, whose weights are taken out of `weights`."""
+    trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
+    yield from with_masters(trained, (piece.weight() for piece in pieces))
+    yield from state_fragments(pieces)
 
 
 def agree_on(layouts: Sequence[Layout]) -> None:
@@ -153,40 +252,3 @@ def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
             with path.open("wb") as opened:
                 opened.write(head)
                 reserve(opened, layout.sizes[file])
-
-
-def _write_ranges(draft: Path, sessions: Sequence[Session], layouts: Sequence[Layout]) -> list[Tensor]:
-    """The checksums of what this process wrote: for each model one row of two for each of its places."""
-    sums = []
-    with open_writer(draft) as writer:
-        for session, layout in zip(sessions, layouts, strict=True):
-            rows = {key: row for row, key in enumerate(layout.places)}
-            part = torch.zeros(len(rows), 2, dtype=torch.int64)
-            for fragment in session_fragments(session):
-                place = layout.places.get((fragment.kind, fragment.name))
-                if place is not None:
-                    part[rows[fragment.kind, fragment.name]] += writer.write(fragment, place)
-            sums.append(part)
-        writer.sync()
-    return sums
-
-
-def _complete(
-    draft: Path, target: Path, contents: Draft, models: Sequence[StoredModel], layouts: Sequence[Layout]
-) -> None:
-    for stem, tree in contents.trees.items():
-        write_nested(tree, draft / stem, what=stem)
-    for model, layout in zip(models, layouts, strict=True):
-        if layout.index is not None:
-            write_text(draft / index_file(model.folder), layout.index)
-    contents.write_more(draft)
-    sizes = {file: size for layout in layouts for file, size in layout.sizes.items()}
-    files: dict[str, tuple[int, int | None]] = {}
-    for path in sorted(path for path in draft.rglob("*") if path.is_file()):
-        name = str(path.relative_to(draft))
-        sync_file(path)  # also what hooks and libraries wrote; the manifest may only come when all else is on the disk
-        files[name] = (path.stat().st_size, None if name in sizes else checksum_of_file(path))
-        if name in sizes and files[name][0] != sizes[name]:
-            raise CheckpointError(f"{path} has {files[name][0]:,} bytes instead of {sizes[name]:,}.")
-    Manifest(contents.about, models, files).write(draft)
-    publish_draft(draft, target)

@@ -2,29 +2,75 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, Protocol, TypeVar
+
+from torch import Tensor
 
 from zero_plugin import collectives
 from zero_plugin.errors import CheckpointError, ZeroPluginError
 
-__all__ = ["all_or_none", "on_main", "taken_out"]
+__all__ = ["SCRIPT", "Peers", "all_or_none", "describe_error", "on_main", "taken_out"]
 
 T = TypeVar("T")
 
+_FULL: Final = ". Make room there, or use another disk."
+_CURES: Final = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: ". Systems also turn a disk read-only after an error of its own: `dmesg` tells.",
+}
 
-def all_or_none(step: Callable[[], T]) -> T:
+
+class Peers(Protocol):
+    """All processes, as one thread of each reaches them; its calls are collective."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0."""
+
+    def gather(self, text: str | None) -> list[str | None]:
+        """Every process' text, process 0's first."""
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum of all processes' tensors, which have one shape and dtype."""
+
+
+class _Script:
+    """See `SCRIPT`."""
+
+    @property
+    def is_main(self) -> bool:
+        return collectives.process_index() == 0
+
+    def gather(self, text: str | None) -> list[str | None]:
+        return collectives.gather_object([text])
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        total: Tensor = collectives.reduce(numbers, "sum")
+        return total
+
+
+SCRIPT: Final[Peers] = _Script()  # the script's own thread, over the group that it trains with
+
+
+def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
     """Run `step`, which waits for no other process; what it returns here. Collective.
 
     Raises:
-        CheckpointError: on every process, with the first failing one's message; that process raises its own error.
+        CheckpointError: on every process, with the first failing one's message. That process raises its own error,
+            unless it is the system's, which is told as a CheckpointError there too.
     """
     error: Exception | None = None
     try:
         result = step()
     except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
         error = caught
-    messages = collectives.gather_object([None if error is None else _describe(error)])
+    messages = peers.gather(None if error is None else describe_error(error))
+    if isinstance(error, OSError):
+        raise CheckpointError(describe_error(error)) from error
     if error is not None:
         raise error
     failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
@@ -35,8 +81,7 @@ def all_or_none(step: Callable[[], T]) -> T:
 
 def on_main(step: Callable[[], T]) -> T:
     """Run `step` on the main process; what it returned, on every process. Collective; raises as `all_or_none`."""
-    is_main = collectives.process_index() == 0
-    outcome = [all_or_none(lambda: step() if is_main else None)]
+    outcome = [all_or_none(lambda: step() if SCRIPT.is_main else None)]
     result: T = collectives.broadcast_object_list(outcome)[0]
     return result
 
@@ -48,5 +93,9 @@ def taken_out(all_of: Sequence[Any], left: Sequence[Any]) -> list[int]:
     return places
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """An error in a sentence for people: this package's messages say it all, others need their kind."""
+    if isinstance(error, OSError) and error.errno:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{os.strerror(error.errno)}{_CURES.get(error.errno, '.')}"
     return str(error) if isinstance(error, ZeroPluginError) else f"{type(error).__name__}: {error}"

@@ -14,13 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_plugin import collectives
 from zero_plugin.agreement import collective
+from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.checkpoint.folders import automatic_folder, rotate_checkpoints
 from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.checkpoint.pretrained import write_configuration
 from zero_plugin.checkpoint.random_state import random_state
-from zero_plugin.checkpoint.save import Draft, save_checkpoint
+from zero_plugin.checkpoint.save import Draft, open_checkpoint, session_fragments
 from zero_plugin.checkpoint.save_model import parse_size
-from zero_plugin.checkpoint.together import on_main, taken_out
+from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.config.document import Document
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import CheckpointError
@@ -42,6 +43,7 @@ class CheckpointCalls:
 
     document: Document
     project_configuration: ProjectConfiguration
+    _background: BackgroundWriter
     _dataloaders: list[DataLoaderAdapter]
     _processes: Processes
     _say: Callable[[str], None]
@@ -53,7 +55,7 @@ class CheckpointCalls:
     get_state_dict: Callable[[nn.Module], dict[str, Tensor] | None]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these too: each has `state_dict()`, of what `write_nested` lists, and `load_state_dict()`.
+        """Save and load these too: each has `state_dict()`, of what `encode_nested` lists, and `load_state_dict()`.
 
         The main process' are saved, and loaded by every process.
 
@@ -98,12 +100,18 @@ class CheckpointCalls:
         *,
         total_limit: int | None = None,
         max_shard_size: int | str = "10GB",
+        asynchronous: bool = False,
         **options: Any,
     ) -> Path:
         """Write all that the training goes on from, on any number of processes and any strategy; collective.
 
         Models, optimizers, schedules, loss scale, counters, random states of all processes, places of the loaders, and
         registered objects: see the README, "Checkpoints". The folder is complete, or it is not there.
+
+        With `asynchronous`, it returns as soon as all of this is copied into host memory, and a thread writes the copy
+        while the training goes on. The next `save_state` or `load_state`, `wait_for_save`, `end_training` and the end
+        of the process wait until it is complete. Each process keeps the memory of its copy for the next one, until
+        `free_memory` or `end_training`.
 
         Args:
             output_dir: with `ProjectConfiguration(automatic_checkpoint_naming=True)` it is
@@ -112,39 +120,72 @@ class CheckpointCalls:
             total_limit: after success, remove the oldest of the checkpoints with the same name but for the number;
                 absent, `ProjectConfiguration(total_limit=…)` holds for automatic names.
             max_shard_size: largest size of a weight file, e.g. `5GB`.
+            asynchronous: write it behind the training; where the copy does not fit the memory of some machine, a line
+                says so, and it is complete at the return all the same.
             **options: refused; Accelerate hands them to DeepSpeed.
 
         Returns:
-            The folder.
+            The folder; with `asynchronous`, where it will be.
 
         Raises:
-            CheckpointError: it cannot be written; nothing else has changed.
+            CheckpointError: it cannot be written, and nothing else has changed; or the one before, which was written
+                behind the training, could not be, and this one is not begun. On every process.
             TypeError: `options` are given.
         """
         refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
         project = self.project_configuration
+        self._background.wait()
         target = self._name_checkpoint(output_dir)
+        keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
         if any(is_inside_window(training) for training in self._trainings):
             self._say(
                 "save_state inside an accumulation window: its gradients so far are not in the checkpoint. Save where "
                 "accelerator.sync_gradients is True, after optimizer.step()."
             )
         states = collectives.gather_object([random_state()])
-        save_checkpoint(
+        sessions = [training.session for training in self._trainings]
+        opened = open_checkpoint(
             target,
-            [training.session for training in self._trainings],
+            sessions,
             lambda: self._make_draft(states),
             max_shard_bytes=parse_size(max_shard_size),
             run_hooks=self._run_save_hooks,
         )
+        copies = self._background.copy(opened, sessions) if asynchronous else None
+        if copies is None:
+            opened.write(map(session_fragments, sessions), SCRIPT)
+        else:
+
+            def write(peers: Peers) -> None:
+                opened.write(copies, peers)
+                self._rotate(target, keep, peers)
+
+            self._background.start(target, write)
         if project.automatic_checkpoint_naming:
-            total_limit = project.total_limit if total_limit is None else total_limit
             project.iteration += 1
-        if total_limit is not None:
-            keep = total_limit
-            for removed in on_main(lambda: rotate_checkpoints(target, keep)):
-                self._say(f"{removed} was removed (total_limit={keep})")
+        if copies is None:
+            self._rotate(target, keep, SCRIPT)
         return target
+
+    @collective("wait_for_save", meets=True)
+    def wait_for_save(self) -> Path | None:
+        """Wait until what `save_state(asynchronous=True)` has begun is complete; collective.
+
+        Returns:
+            The checkpoint; None if none was being written.
+
+        Raises:
+            CheckpointError: on every process: it could not be written; older ones are as they were.
+        """
+        return self._background.wait()
+
+    def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
+        def rotate() -> None:
+            if keep is not None and peers.is_main:
+                for removed in rotate_checkpoints(newest, keep):
+                    self._say(f"{removed} was removed (total_limit={keep})")
+
+        all_or_none(rotate, peers)
 
     def _name_checkpoint(self, output_dir: str | os.PathLike[str] | None) -> Path:
         project = self.project_configuration

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zero_plugin.agreement import collective
+from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.configurations import Configurations
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import LoopError
@@ -33,6 +34,7 @@ class PrepareCalls(Joining):
 
     device_placement: bool
     prepare_data_loader: Callable[..., Any]
+    _background: BackgroundWriter
     _configurations: Configurations
     _dataloaders: list[DataLoaderAdapter]
     _freed = False  # free_memory() was called since the last prepare()
@@ -109,6 +111,7 @@ class PrepareCalls(Joining):
             held.session.close()
         for prepared in (self._trainings, self._trained, self._untrained, self._waiting, self._dataloaders):
             prepared.clear()
+        self._background.memory.release()
         self._loop = LoopFacts()
         self._first_steps.begin()
         self._freed = True

@@ -11,11 +11,13 @@ from typing import Any
 from torch import nn
 
 from zero_plugin.agreement import collective
+from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.checkpoint.folders import automatic_folder, choose_checkpoint
 from zero_plugin.checkpoint.load import LoadReport, load_tensors, verify_checksums
-from zero_plugin.checkpoint.manifest import Manifest, read_manifest
+from zero_plugin.checkpoint.manifest import Manifest
 from zero_plugin.checkpoint.nested_file import read_nested
 from zero_plugin.checkpoint.random_state import restore_random_state
+from zero_plugin.checkpoint.shared_folder import read_common_manifest
 from zero_plugin.checkpoint.together import all_or_none, on_main, taken_out
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import CheckpointError
@@ -48,6 +50,7 @@ class RestoringCalls:
 
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
+    _background: BackgroundWriter
     _custom_objects: list[Any]
     _dataloaders: list[DataLoaderAdapter]
     _load_model_state_pre_hook: OrderedDict[int, LoadHook]
@@ -88,7 +91,8 @@ class RestoringCalls:
             What was restored, and what was not.
 
         Raises:
-            CheckpointError: it is damaged, and which is the newest good one before it; or it does not fit.
+            CheckpointError: it is damaged, and which is the newest good one before it; or it does not fit; or a save in
+                the background has failed, and nothing is loaded yet.
         """
         refuse_options("load_state", options, "strict=False where load_module_strict=False stood")
         if map_location not in (None, "cpu", "on_device"):
@@ -96,8 +100,9 @@ class RestoringCalls:
                 f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
                 "or None. Tensors are read to where they live in any case."
             )
+        self._background.wait()
         folder, passed_over = on_main(lambda: choose_checkpoint(self._find_checkpoint(input_dir)))
-        manifest = all_or_none(lambda: read_manifest(folder))
+        manifest = read_common_manifest(folder)
         if verify:
             verify_checksums(folder, manifest)
         saved = all_or_none(lambda: read_nested(folder / "training"))

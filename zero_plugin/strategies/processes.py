@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.agreement import collective, end_watching, start_watching
 from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import LaunchError, LoopError
+from zero_plugin.errors import CheckpointError, LaunchError, LoopError
 
 __all__ = ["Processes", "call_at_exit", "start_processes"]
 
@@ -230,6 +230,7 @@ def start_processes(
 def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
     """Call `end`, which is collective, when the process ends without an error; returns what `atexit` is given.
 
+    Where another process is not at its end, or a save in the background has failed, the process ends with exit code 1.
     After an error the other processes will not come to a barrier; they are ended by the launcher.
     """
 
@@ -237,7 +238,7 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
         if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
             try:
                 end()
-            except LoopError as error:  # another process is not at its end; Python would exit with 0
+            except (LoopError, CheckpointError) as error:  # for which Python would exit with 0
                 print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
                 os._exit(1)
 

@@ -1,0 +1,158 @@
+"""How long `save_state` keeps the training loop waiting: writing behind the training against writing at once.
+
+Two processes (gloo, CPU) train a stack of linear layers with AdamW under ZeRO. In every round they take some steps,
+save in both ways, in turns, and take steps while the asynchronous save is being written. The pause is the time that the
+call takes on the first process; before it, everything is on the disk. A ratio is the median over the rounds of the
+pause of the asynchronous save over that of the other in the same round. The first asynchronous save, into memory that
+is new to the process, is listed by itself.
+
+    python benchmarks/save_async.py --gigabytes 1 --rounds 5 --folder /data
+
+A run needs about 13 times the parameters' bytes as memory, and 4 times as disk space, which it frees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pairs import WIDTH, Timings, describe_run
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from zero_plugin import Accelerator
+
+LAYER = 2048  # features: 16 MiB of fp32 weights
+AT_ONCE, BEHIND = "at once", "behind the training"
+
+
+class Training:
+    """A prepared model that takes steps and saves."""
+
+    def __init__(self, stage: int, gigabytes: float, folder: Path) -> None:
+        section = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+        config = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": section}
+        self.accelerator = Accelerator(config=config)
+        layers = round(gigabytes * 2**30 / LAYER**2 / 4)
+        with self.accelerator.init_model():
+            net = nn.Sequential(*(nn.Linear(LAYER, LAYER, bias=False) for _ in range(layers)))
+        adamw = torch.optim.AdamW(net.parameters(), lr=1e-5)
+        self.model, self.optimizer = self.accelerator.prepare(net, adamw)
+        self.folder = folder
+
+    def step(self) -> float:
+        """Seconds."""
+        start = time.perf_counter()
+        self.accelerator.backward(self.model(torch.ones(1, LAYER)).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def save(self, *, asynchronous: bool) -> float:
+        """Seconds that the loop waits; the disk has nothing else to write."""
+        self.forget()
+        os.sync()
+        dist.barrier()
+        start = time.perf_counter()
+        self.accelerator.save_state(self.folder / "state", asynchronous=asynchronous)
+        return time.perf_counter() - start
+
+    def steps_behind(self) -> list[float]:
+        """Seconds of each step that ends before the save does."""
+        taken = []
+        while True:
+            seconds = self.step()
+            if self.accelerator.gather(torch.tensor(float((self.folder / "state").exists()))).any():
+                break
+            taken.append(seconds)
+        self.accelerator.wait_for_save()
+        return taken
+
+    def forget(self) -> None:
+        """Remove what was saved last."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / "state", ignore_errors=True)
+        dist.barrier()
+
+
+def measure(rank: int, world: int, stage: int, folder: str, options: argparse.Namespace) -> None:
+    """Run in every process; the first writes what it measured."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    training = Training(stage, options.gigabytes, Path(folder))
+    training.step()
+    results: dict[str, Any] = {"first": training.save(asynchronous=True), "quiet": [], "behind": []}
+    training.steps_behind()
+    pauses = Timings({AT_ONCE: [], BEHIND: []})
+    for index in range(options.rounds):
+        for name in (AT_ONCE, BEHIND) if index % 2 else (BEHIND, AT_ONCE):
+            results["quiet"] += [training.step() for _ in range(3)]
+            pauses[name].append(training.save(asynchronous=name == BEHIND))
+            if name == BEHIND:
+                results["behind"] += training.steps_behind()
+    training.forget()
+    if rank == 0:
+        torch.save({**results, "pauses": dict(pauses)}, Path(folder, "results.pt"))
+    training.accelerator.end_training()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of fp32 parameters (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default 5)")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], help="ZeRO stages (default 2 3)")
+    parser.add_argument("--processes", type=int, default=2, help="default 2")
+    parser.add_argument("--folder", default=None, help="on the disk to write to (default: the system's temporary one)")
+    options = parser.parse_args()
+    table = Table(
+        title=f"pause of the loop in save_state, {options.gigabytes:g} GB of fp32 parameters with Adam's states, "
+        f"{options.processes} processes; target: ratio <= 0.10",
+        caption=f"{describe_run('zero-plugin', 'torch', 'deepspeed')}; {options.rounds} rounds",
+        caption_justify="left",
+        box=MARKDOWN,
+    )
+    table.add_column("stage")
+    for column in (
+        f"{AT_ONCE}, s",
+        f"{BEHIND}, s",
+        "the first, s",
+        "ratio",
+        "step, s",
+        "step meanwhile, s",
+        "ratio",
+    ):
+        table.add_column(column, justify="right")
+    for stage in options.stages:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            torch.multiprocessing.spawn(measure, (options.processes, stage, folder, options), nprocs=options.processes)
+            results = torch.load(Path(folder, "results.pt"))
+        pauses, quiet, behind = Timings(results["pauses"]), median(results["quiet"]), results["behind"]
+        table.add_row(
+            str(stage),
+            f"{pauses.seconds(AT_ONCE):.2f}",
+            f"{pauses.seconds(BEHIND):.3f}",
+            f"{results['first']:.3f}",
+            f"{pauses.ratio(BEHIND, AT_ONCE):.3f}",
+            f"{quiet:.2f}",
+            f"{median(behind):.2f}" if behind else "none ended",
+            f"{median(behind) / quiet:.2f}" if behind else "",
+        )
+    Console(width=WIDTH).print(table)
+
+
+if __name__ == "__main__":
+    main()

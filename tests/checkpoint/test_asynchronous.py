@@ -1,0 +1,32 @@
+"""The end of a process that saves behind its training; all else is in tests/strategies/asynchronous_checks.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.checkpoint.manifest import find_damage
+
+WORKER = Path(__file__).parent / "asynchronous_worker.py"
+
+
+@pytest.mark.processes
+def test_the_end_waits(run_processes: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Also of scripts that never call end_training(); then the checkpoint is complete, and the exit code 0."""
+    outputs = run_processes(WORKER, 2, tmp_path / "saved", "slow")
+    assert all("the script has ended False" in output for output in outputs), outputs
+    assert find_damage(tmp_path / "saved") is None
+
+
+@pytest.mark.processes
+def test_a_failure_at_the_end_is_told(tmp_path: Path) -> None:
+    """By a line that names the checkpoint, and the exit code."""
+    command = [sys.executable, WORKER, tmp_path / "store", "0", "1", tmp_path / "saved", "full"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1, run.stderr
+    assert f"zero_plugin: error: saving {tmp_path / 'saved'} in the background: OSError: " in run.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -1,0 +1,228 @@
+"""save_state(asynchronous=True): what is written, who waits for whom, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_checks import prepare, step
+from offload_checks import prepared, zero3
+from paths import own_batch, raised, running, same, weights
+from torch import Tensor
+
+from zero_plugin import meter
+from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.errors import CheckpointError
+
+
+class Average:
+    """A registered object: a tensor that changes in place."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.value.copy_(state["value"])
+
+
+@contextmanager
+def writing_by(write: Callable[..., int]) -> Iterator[None]:
+    """Threads beside the script's write to files by `write`, which gets the real `os.pwrite` first."""
+    real, script = os.pwrite, threading.current_thread()
+
+    def pwrite(*args: Any) -> int:
+        return real(*args) if threading.current_thread() is script else write(real, *args)
+
+    os.pwrite = pwrite
+    try:
+        yield
+    finally:
+        os.pwrite = real
+
+
+@contextmanager
+def held_disk() -> Iterator[threading.Event]:
+    """Nothing is written behind the training until the event is set."""
+    release = threading.Event()
+
+    def write(real: Callable[..., int], *args: Any) -> int:
+        assert release.wait(20)
+        return real(*args)
+
+    with writing_by(write):
+        try:
+            yield release
+        finally:
+            release.set()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """The last process cannot write behind the training."""
+
+    def write(real: Callable[..., int], *args: Any) -> int:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    with writing_by(write):
+        yield
+
+
+@contextmanager
+def available_memory(folder: Path, kilobytes: int) -> Iterator[None]:
+    """The last process reads that so much is left."""
+    real = meter._MEMINFO
+    if dist.get_rank() == dist.get_world_size() - 1:
+        meter._MEMINFO = folder / "meminfo"
+        meter._MEMINFO.write_text(f"MemAvailable: {kilobytes} kB\n")
+    try:
+        yield
+    finally:
+        meter._MEMINFO = real
+
+
+def content_of(checkpoint: Path) -> dict[str, Any]:
+    """All that it holds, bit for bit, but for the time of its making."""
+    content: dict[str, Any] = {
+        str(file.relative_to(checkpoint)): file.read_bytes() for file in checkpoint.rglob("*") if file.is_file()
+    }
+    manifest = json.loads(content.pop("manifest.json"))
+    return {**content, "manifest.json": {**manifest, "created": None}}
+
+
+def names_in(folder: Path) -> set[str]:
+    """Of folders, hidden ones too, when all processes have come here."""
+    dist.barrier()
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
+def check_holds_what_a_synchronous_one_holds(path: str, folder: Path) -> None:
+    """Bit for bit, though weights, states and registered objects have changed before anything of it was written.
+
+    The second one, into the memory of the first, too; and it is what load_state goes on from at once.
+    """
+    nvme = path == "zero3-nvme"
+    section = zero3(folder / "swap", optimizer="nvme", param="nvme") if nvme else None
+    precision = "no" if path in ("single", "ddp", "zero2-cpu") else "bf16"
+    with running("zero3" if nvme else path, deepspeed=section, mixed_precision=precision) as accelerator:
+        model, optimizer = (prepared if nvme else prepare)(accelerator)
+        average = Average()
+        accelerator.register_for_checkpointing(average)
+        for index in range(2):
+            step(accelerator, model, optimizer, own_batch(index))
+            at_hand, behind = folder / f"at_hand_{index}", folder / f"behind_{index}"
+            accelerator.save_state(at_hand)
+            before = weights(accelerator, model)
+            with held_disk() as release:
+                assert accelerator.save_state(behind, asynchronous=True) == behind
+                average.value += 1
+                step(accelerator, model, optimizer, own_batch(index + 5))
+                assert not same(weights(accelerator, model), before)
+                assert not behind.exists()
+                release.set()
+                if index == 0:
+                    assert accelerator.wait_for_save() == behind
+                    assert accelerator.wait_for_save() is None
+                else:
+                    assert accelerator.load_state(behind, verify=True).folder == behind
+                    assert same(weights(accelerator, model), before)
+            assert content_of(behind) == content_of(at_hand)
+            assert average.value.tolist() == [1.0] * 3
+
+
+def check_one_at_a_time(path: str, folder: Path) -> None:
+    """The next save, of either kind, and the end begin when the one before is complete; old ones go after that."""
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        for number, asynchronous in enumerate((True, True, False, True)):
+            step(accelerator, model, optimizer, own_batch(number))
+            with held_disk() as release:
+                timer = threading.Timer(0.2, release.set)
+                timer.start()
+                accelerator.save_state(folder / f"step_{number}", asynchronous=asynchronous, total_limit=2)
+                if number:
+                    assert release.is_set()
+                    assert find_damage(folder / f"step_{number - 1}") is None
+                timer.join()
+    assert names_in(folder) == {"step_2", "step_3"}
+    assert find_damage(folder / "step_3") is None
+
+
+def check_a_failure_is_told_by_the_next_call(path: str, folder: Path) -> None:
+    """On every process, naming the checkpoint; older ones stay, nothing of it does, and saving goes on."""
+    with running(path) as accelerator:
+        prepare(accelerator)
+        accelerator.save_state(folder / "step_0")
+        calls: list[Callable[[], Any]] = [
+            lambda: accelerator.save_state(folder / "step_2"),
+            lambda: accelerator.save_state(folder / "step_2", asynchronous=True),
+            lambda: accelerator.load_state(folder / "step_0"),
+            accelerator.wait_for_save,
+            accelerator.end_training,
+        ]
+        for call in calls:
+            printed = io.StringIO()
+            with full_disk(), redirect_stderr(printed):
+                accelerator.save_state(folder / "step_1", asynchronous=True, total_limit=1)
+                raised(CheckpointError, str(folder / "step_1"), "No space left", by=call)
+            assert ("step_1 in the background: " in printed.getvalue()) == (dist.get_rank() == 0)
+            assert names_in(folder) == {"step_0"}
+            if call is calls[0]:
+                accelerator.save_state(folder / "step_0", asynchronous=True, total_limit=1)
+                assert accelerator.wait_for_save() == folder / "step_0"
+
+
+def check_without_memory_it_is_not_behind(path: str, folder: Path) -> None:
+    """Where the copy does not fit on one machine, a line with both numbers; memory that it has already is not asked."""
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+
+        def save(name: str) -> str:
+            printed = io.StringIO()
+            with held_disk() as release, available_memory(folder, 2), redirect_stderr(printed):
+                accelerator.save_state(folder / name, asynchronous=True)
+                assert (folder / name).exists() == bool(printed.getvalue()) or dist.get_rank()
+                release.set()
+                accelerator.wait_for_save()
+            assert find_damage(folder / name) is None
+            return printed.getvalue()
+
+        told = save("without_room")
+        if dist.get_rank() == 0:
+            assert "bytes of memory on" in told
+            assert "2,048 bytes are available" in told
+        accelerator.save_state(folder / "with_room", asynchronous=True)
+        assert save("in_the_same_memory") == ""
+        accelerator.free_memory()
+        prepare(accelerator)
+        assert bool(save("after_free_memory")) == (dist.get_rank() == 0)
+
+
+PATHS = {
+    check_holds_what_a_synchronous_one_holds: ("single", "ddp", "zero0", "zero2", "zero2-cpu", "zero3", "zero3-nvme"),
+    check_one_at_a_time: ("single", "zero3"),
+    check_a_failure_is_told_by_the_next_call: ("ddp", "zero2"),
+    check_without_memory_it_is_not_behind: ("ddp",),
+}
+CHECKS: dict[str, tuple[list[int], Callable[[Path], None]]] = {
+    f"{path}-{check.__name__.removeprefix('check_')}": (
+        [1 if path == "single" else 2],
+        lambda folder, check=check, path=path: check(path, folder),
+    )
+    for check, paths in PATHS.items()
+    for path in paths
+}

@@ -1,0 +1,168 @@
+"""Writes a checkpoint behind the training: a thread, and a process group of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from zero_plugin.agreement import time_out
+from zero_plugin.checkpoint.save import OpenCheckpoint
+from zero_plugin.checkpoint.snapshot import Snapshot
+from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, describe_error
+from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.base import Session
+from zero_plugin.strategies.fragments import Fragment
+
+__all__ = ["BackgroundWriter", "GlooPeers"]
+
+_LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
+_numbers: Final = count()  # of groups: each needs its own names in the store
+
+
+class GlooPeers:
+    """`Peers` of a thread beside the script's, over a gloo group of its own.
+
+    torch keeps no list of this group: nobody takes its operations for the training's, and it ends with its last
+    reference, whatever becomes of the training's group.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
+        self.is_main = rank == 0
+        self._world_size = world_size
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, limit) if world_size > 1 else None
+
+    def gather(self, text: str | None) -> list[str | None]:
+        """See `Peers.gather`."""
+        if self._group is None:
+            return [text]
+        own = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+        sizes = self._gather_equal(torch.tensor([own.numel()]))
+        padded = own.new_zeros(int(max(sizes)))
+        padded[: own.numel()] = own
+        texts = self._gather_equal(padded)
+        return [json.loads(bytes(line[: int(size)].tolist())) for line, size in zip(texts, sizes, strict=True)]
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """See `Peers.sum`."""
+        total = numbers.clone()
+        if self._group is not None:
+            self._group.allreduce([total]).wait()
+        return total
+
+    def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        self._group.allgather([gathered], [tensor]).wait()
+        return gathered
+
+
+class BackgroundWriter:
+    """Does one thing at a time while the script goes on. The end of the process waits for it.
+
+    All calls are collective, from the script's thread.
+
+    Args:
+        say: prints a line, on the main process.
+
+    Attributes:
+        memory: for what it writes.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.memory = Snapshot()
+        self._say = say
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: tuple[Path, Future[None]] | None = None
+        self._peers: Peers | None = None  # kept: connecting many processes takes time, and leaves names in the store
+
+    def copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | None:
+        """What `Snapshot.take` copies; None, with a line that says so, where it does not fit.
+
+        Raises:
+            CheckpointError: on every process, where one cannot copy; nothing of `opened` is left.
+        """
+        try:
+            copies = self.memory.take(opened, sessions)
+        except BaseException:
+            opened.discard(SCRIPT)
+            raise
+        if isinstance(copies, str):
+            self._say(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
+            return None
+        return copies
+
+    def start(self, target: Path, write: Callable[[Peers], None]) -> None:
+        """Write the checkpoint `target`; nothing is being written.
+
+        Args:
+            target: for messages.
+            write: called in another thread; it reaches the other processes' through the `Peers` that it is given.
+        """
+        assert self._running is None, "one at a time"
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "zero_plugin save")
+        connect = _connection() if self._peers is None else None
+        self._running = target, self._threads.submit(self._run, target, connect, write)
+
+    def wait(self) -> Path | None:
+        """Wait until nothing is being written; the checkpoint that was, if any.
+
+        Raises:
+            CheckpointError: on every process: it could not be written; it is said once.
+        """
+        if self._running is None:
+            return None
+        target, future = self._running
+        wait([future])
+        self._running = None
+        try:
+            all_or_none(future.result)
+        except Exception:
+            self._peers = None  # its connections may be broken
+            raise
+        return target
+
+    def close(self) -> None:
+        """Wait, and let go of thread, process group and memory.
+
+        Raises:
+            CheckpointError: as `wait`.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown()
+            self._threads = self._peers = None
+            self.memory.release()
+
+    def _run(self, target: Path, connect: Callable[[], Peers] | None, write: Callable[[Peers], None]) -> None:
+        try:
+            if connect is not None:
+                self._peers = connect()
+            assert self._peers is not None, "connected before, or now"
+            write(self._peers)
+        except Exception as error:
+            message = f"saving {target} in the background: {describe_error(error)}"
+            self._say(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
+            raise CheckpointError(message) from error
+
+
+def _connection() -> Callable[[], Peers]:
+    """How a thread gets to the other processes; it waits there until theirs do."""
+    if not dist.is_initialized():
+        return partial(GlooPeers, None, 0, 1, timedelta())
+    group = c10d._get_default_group()
+    store = c10d.PrefixStore(f"zero_plugin/saving/{next(_numbers)}", c10d._get_default_store())
+    limit = timedelta(seconds=min(time_out(group), _LONGEST_SECONDS))
+    return partial(GlooPeers, store, group.rank(), group.size(), limit)

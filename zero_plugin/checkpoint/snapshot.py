@@ -1,0 +1,139 @@
+"""Copies what a checkpoint is to hold into host memory, so that training can go on while it is written."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from zero_plugin import collectives
+from zero_plugin.checkpoint.save import OpenCheckpoint, described_fragments, session_fragments
+from zero_plugin.checkpoint.together import all_or_none
+from zero_plugin.errors import CheckpointError
+from zero_plugin.meter import memory_available_bytes
+from zero_plugin.strategies.base import Session
+from zero_plugin.strategies.fragments import Fragment
+
+__all__ = ["Snapshot"]
+
+_CHUNK_BYTES: Final = 2**26  # a power of two: torch rounds pinned memory up to one
+_ALIGNMENT: Final = 64  # of each fragment in a chunk, for vector instructions
+_LEFT_FREE: Final = 0.1  # of what is available: training needs memory too, and so do the files that wait for the disk
+
+
+class Snapshot:
+    """Host memory that holds one copy of what this process writes of a checkpoint.
+
+    It is kept from one copy to the next: memory that the system has to hand out anew, page by page, is filled several
+    times slower. What comes from a GPU goes into pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[bool, list[Tensor]] = {False: [], True: []}  # pinned or not
+        self._filled: dict[bool, int] = {False: 0, True: 0}  # bytes
+
+    def take(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | str:
+        """Copy all that `opened` still needs of the training; it holds nothing of it then. Collective.
+
+        What the last copy held is overwritten.
+
+        Args:
+            opened: the checkpoint.
+            sessions: of its models.
+
+        Returns:
+            Each model's fragments, or a sentence: why the copy does not fit the memory of some machine.
+
+        Raises:
+            CheckpointError: on every process, where one cannot copy.
+        """
+        sentence = _lack_of_room(all_or_none(lambda: self._missing_bytes(opened, sessions)))
+        return sentence or all_or_none(lambda: self._copy(opened, sessions))
+
+    def release(self) -> None:
+        """Keep nothing; a copy that is in use stays until it is written."""
+        for chunks in self._chunks.values():
+            chunks.clear()
+
+    def _missing_bytes(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> int:
+        needed = sum(tree.size for tree in opened.trees.values())
+        for session, layout in zip(sessions, opened.layouts, strict=True):
+            for fragment in described_fragments(session):
+                if (fragment.kind, fragment.name) in layout.places:
+                    begin, end = fragment.written
+                    needed += (end - begin) * fragment.values.element_size()
+        kept = _CHUNK_BYTES * sum(map(len, self._chunks.values()))
+        return max(0, needed - kept)
+
+    def _copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]]:
+        self._filled = dict.fromkeys(self._filled, 0)
+        opened.trees = {stem: tree.copy() for stem, tree in opened.trees.items()}
+        copies = [
+            [
+                part
+                for fragment in session_fragments(session)
+                if (fragment.kind, fragment.name) in layout.places
+                for part in self._copy_fragment(fragment)
+            ]
+            for session, layout in zip(sessions, opened.layouts, strict=True)
+        ]
+        if self._filled[True]:
+            torch.cuda.synchronize()
+        for pinned, chunks in self._chunks.items():
+            del chunks[-(-self._filled[pinned] // _CHUNK_BYTES) :]
+        return copies
+
+    def _copy_fragment(self, fragment: Fragment) -> Iterable[Fragment]:
+        if fragment.is_elsewhere:
+            raise CheckpointError(f"{fragment.name} ({fragment.kind}) is not in memory, and nothing brings it there.")
+        begin, end = fragment.written
+        if begin == end:
+            return
+        flat = fragment.values.reshape(-1)[begin:end]
+        pinned = flat.device.type == "cuda"
+        done = 0
+        while done < flat.numel():
+            room = self._room_for(flat.numel() - done, flat.dtype, pinned)
+            room.copy_(flat[done : done + room.numel()], non_blocking=pinned)
+            start = fragment.start + begin + done
+            yield Fragment(fragment.kind, fragment.name, fragment.shape, start, room, (0, room.numel()))
+            done += room.numel()
+
+    def _room_for(self, count: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        """The next free memory of one chunk: room for `count` elements, or for as many as fit."""
+        chunks, filled = self._chunks[pinned], self._filled[pinned]
+        index, offset = divmod(filled, _CHUNK_BYTES)
+        if index == len(chunks):
+            chunks.append(_make_chunk(pinned))
+        taken = min(count * dtype.itemsize, _CHUNK_BYTES - offset)
+        self._filled[pinned] += -(-taken // _ALIGNMENT) * _ALIGNMENT
+        return chunks[index][offset : offset + taken].view(dtype)
+
+
+def _make_chunk(pinned: bool) -> Tensor:
+    if pinned:
+        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    memory = mmap.mmap(-1, _CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux, where the first use of large pages takes a third of the time
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _lack_of_room(needed_bytes: int) -> str | None:
+    """A sentence if what the processes of some machine need is not available there; the same on all. Collective."""
+    told = collectives.gather_object([(platform.node(), needed_bytes, memory_available_bytes(torch.device("cpu")))])
+    needed: dict[str, int] = defaultdict(int)
+    available: dict[str, list[int]] = defaultdict(list)
+    for machine, its_needed, its_available in told:
+        needed[machine] += its_needed
+        available[machine] += [] if its_available is None else [its_available]
+    for machine, total in needed.items():
+        least = min(available[machine], default=total)
+        if total > 0 and total > least * (1 - _LEFT_FREE):
+            return f"the copy takes {total:,} bytes of memory on {machine}, where {least:,} bytes are available"
+    return None
