@@ -1,0 +1,102 @@
+"""The norm of a step's gradients, and clipping by it."""
+
+from __future__ import annotations
+
+from rows import Row, checks
+
+ENGINES = ("zero0", "zero1", "zero2", "zero3", "zero2-cpu")
+ENGINE = "strategies/deepspeed/session.py"
+PLAIN = "strategies/torch_session.py"
+
+ROWS = [
+    Row(
+        "the norm is this step's, on engines",
+        ENGINE,
+        "        return self._gradients.norm()\n",
+        "        return torch.as_tensor(self.last_norm or 0.0, dtype=torch.float32)\n",
+        checks("loop", "clip_returns_the_norm_before_clipping", *ENGINES),
+        "instead of",
+    ),
+    Row(
+        "the norm is of averaged gradients, on engines",
+        ENGINE,
+        "        self._finalize()\n        if max_norm",
+        "        if max_norm",
+        checks("loop", "clip_returns_the_norm_before_clipping", "zero0", "zero2", "zero3"),
+        "Error",
+    ),
+    Row(
+        "the norm is this step's, off engines",
+        PLAIN,
+        '        if max_norm != float("inf"):\n            self._clipped = True',
+        '        norm = torch.zeros(())\n        if max_norm != float("inf"):\n            self._clipped = True',
+        checks("loop", "clip_returns_the_norm_before_clipping", "single", "ddp"),
+        "instead of",
+        processes=3,
+    ),
+    Row(
+        "the step is clipped, on engines",
+        ENGINE,
+        "            self._gradients.set_clipping(max_norm)\n",
+        "            pass\n",
+        checks("loop", "clip_returns_the_norm_before_clipping", *ENGINES),
+        "at limit 0.01",
+    ),
+    Row(
+        "the limit is one step's, on engines",
+        ENGINE,
+        "        self._gradients.set_clipping(self._clipping)\n        self._start_window()\n        return applied",
+        "        self._start_window()\n        return applied",
+        checks("loop", "clip_returns_the_norm_before_clipping", *ENGINES),
+        "the next step was clipped too",
+    ),
+    Row(
+        "the step is clipped, off engines",
+        PLAIN,
+        "                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)",
+        "                pass",
+        checks("loop", "clip_returns_the_norm_before_clipping", "single", "ddp"),
+        "at limit 0.01",
+        processes=3,
+    ),
+    Row(
+        "clipping inside a window does nothing",
+        "optimizer.py",
+        '        if not self._window.ends_here:\n            return torch.tensor(float("nan"))\n',
+        "",
+        checks("loop", "clip_inside_a_window_does_nothing", "ddp", "zero2"),
+        "math.isnan",
+    ),
+    Row(
+        "a norm that partitions cannot tell",
+        ENGINE,
+        "        if only is not None:",
+        "        if False:",
+        checks("loop", "clip_refuses_what_partitions_cannot_tell", "zero0", "zero2", "zero3"),
+        "DID NOT RAISE",
+    ),
+    Row(
+        "a backward after clipping",
+        ENGINE,
+        "                raise LoopError(LATE_BACKWARD)",
+        "                pass",
+        checks("loop", "backward_after_clip", "zero0", "zero2", "zero3"),
+        "DID NOT RAISE",
+    ),
+    Row(
+        "clipping after the step",
+        "optimizer.py",
+        "        if self._window.is_applied and not self.session.failed:",
+        "        if False:",
+        checks("mistake", "clipping_comes_too_late", "ddp", "zero2"),
+        "DID NOT RAISE",
+    ),
+    Row(
+        "clipping in configuration and code agrees",
+        "training.py",
+        "        self._refuse_other_clipping(max_norm)\n",
+        "",
+        checks("loop", "clipping_in_config_and_code_must_agree", "ddp", "zero2"),
+        "DID NOT RAISE",
+    ),
+]

@@ -1,0 +1,117 @@
+"""Several models under one Accelerator."""
+
+from __future__ import annotations
+
+from rows import Row, joint_checks
+
+ENGINE = "strategies/deepspeed/session.py"
+PLAIN = "strategies/torch_session.py"
+
+ROWS = [
+    Row(
+        "a backward goes to the models that it reaches",
+        "backward.py",
+        "        training.session.close_backward(reached=training.reached)",
+        "        training.session.close_backward(reached=True)",
+        joint_checks("gan", "by-hand", "ddp", "zero2", "zero3"),
+        "Error",
+    ),
+    Row(
+        "a loss that runs through is no micro-batch",
+        "backward.py",
+        "        if by_hand or training.window.in_context:",
+        "        if True:",
+        ("tests/test_backward.py::test_another_models_loss_is_no_micro_batch",),
+        "assert",
+        processes=0,
+    ),
+    Row(
+        "a model frozen for another's loss is stepped whole",
+        ENGINE,
+        "        frozen = [p for p in self._trained if not p.requires_grad]",
+        "        frozen: list[Tensor] = []",
+        joint_checks("gan", "steps-at-the-end", "zero1", "zero2", "zero3", "zero2-cpu"),
+        "Error",
+    ),
+    Row(
+        "a model frozen for another's loss is clipped whole",
+        "training.py",
+        "        stepped: Sequence[nn.Parameter] = self.parameters\n",
+        "        stepped = [p for p in self.parameters if p.requires_grad]\n",
+        joint_checks("gan", "steps-at-the-end", "single", "ddp", "zero2"),
+        "clip_grad_norm_ got parameters of no prepared model",
+        processes=3,
+    ),
+    Row(
+        "DDP reduces what several forwards came before",
+        PLAIN,
+        "        if not self._reduces or finds_unused:",
+        "        if False:",
+        joint_checks("together", "forwards_before_backwards", "ddp"),
+        "off by",
+    ),
+    Row(
+        "a window has one owner by hand",
+        "backward.py",
+        "    if by_hand and steps > 1 and len(reached) > 1:",
+        "    if False:",
+        joint_checks("together", "whose_micro_batch", "ddp", "zero2"),
+        "DID NOT RAISE",
+    ),
+    Row(
+        "one loss has one scale",
+        "backward.py",
+        "    _share_loss_scale(trainings)\n    steps",
+        "    steps",
+        joint_checks("together", "an_overflow_of_one_model", "ddp"),
+        "loss_scale",
+    ),
+    Row(
+        "what came before another scale is rescaled, on engines",
+        ENGINE,
+        "            self._gradients.scale(scale / wrapper.loss_scale)",
+        "            pass",
+        joint_checks("together", "a_loss_scale_changes_inside_a_window", "zero1", "zero2", "zero3"),
+        "off by",
+    ),
+    Row(
+        "what came before another scale is rescaled, off engines",
+        PLAIN,
+        "            self.scale_gradients(scale / self._scale.value)",
+        "            pass",
+        joint_checks("together", "a_loss_scale_changes_inside_a_window", "ddp"),
+        "off by",
+    ),
+    Row(
+        "a gradient of gradients at stage 3",
+        ENGINE,
+        "        if torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():",
+        "        if False:",
+        joint_checks("together", "gradient_penalty", "zero3"),
+        "create_graph=True",
+    ),
+    Row(
+        "a model without an optimizer stays partitioned",
+        "backward.py",
+        "        training.session.close_backward(reached=False)",
+        "        pass",
+        joint_checks("together", "a_frozen_judge_passes_gradients_on", "zero3"),
+        "partitioned.numel() == 0",
+    ),
+    Row(
+        "each model has its own configuration",
+        "preparing.py",
+        "    facts = replace(facts, model=probe_model(model))\n",
+        "    facts = replace(facts, model=None)\n",
+        joint_checks("together", "each_model_has_its_own_configuration", "zero2"),
+        "buckets",
+    ),
+    Row(
+        "clipping is of one model",
+        "facade/gradients.py",
+        "            if len(owners) > 1:",
+        "            if False:",
+        joint_checks("together", "clipping_is_of_one_model", "ddp", "zero2"),
+        "DID NOT RAISE",
+    ),
+]
