@@ -77,7 +77,7 @@ def outermost_modules() -> Iterator[list[nn.Module]]:
         initialize(module, *args, **kwargs)
         made.append(weakref.ref(module))
 
-    nn.Module.__init__ = initialize_noted  # type: ignore[method-assign]
+    nn.Module.__init__ = initialize_noted  # type: ignore[assignment, method-assign]
     try:
         yield outermost
     finally:

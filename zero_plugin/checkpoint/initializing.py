@@ -52,8 +52,10 @@ def initialize_tensors(
 @contextmanager
 def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
     """Inside, other tensors without values are in these places, so that nothing that is written reaches theirs."""
-    held = [(slot.owner._buffers if slot.is_buffer else slot.owner._parameters, slot.key) for slot in slots]
-    tensors: list[Any] = [where[key] for where, key in held]
+    held: list[tuple[dict[str, Any], str]] = [
+        (slot.owner._buffers if slot.is_buffer else slot.owner._parameters, slot.key) for slot in slots
+    ]
+    tensors = [where[key] for where, key in held]
     for (where, key), tensor in zip(held, tensors, strict=True):
         stand_in = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
         where[key] = nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
