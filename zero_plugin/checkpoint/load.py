@@ -12,7 +12,7 @@ from zero_plugin import collectives
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
 from zero_plugin.checkpoint.place import Place
 from zero_plugin.checkpoint.ranges import open_reader
-from zero_plugin.checkpoint.save import session_fragments
+from zero_plugin.checkpoint.session_tensors import session_fragments
 from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session

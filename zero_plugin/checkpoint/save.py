@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,20 @@ from zero_plugin.checkpoint.layout import Layout, describe, index_file, plan_lay
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
 from zero_plugin.checkpoint.nested_file import EncodedTree, encode_nested
 from zero_plugin.checkpoint.ranges import open_writer
+from zero_plugin.checkpoint.session_tensors import ASK_TO_REPORT, described_fragments, placed_fragments
 from zero_plugin.checkpoint.shared_folder import refuse_separate_folders
 from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.fragments import WEIGHT, Fragment, with_masters
+from zero_plugin.strategies.fragments import WEIGHT, Fragment
 from zero_plugin.strategies.named_tensors import shared_names
-from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
 
 __all__ = [
     "Draft",
     "OpenCheckpoint",
     "agree_on",
     "create_files",
-    "described_fragments",
     "open_checkpoint",
-    "session_fragments",
 ]
 
 _SMALL_BYTES = 2**24  # room for what is not a model's tensors
@@ -79,15 +78,15 @@ class OpenCheckpoint:
         """Write it, whole or not at all. Collective.
 
         Args:
-            fragments: of each model; of tensors that have no place in its layout, too.
+            fragments: of each model.
             peers: what the calling thread reaches the other processes through.
 
         Raises:
             CheckpointError: on every process; what was in `target` is as it was.
         """
         try:
-            sums = all_or_none(lambda: self._write_ranges(fragments), peers)
-            summed = [peers.sum(part) for part in sums]
+            told = all_or_none(lambda: self._write_ranges(fragments), peers)
+            summed = [peers.sum(part) for part in told]
             all_or_none(lambda: self._complete(summed) if peers.is_main else None, peers)
         except BaseException:
             self.discard(peers)
@@ -99,26 +98,33 @@ class OpenCheckpoint:
             shutil.rmtree(self.draft, ignore_errors=True)
 
     def _write_ranges(self, fragments: Iterable[Iterable[Fragment]]) -> list[Tensor]:
-        """The checksums of what this process wrote: for each model one row of two for each of its places."""
-        sums = []
+        """For each model one row for each of its places: the checksum and the number of elements that were written."""
+        told = []
         with open_writer(self.draft) as writer:
             for of_model, layout in zip(fragments, self.layouts, strict=True):
                 rows = {key: row for row, key in enumerate(layout.places)}
-                part = torch.zeros(len(rows), 2, dtype=torch.int64)
-                for fragment in of_model:
-                    place = layout.places.get((fragment.kind, fragment.name))
-                    if place is not None:
-                        part[rows[fragment.kind, fragment.name]] += writer.write(fragment, place)
-                sums.append(part)
+                part = torch.zeros(len(rows), 3, dtype=torch.int64)
+                for fragment in placed_fragments(of_model, layout):
+                    key = fragment.kind, fragment.name
+                    part[rows[key], :2] += writer.write(fragment, layout.places[key])
+                    part[rows[key], 2] += fragment.written[1] - fragment.written[0]
+                told.append(part)
             writer.sync()
-        return sums
+        return told
 
-    def _complete(self, sums: Sequence[Tensor]) -> None:
+    def _complete(self, summed: Sequence[Tensor]) -> None:
+        for layout, part in zip(self.layouts, summed, strict=True):
+            for ((kind, name), place), written in zip(layout.places.items(), part[:, 2].tolist(), strict=True):
+                if written != math.prod(place.shape):
+                    raise CheckpointError(
+                        f"{written:,} elements of {name} ({kind}) were written, and it has {math.prod(place.shape):,}. "
+                        f"{ASK_TO_REPORT}"
+                    )
         for stem, tree in self.trees.items():
             tree.write(self.draft / stem)
         models = [
-            StoredModel.with_sums(kind, folder, tied, layout.places, part)
-            for (kind, folder, tied), layout, part in zip(self.models, self.layouts, sums, strict=True)
+            StoredModel.with_sums(kind, folder, tied, layout.places, part[:, :2])
+            for (kind, folder, tied), layout, part in zip(self.models, self.layouts, summed, strict=True)
         ]
         sizes = {file: size for layout in self.layouts for file, size in layout.sizes.items()}
         files: dict[str, tuple[int, int | None]] = {}
@@ -192,37 +198,6 @@ def open_checkpoint(
     return opened
 
 
-def session_fragments(
-    session: Session, *, changing: bool = False, prepare: Callable[[list[OptimizedPiece]], None] = lambda _: None
-) -> Iterator[Fragment]:
-    """All tensors of a session, as they lie here; each may be used until the next is asked for.
-
-    Args:
-        session: of a model.
-        changing: they are going to be changed, inside `session.reading()`.
-        prepare: called with pieces that are in memory, before their fragments come.
-    """
-    weights = {fragment.name: fragment for fragment in session.weight_fragments()}
-    for pieces in session.blocks(changing=changing):
-        prepare(pieces)
-        yield from _join(weights, pieces)
-    yield from session.fetched(weights.values(), changing=changing)
-
-
-def described_fragments(session: Session) -> Iterator[Fragment]:
-    """The same, without reading from a disk: of what lies there, all but the values is known."""
-    weights = {fragment.name: fragment for fragment in session.weight_fragments()}
-    yield from _join(weights, session.optimized_pieces())
-    yield from weights.values()
-
-
-def _join(weights: dict[str, Fragment], pieces: list[OptimizedPiece]) -> Iterator[Fragment]:
-    """What there is of the parameters that `pieces` are of, whose weights are taken out of `weights`."""
-    trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
-    yield from with_masters(trained, (piece.weight() for piece in pieces))
-    yield from state_fragments(pieces)
-
-
 def agree_on(layouts: Sequence[Layout]) -> None:
     """All processes must have the same tensors: each writes at offsets that it computed by itself. Collective.
 
@@ -250,5 +225,7 @@ def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
             path = draft / file
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as opened:
-                opened.write(head)
+                # The size first: a client of NFS that writes at a file's end takes the rest of that page to be zeros,
+                # and may write them over what another machine has written there.
                 reserve(opened, layout.sizes[file])
+                opened.write(head)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from zero_plugin import collectives
-from zero_plugin.checkpoint.save import OpenCheckpoint, described_fragments, session_fragments
+from zero_plugin.checkpoint.save import OpenCheckpoint
+from zero_plugin.checkpoint.session_tensors import described_fragments, placed_fragments, session_fragments
 from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.errors import CheckpointError
 from zero_plugin.meter import memory_available_bytes
@@ -63,10 +64,9 @@ class Snapshot:
     def _missing_bytes(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> int:
         needed = sum(tree.size for tree in opened.trees.values())
         for session, layout in zip(sessions, opened.layouts, strict=True):
-            for fragment in described_fragments(session):
-                if (fragment.kind, fragment.name) in layout.places:
-                    begin, end = fragment.written
-                    needed += (end - begin) * fragment.values.element_size()
+            for fragment in placed_fragments(described_fragments(session), layout):
+                begin, end = fragment.written
+                needed += (end - begin) * fragment.values.element_size()
         kept = _CHUNK_BYTES * sum(map(len, self._chunks.values()))
         return max(0, needed - kept)
 
@@ -76,8 +76,7 @@ class Snapshot:
         copies = [
             [
                 part
-                for fragment in session_fragments(session)
-                if (fragment.kind, fragment.name) in layout.places
+                for fragment in placed_fragments(session_fragments(session), layout)
                 for part in self._copy_fragment(fragment)
             ]
             for session, layout in zip(sessions, opened.layouts, strict=True)

@@ -19,8 +19,9 @@ from zero_plugin.checkpoint.folders import automatic_folder, rotate_checkpoints
 from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.checkpoint.pretrained import write_configuration
 from zero_plugin.checkpoint.random_state import random_state
-from zero_plugin.checkpoint.save import Draft, open_checkpoint, session_fragments
+from zero_plugin.checkpoint.save import Draft, open_checkpoint
 from zero_plugin.checkpoint.save_model import parse_size
+from zero_plugin.checkpoint.session_tensors import session_fragments
 from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.config.document import Document
 from zero_plugin.data.adapter import DataLoaderAdapter
@@ -195,7 +196,7 @@ class CheckpointCalls:
                     "save_state() needs a folder: save_state(output_dir=…), or "
                     "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
                 )
-            return Path(output_dir).expanduser().absolute()
+            return Path(output_dir).expanduser().resolve()  # what a link points to is replaced, not the link
         target = automatic_folder(project.project_dir) / f"checkpoint_{project.iteration}"
         if output_dir is not None and Path(output_dir).expanduser().absolute() != target:
             self._say(f"save_state({str(output_dir)!r}): naming is automatic, so it is {target}")

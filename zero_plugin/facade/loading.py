@@ -16,7 +16,7 @@ from zero_plugin.bigmodel.empty import init_empty_weights, outermost_modules
 from zero_plugin.bigmodel.tensors import tensor_slots
 from zero_plugin.checkpoint.initializing import initialize_tensors
 from zero_plugin.checkpoint.ranges import open_reader
-from zero_plugin.checkpoint.save import session_fragments
+from zero_plugin.checkpoint.session_tensors import session_fragments
 from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.checkpoint.weight_names import WeightsReport, find_weights, match_weights
 from zero_plugin.errors import CheckpointError, LoopError
