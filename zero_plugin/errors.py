@@ -118,3 +118,5 @@ class LoopError(ZeroPluginError):
 
 class CheckpointError(ZeroPluginError):
     """A checkpoint cannot be written, is damaged, or does not fit this run; the message names the file or tensor."""
+
+    exit_code = 2  # the commands that meet it were named the wrong folder

@@ -25,6 +25,12 @@ _COMMANDS = {
     "env": ("zero_plugin.cli.env", "env", False),
     "demo": ("zero_plugin.cli.demo", "demo", False),
 }
+_CHECKPOINT_COMMANDS = {
+    "inspect": ("zero_plugin.cli.checkpoint", "inspect", False),
+    "verify": ("zero_plugin.cli.checkpoint", "verify", False),
+    "export": ("zero_plugin.cli.checkpoint", "export", False),
+    "import": ("zero_plugin.cli.checkpoint", "import_", False),
+}
 
 
 class _Command(TyperCommand):
@@ -43,14 +49,28 @@ class _Command(TyperCommand):
 class _LazyCommands(TyperGroup):
     """Imports a command's module when the command is named, so that none pays for another's imports."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
-        return list(_COMMANDS)
+    commands_known = _COMMANDS
 
-    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
+        return list(self.commands_known)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        if cmd_name not in self.commands_known:
             return None
-        module, function, takes_script = _COMMANDS[cmd_name]
+        module, function, takes_script = self.commands_known[cmd_name]
         return _build_command(cmd_name, getattr(import_module(module), function), takes_script=takes_script)
+
+
+class _CheckpointCommands(_LazyCommands):
+    commands_known = _CHECKPOINT_COMMANDS
+
+
+class _AllCommands(_LazyCommands):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), "checkpoint"]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _checkpoint_group() if cmd_name == "checkpoint" else super().get_command(ctx, cmd_name)
 
 
 def _build_command(name: str, function: Callable[..., None], *, takes_script: bool) -> TyperCommand:
@@ -69,8 +89,24 @@ def _build_command(name: str, function: Callable[..., None], *, takes_script: bo
     return command
 
 
+def _checkpoint_group() -> Any:
+    app = typer.Typer(
+        name="checkpoint",
+        cls=_CheckpointCommands,
+        add_completion=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+
+    @app.callback()
+    def _checkpoint() -> None:
+        """Look into checkpoints, verify them, and take them from and to other formats."""
+
+    return typer.main.get_command(app)
+
+
 _app = typer.Typer(
-    cls=_LazyCommands,
+    cls=_AllCommands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

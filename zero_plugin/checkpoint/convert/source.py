@@ -108,6 +108,11 @@ class Source:
             for name, weight in found.items()
         }
 
+    def bytes_to_write(self, dtype: torch.dtype | None, *, weights_only: bool) -> int:
+        """Of all tensors, or of the weights in that type, for a progress bar."""
+        stored = self.weights(dtype).values() if weights_only else self.tensors.values()
+        return sum(tensor.size for tensor in stored)
+
 
 def map_tensor(folder: Path, place: Place, files: dict[str, Any]) -> Stored:
     """A tensor of a safetensors file.

@@ -1,0 +1,171 @@
+"""What a checkpoint holds, in numbers: from its manifest and records alone, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredModel, find_damage, read_manifest
+from zero_plugin.errors import CheckpointError
+from zero_plugin.run_record import RECORD_NAME
+
+__all__ = ["KindSummary", "ModelSummary", "Summary", "summarise"]
+
+_WEIGHT: Final = "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class KindSummary:
+    """All tensors of one kind: `weight`, `master`, or a state of the optimizer's.
+
+    Attributes:
+        kind: see above.
+        tensors: how many.
+        bytes: of them all.
+        types: safetensors' names of their types.
+    """
+
+    kind: str
+    tensors: int
+    bytes: int
+    types: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """One model.
+
+    Attributes:
+        kind: name of its class.
+        folder: below the checkpoint's.
+        trained: elements of the parameters that the optimizer steps.
+        frozen: elements of all other weights and buffers.
+        tied: further names of shared weights.
+        algorithm: of the optimizer; None without one, or where it is not known.
+        kinds: what is stored.
+    """
+
+    kind: str
+    folder: str
+    trained: int
+    frozen: int
+    tied: int
+    algorithm: str | None
+    kinds: tuple[KindSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One checkpoint.
+
+    Attributes:
+        folder: where it is.
+        damage: what makes it incomplete; None if nothing does. The rest may be missing then.
+        step: optimizer steps that the first model had taken.
+        bytes: of all files.
+        precision: that it was trained in, as launch configs name it; None where that was not recorded.
+        written_by: strategy, ZeRO stage, offload, processes; or what it was imported from.
+        created: when, as ISO 8601.
+        versions: package → version.
+        models: in the order of `prepare`.
+        files: path → bytes.
+    """
+
+    folder: Path
+    damage: str | None
+    step: int | None = None
+    bytes: int = 0
+    precision: str | None = None
+    written_by: str = ""
+    created: str | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    models: tuple[ModelSummary, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+
+
+def summarise(folder: Path) -> Summary:
+    """The summary of a checkpoint; of a damaged one as far as it can be read.
+
+    Args:
+        folder: of one checkpoint.
+    """
+    damage = find_damage(folder)
+    try:
+        manifest = read_manifest(folder)
+        records = _read_json(folder / "training.json")["models"]
+    except (CheckpointError, KeyError, TypeError) as error:
+        return Summary(folder, damage or str(error))
+    optimizers = [record["optimizer"] or {} for record in records]
+    files = {path: size for path, (size, _) in manifest.files.items()}
+    run = _read_json(folder / RECORD_NAME) if (folder / RECORD_NAME).is_file() else {}
+    values = {entry["path"]: entry["value"] for entry in run.get("values", ())}
+    return Summary(
+        folder,
+        damage,
+        step=next((optimizer["applied_steps"] for optimizer in optimizers if optimizer), None),
+        bytes=sum(files.values()) + (folder / MANIFEST_NAME).stat().st_size,
+        precision={"no": "fp32"}.get(str(values.get("mixed_precision")), values.get("mixed_precision")),
+        written_by=_written_by(manifest, run.get("deepspeed_config") or {}),
+        created=manifest.about.get("created"),
+        versions=manifest.about.get("versions") or {},
+        models=tuple(map(_summarise_model, manifest.models, optimizers)),
+        files=files,
+    )
+
+
+def _summarise_model(model: StoredModel, optimizer: Mapping[str, Any]) -> ModelSummary:
+    stepped = {name for group in optimizer.get("groups", ()) for name in group["params"]}
+    counts = {True: 0, False: 0}
+    kinds: dict[str, list[Any]] = {}
+    for (kind, name), place in model.places.items():
+        kinds.setdefault(kind, []).append(place)
+        if kind == _WEIGHT:
+            counts[name in stepped] += math.prod(place.shape)
+    return ModelSummary(
+        model.kind,
+        model.folder,
+        counts[True],
+        counts[False],
+        len(model.tied),
+        optimizer.get("algorithm"),
+        tuple(
+            KindSummary(
+                kind,
+                len(places),
+                sum(place.size for place in places),
+                tuple(sorted({place.type_name for place in places})),
+            )
+            for kind, places in kinds.items()
+        ),
+    )
+
+
+def _written_by(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> str:
+    about = manifest.about
+    imported = about.get("imported")
+    strategy, processes = about.get("strategy"), about.get("processes")
+    zero = deepspeed_config.get("zero_optimization") or {}
+    words = [str(strategy)] if strategy else []
+    if imported:
+        words = [f"imported from {imported['format']}"]
+        zero = {"stage": imported["zero_stage"]} if "zero_stage" in imported else {}
+    if "stage" in zero:
+        words.append(f"ZeRO stage {zero['stage']}")
+    for part, what in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
+        device = (zero.get(part) or {}).get("device", "none")
+        words += [f"{what} on {device}"] if device != "none" else []
+    if processes:
+        words.append(f"{processes} process{'es' if processes > 1 else ''}")
+    return ", ".join(words)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    return content
