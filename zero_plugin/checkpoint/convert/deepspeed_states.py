@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor
@@ -62,9 +63,9 @@ class TrainedGroup:
 def trained_groups(files: DeepSpeedFiles) -> list[TrainedGroup]:
     """The parameter groups of a checkpoint with ZeRO.
 
-    At stages 1 and 2 a rank has one flat buffer for each group, and says which parameters lie where in it. At stage 3
-    it has one for each sub-group, in which a rank's equal share of each parameter follows that of the one before it
-    (DeepSpeed, `runtime/zero/stage_1_and_2.py` and `stage3.py`, `state_dict`).
+    At stages 1 and 2 the parameters of a group lie one after another in a flat buffer, which is cut into equal parts,
+    one for each rank. At stage 3 a rank has a flat buffer for each sub-group, with its equal share of one parameter
+    after another (DeepSpeed, `runtime/zero/stage_1_and_2.py` and `stage3.py`, `state_dict`).
 
     Raises:
         CheckpointError: files of ranks are missing, or do not make whole parameters.
@@ -89,20 +90,50 @@ def _flat_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]]) -> l
     groups = []
     for index, settings in enumerate(base[0][1]):
         group = TrainedGroup(settings)
-        mappings = [entry["param_slice_mappings"][index] for entry in saved]
         flats = [entry["single_partition_of_fp32_groups"][index] for entry in saved]
         states = [states.get(index, {}) for states, _ in base]
-        names = known[index] if known else dict.fromkeys(name for mapping in mappings for name in mapping)
-        for name in names:
-            shape = tuple(known[index][name] if known else module[name].shape)
-            pieces = [
-                Piece(rank, mapping[name].start, mapping[name].numel)
-                for rank, mapping in enumerate(mappings)
-                if name in mapping
-            ]
+        if known:
+            paddings = saved[0].get("param_alignment_paddings", [()] * (index + 1))[index]
+            placed = _in_order(known[index], paddings, [flat.numel() for flat in flats])
+        else:  # stage 0 in bf16
+            placed = _as_mapped([entry["param_slice_mappings"][index] for entry in saved], module)
+        for name, shape, pieces in placed:
             group.add(name, shape, flats, states, pieces)
         groups.append(group)
     return groups
+
+
+def _in_order(
+    shapes: Mapping[str, Any], paddings: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
+    """Parameters one after another in a buffer that is cut into equal parts, of which the last ones may be shorter.
+
+    The slice mappings in the files do not serve: they know nothing of the order of `round_robin_gradients`.
+    """
+    begin = 0
+    for (name, shape), padding in zip(shapes.items(), chain(paddings, repeat(0))):
+        end = begin + math.prod(shape)
+        pieces = []
+        for rank in range(len(sizes)):
+            first = rank * sizes[0]
+            start, stop = max(begin, first), min(end, first + sizes[rank])
+            if start < stop:
+                pieces.append(Piece(rank, start - first, stop - start))
+        yield name, tuple(shape), pieces
+        begin = end + padding
+
+
+def _as_mapped(
+    mappings: Sequence[Mapping[str, Any]], module: Mapping[str, Tensor]
+) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
+    """Parameters where each rank's file says that they lie."""
+    for name in dict.fromkeys(name for mapping in mappings for name in mapping):
+        pieces = [
+            Piece(rank, mapping[name].start, mapping[name].numel)
+            for rank, mapping in enumerate(mappings)
+            if name in mapping
+        ]
+        yield name, tuple(module[name].shape), pieces
 
 
 def _partitioned_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]]) -> list[TrainedGroup]:

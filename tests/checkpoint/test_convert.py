@@ -1,0 +1,326 @@
+"""Conversions of one process: formats, safety, what is written where, and how much memory it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from zero_plugin.checkpoint.convert.deepspeed_plain import plain_groups
+from zero_plugin.checkpoint.convert.open_source import open_source
+from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
+from zero_plugin.checkpoint.convert.to_model import write_model, write_single_file
+from zero_plugin.checkpoint.convert.to_universal import write_universal
+from zero_plugin.checkpoint.manifest import find_damage, read_manifest
+from zero_plugin.checkpoint.nested_file import read_nested
+from zero_plugin.checkpoint.verify import find_differences
+from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.fragments import MASTER, WEIGHT
+
+
+def quiet(_: int) -> None:
+    """No progress."""
+
+
+def deepspeed_folder(folder: Path, model: dict[str, Any], *ranks: dict[str, Any]) -> Path:
+    """A checkpoint of stage 3 with the content of its files."""
+    folder.mkdir()
+    for rank, optimizer in enumerate(ranks):
+        torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def stage_3(values: torch.Tensor, processes: int = 1, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Model file and optimizer files of one bf16 parameter `w`, trained by Adam; states are twice and thrice of it."""
+    share = -(-values.numel() // processes)
+    flat = torch.nn.functional.pad(values.reshape(-1), (0, share * processes - values.numel()))
+    model = {
+        "module": OrderedDict(w=torch.empty(0, dtype=torch.bfloat16), b=torch.arange(3)),
+        "param_shapes": [OrderedDict(w=values.shape)],
+        "global_steps": 7,
+        "skipped_steps": 2,
+        "dp_world_size": processes,
+        "ds_version": "0.19.8",
+        **more,
+    }
+    settings = {"lr": 0.5, "betas": (0.9, 0.99), "decoupled_weight_decay": True, "foreach": None, "params": [0]}
+    optimizers = []
+    for part in flat.split(share):
+        part = part.clone()
+        state = {"step": torch.tensor(5.0), "exp_avg": 2 * part, "exp_avg_sq": 3 * part}
+        base = {"state": {0: state}, "param_groups": [settings]}
+        optimizers.append(
+            {"zero_stage": 3, "partition_count": processes, "fp32_flat_groups": [part], "optimizer_state_dict": base}
+        )
+    return model, optimizers
+
+
+def imported(source: Path, target: Path, **options: Any) -> Path:
+    """The checkpoint made of what is there."""
+    opened = open_source(source, **options)
+    write_checkpoint(opened, target, max_shard_bytes=2**31, overwrite=False, progress=quiet)
+    return target
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder of two shards, with tied names, a bf16 weight, and a tensor that is not aligned."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.arange(6.0).view(2, 3), "h": torch.ones(4, dtype=torch.bfloat16)}, folder / "one.safetensors")
+    save_file({"i": torch.arange(5)}, folder / "two.safetensors", metadata={"format": "pt", "tied.i": "i"})
+    head = json.dumps({"o": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    head += b" " * ((3 - len(head)) % 8)
+    raw = torch.tensor([1.5, 2.5]).numpy().tobytes()
+    (folder / "three.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + raw)
+    index = {"a": "one.safetensors", "h": "one.safetensors", "i": "two.safetensors", "o": "three.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Tiny"], "torch_dtype": "float32"}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_model_folder_becomes_a_checkpoint(model_folder: Path, tmp_path: Path) -> None:
+    """Weights bit for bit, tied names, configuration and tokenizer; whole, and without an optimizer."""
+    checkpoint = imported(model_folder, tmp_path / "out")
+    assert find_damage(checkpoint) is None
+    manifest = read_manifest(checkpoint)
+    assert list(find_differences(checkpoint, manifest, quiet)) == []
+    assert manifest.models[0].kind == "Tiny"
+    assert manifest.models[0].tied == {"tied.i": "i"}
+    stored = load_file(checkpoint / "model.safetensors")
+    assert torch.equal(stored["a"], torch.arange(6.0).view(2, 3))
+    assert stored["h"].dtype == torch.bfloat16
+    assert stored["o"].tolist() == [1.5, 2.5]
+    assert (checkpoint / "tokenizer.json").exists()
+    assert read_nested(checkpoint / "training")["models"][0]["optimizer"] is None
+
+
+def test_a_model_folder_in_another_type_and_in_shards(model_folder: Path, tmp_path: Path) -> None:
+    """Floating weights are converted, integers are not; the configuration names the type; shards have an index."""
+    source = open_source(model_folder)
+    write_model(source, tmp_path / "hf", dtype=torch.bfloat16, max_shard_bytes=30, overwrite=False, progress=quiet)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == {"a", "h", "i", "o"}
+    assert len(set(index.values())) > 1
+    tensors = {name: load_file(tmp_path / "hf" / file)[name] for name, file in index.items()}
+    assert tensors["a"].dtype == tensors["h"].dtype == torch.bfloat16
+    assert tensors["i"].dtype == torch.int64
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_one_file(model_folder: Path, tmp_path: Path) -> None:
+    """Everything in the file that was named, and nothing beside it; another ending is refused."""
+    out = tmp_path / "there" / "all.safetensors"
+    write_single_file(open_source(model_folder), out, dtype=None, overwrite=False, progress=quiet)
+    assert [path.name for path in out.parent.iterdir()] == ["all.safetensors"]
+    with safe_open(out, "pt") as opened:
+        assert set(opened.keys()) == {"a", "h", "i", "o"}
+        assert opened.metadata()["tied.i"] == "i"
+    with pytest.raises(CheckpointError, match="already"):
+        write_single_file(open_source(model_folder), out, dtype=None, overwrite=False, progress=quiet)
+    with pytest.raises(CheckpointError, match=r"\.safetensors"):
+        write_single_file(open_source(model_folder), tmp_path / "x.bin", dtype=None, overwrite=False, progress=quiet)
+
+
+@pytest.mark.parametrize("processes", [1, 3, 4])
+def test_shares_of_stage_3_are_joined(processes: int, tmp_path: Path) -> None:
+    """Masters, states and settings of any number of ranks; 16-bit weights are the masters, rounded."""
+    values = torch.randn(5, 2)
+    model, optimizers = stage_3(values, processes)
+    checkpoint = imported(deepspeed_folder(tmp_path / "ds", model, *optimizers), tmp_path / "out")
+    tensors = open_source(checkpoint).tensors
+    assert torch.equal(tensors[MASTER, "w"].whole(), values)
+    assert torch.equal(tensors["exp_avg", "w"].whole(), 2 * values)
+    assert torch.equal(tensors[WEIGHT, "w"].whole(), values.bfloat16())
+    record = read_nested(checkpoint / "training")["models"][0]["optimizer"]
+    assert record["applied_steps"] == 5
+    assert record["algorithm"] == "adamw"
+    assert record["scalars"] == {"w": {"step": 5.0}}
+    settings = {"lr": 0.5, "betas": (0.9, 0.99), "decoupled_weight_decay": True}
+    assert record["groups"] == [{"params": ["w"], "settings": settings}]
+    write_model(
+        open_source(checkpoint),
+        tmp_path / "hf",
+        dtype=torch.float32,
+        max_shard_bytes=99,
+        overwrite=False,
+        progress=quiet,
+    )
+    assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], values)  # of the masters, not rounded
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    """Files of fewer ranks than wrote it, and a file that is cut off."""
+    model, optimizers = stage_3(torch.randn(8), 4)
+    folder = deepspeed_folder(tmp_path / "ds", model, *optimizers[:3])
+    with pytest.raises(CheckpointError, match="3 of the 4"):
+        open_source(folder)
+    file = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    file.write_bytes(file.read_bytes()[:-500])
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_1.*cannot be read"):
+        open_source(folder)
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_no_code_of_a_pickle_runs_unless_trusted(tmp_path: Path) -> None:
+    """The class is named and nothing runs; with trust it is read."""
+    model, optimizers = stage_3(torch.randn(4), 1, client=Evil(tmp_path / "ran"))
+    folder = deepspeed_folder(tmp_path / "ds", model, *optimizers)
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir(.|\n)*--trust_pickle"):
+        open_source(folder)
+    assert not (tmp_path / "ran").exists()
+    assert (WEIGHT, "w") in open_source(folder, trust_pickle=True).tensors
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("layer_01-model_states.pt", "layer_"),
+        ("zero_pp_rank_0_mp_rank_01_model_states.pt", "tensor parallelism"),
+        ("offloaded_tensors/x", "NVMe"),
+    ],
+)
+def test_other_parallelism_is_refused(name: str, part: str, tmp_path: Path) -> None:
+    """What was split otherwise than by ZeRO would be read wrongly."""
+    model, optimizers = stage_3(torch.randn(4))
+    folder = deepspeed_folder(tmp_path / "ds", model, *optimizers)
+    (folder / name).parent.mkdir(exist_ok=True)
+    torch.save(model, folder / name)
+    with pytest.raises(CheckpointError, match=part):
+        open_source(folder)
+
+
+def test_stage_0_is_read_only_where_it_is_certain_whose_a_state_is() -> None:
+    """Without names: equal shapes in two groups leave it open, and it says so; in one group of all they do not."""
+    module = OrderedDict(a=torch.zeros(2, 2), b=torch.ones(2, 2))
+    state = {index: {"step": torch.tensor(1.0), "exp_avg": torch.full((2, 2), float(index))} for index in range(2)}
+    notes: list[str] = []
+    split = {"state": state, "param_groups": [{"lr": 1, "params": [0]}, {"lr": 2, "params": [1]}]}
+    assert plain_groups({"module": module, "optimizer": split}, notes) == []
+    assert len(notes) == 1
+    whole = {"state": state, "param_groups": [{"lr": 1, "params": [0, 1]}]}
+    (group,) = plain_groups({"module": module, "optimizer": whole}, notes)
+    assert group.states["b"]["exp_avg"].whole().tolist() == [[1, 1], [1, 1]]
+    named = [{**entry, "param_names": [name]} for entry, name in zip(split["param_groups"], "ba", strict=True)]
+    first, second = plain_groups({"module": module, "optimizer": {"state": state, "param_groups": named}}, notes)
+    assert (list(first.masters), list(second.masters)) == (["b"], ["a"])
+    assert len(notes) == 1
+
+
+def test_what_is_there_is_replaced_only_when_asked_and_only_if_known(model_folder: Path, tmp_path: Path) -> None:
+    """A model is replaced whole, with none of its files left; a folder of other things never; an error leaves all."""
+    out, source = tmp_path / "out", open_source(model_folder)
+    write_model(source, out, dtype=None, max_shard_bytes=30, overwrite=False, progress=quiet)
+    with pytest.raises(CheckpointError, match="--overwrite"):
+        write_model(source, out, dtype=None, max_shard_bytes=2**31, overwrite=False, progress=quiet)
+
+    def fail(_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = sorted(path.name for path in out.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        write_model(source, out, dtype=None, max_shard_bytes=2**31, overwrite=True, progress=fail)
+    assert sorted(path.name for path in out.iterdir()) == before
+    write_model(source, out, dtype=None, max_shard_bytes=2**31, overwrite=True, progress=quiet)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    other = tmp_path / "home"
+    other.mkdir()
+    (other / "diary.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a model"):
+        write_model(source, other, dtype=None, max_shard_bytes=2**31, overwrite=True, progress=quiet)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "model", "out"]
+
+
+def test_a_universal_checkpoint_needs_an_optimizer(model_folder: Path, tmp_path: Path) -> None:
+    """Weights alone are no state to go on from; the message names what to write instead."""
+    with pytest.raises(CheckpointError, match="--to hf"):
+        write_universal(open_source(model_folder), tmp_path / "out", overwrite=False, progress=quiet)
+
+
+def test_a_changed_byte_is_found(model_folder: Path, tmp_path: Path) -> None:
+    """Of a tensor, and of any other file."""
+    checkpoint = imported(model_folder, tmp_path / "out")
+    manifest = read_manifest(checkpoint)
+    for file, place in (("model.safetensors", manifest.models[0].places[WEIGHT, "a"].start), ("training.json", 3)):
+        with (checkpoint / file).open("r+b") as opened:
+            opened.seek(place)
+            opened.write(b"\x7f")
+    tensor, other = find_differences(checkpoint, manifest, quiet)
+    assert tensor == "model.safetensors: a (weight) differs from its checksum"
+    assert other == "training.json differs from its checksum"
+
+
+MEASURED = """
+import json, sys, threading, time
+from pathlib import Path
+import torch
+from zero_plugin.checkpoint.convert.open_source import open_source
+from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
+from zero_plugin.checkpoint.convert.to_model import write_model
+from zero_plugin.checkpoint.convert.to_universal import write_universal
+from zero_plugin.checkpoint.manifest import read_manifest
+from zero_plugin.checkpoint.verify import find_differences
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+def growth(step):
+    begin, peak, ends = anonymous(), [0], threading.Event()
+    def watch():
+        while not ends.wait(0.002):
+            peak[0] = max(peak[0], anonymous())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    step()
+    ends.set()
+    watcher.join()
+    return peak[0] - begin
+
+folder = Path(sys.argv[1])
+quiet = {"overwrite": False, "progress": lambda _: None}
+torch.ones(10).to(torch.bfloat16).sum()
+made = folder / "made"
+print(json.dumps({
+    "import": growth(lambda: write_checkpoint(open_source(folder / "ds"), made, max_shard_bytes=2**31, **quiet)),
+    "verify": growth(lambda: list(find_differences(made, read_manifest(made), quiet["progress"]))),
+    "hf": growth(lambda: write_model(
+        open_source(made), folder / "hf", dtype=torch.float16, max_shard_bytes=2**31, **quiet)),
+    "universal": growth(lambda: write_universal(open_source(made), folder / "universal", **quiet)),
+}))
+"""
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """Of a checkpoint of 210 MB with one tensor of 60 MB, no more than that tensor or a staging buffer is in memory."""
+    model, optimizers = stage_3(torch.ones(15_000_000), 2)
+    deepspeed_folder(tmp_path / "ds", model, *optimizers)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    grown = json.loads(done.stdout)
+    assert max(grown.values()) < 90_000_000, grown

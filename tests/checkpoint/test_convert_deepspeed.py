@@ -1,0 +1,108 @@
+"""DeepSpeed's own checkpoints become ours, and ours become its universal ones, without losing a bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from zero_plugin.checkpoint.convert.open_source import open_source
+from zero_plugin.checkpoint.manifest import find_damage, read_manifest
+from zero_plugin.strategies.fragments import MASTER, WEIGHT
+
+WORKER = Path(__file__).parent / "convert_worker.py"
+
+STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 600}
+CASES: list[dict[str, Any]] = [
+    {"name": "0", "zero": {"stage": 0}, "precision": "no", "groups": 2, "path": "zero2"},
+    {"name": "1-bf16", "zero": {"stage": 1}, "precision": "bf16", "groups": 2, "path": "zero1"},
+    {
+        "name": "2",
+        "zero": {"stage": 2, "round_robin_gradients": True},
+        "precision": "no",
+        "groups": 2,
+        "path": "zero3",
+        "universal": [1],
+    },
+    {
+        "name": "2-cpu",
+        "zero": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "precision": "no",
+        "groups": 2,
+        "path": "ddp",
+    },
+    {"name": "3", "zero": STAGE_3, "precision": "no", "groups": 1, "path": "zero1", "universal": [3]},
+    {"name": "3-bf16", "zero": STAGE_3, "precision": "bf16", "groups": 2, "path": "zero3"},
+]
+NAMES = [case["name"] for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all checkpoints and results are."""
+    return tmp_path_factory.mktemp("convert")
+
+
+@pytest.fixture
+def finished(folder: Path, run_processes: Callable[..., list[str]], built_ops: None) -> Path:
+    """The folder, after two processes have run all cases."""
+    if not any(folder.iterdir()):
+        run_processes(WORKER, 2, folder, json.dumps(CASES), seconds=240)
+    return folder
+
+
+def result_of(finished: Path, name: str) -> dict[str, Any]:
+    """What a case has written."""
+    result: dict[str, Any] = json.loads((finished / name / "result.json").read_text())
+    return result
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_goes_on_as_the_engine_does(case: dict[str, Any], finished: Path) -> None:
+    """The imported checkpoint goes on elsewhere with the losses of the engine that wrote it."""
+    result = result_of(finished, case["name"])
+    tolerance = 1e-2 if case["precision"] == "bf16" else 1e-4 if "cpu" in case["name"] else 1e-6
+    assert result["imported"] == pytest.approx(result["engine"], rel=tolerance)
+    assert result["notes"] == []
+    assert result["not_restored"] == ["random states: there are none in the checkpoint"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> None:
+    """Each weight, master and state is bitwise what `safe_get_full_*` says; tied weights are there once."""
+    checkpoint = finished / case["name"] / "imported"
+    assert find_damage(checkpoint) is None
+    assert read_manifest(checkpoint).models[0].tied == {"two.weight": "one.weight"}
+    tensors = open_source(checkpoint).tensors
+    values = load_file(finished / case["name"] / "values.safetensors")
+    assert len(values) > 8
+    for key, value in values.items():
+        kind, name = key.split("/")
+        stored = tensors.get((kind, name)) or tensors[WEIGHT, name]  # an fp32 run's weights are its masters
+        assert torch.equal(stored.whole(), value), key
+    assert {name for kind, name in tensors if kind == WEIGHT} == {
+        key.removeprefix("weight/") for key in values if key.startswith("weight/")
+    }
+    if case["precision"] == "bf16":
+        assert tensors[WEIGHT, "one.weight"].dtype == torch.bfloat16
+        assert tensors[MASTER, "one.weight"].dtype == torch.float32
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "stage"), [(case["name"], stage) for case in CASES for stage in case.get("universal", ())]
+)
+def test_an_engine_goes_on_from_the_universal_export(name: str, stage: int, finished: Path) -> None:
+    """DeepSpeed's own loader takes it at another stage, with the same losses."""
+    result = result_of(finished, name)
+    assert result["universal"][str(stage)] == pytest.approx(result["engine"], rel=1e-6)
