@@ -111,7 +111,7 @@ def _in_order(
     The slice mappings in the files do not serve: they know nothing of the order of `round_robin_gradients`.
     """
     begin = 0
-    for (name, shape), padding in zip(shapes.items(), chain(paddings, repeat(0))):
+    for (name, shape), padding in zip(shapes.items(), chain(paddings, repeat(0)), strict=False):
         end = begin + math.prod(shape)
         pieces = []
         for rank in range(len(sizes)):
