@@ -6,11 +6,11 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
+from zero_plugin.installed import installed_version
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.listing import list_values
 from zero_plugin.resolve.resolved import Resolved
@@ -26,7 +26,7 @@ _KEPT: Final = 20
 def describe_run(document: Document, resolved: Resolved, facts: Facts) -> dict[str, Any]:
     """The record: versions, where it runs, every value with its origin, and what DeepSpeed gets (null without it)."""
     return {
-        "versions": {package: _version(package) for package in ("zero-plugin", "deepspeed", "torch")},
+        "versions": {package: installed_version(package) for package in ("zero-plugin", "deepspeed", "torch")},
         "files": list(document.sources),
         "strategy": facts.strategy,
         "accelerator": facts.machine.accelerator,
@@ -80,10 +80,3 @@ def _write(record: Mapping[str, Any], file: Path) -> None:
     draft = file.with_name(f".{file.name}")
     draft.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
     draft.replace(file)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 import zero_plugin
 from zero_plugin.config.location import find_config_file
+from zero_plugin.installed import installed_version
 from zero_plugin.launch.machine import count_cores, has_gpu_driver, host_memory_bytes
 
 __all__ = ["env"]
@@ -29,20 +29,13 @@ def env() -> None:
 def _facts() -> Iterator[tuple[str, str]]:
     yield "zero_plugin", zero_plugin.__version__
     for package in _PACKAGES:
-        yield package, _installed(package)
+        yield package, installed_version(package) or "not installed"
     yield "python", platform.python_version()
     yield "system", platform.platform()
     memory = host_memory_bytes()
     yield "cores", str(count_cores())
     yield "host memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
     yield "GPUs", ", ".join(_gpu_names()) or "none"
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _gpu_names() -> list[str]:

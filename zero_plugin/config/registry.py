@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from importlib import metadata, resources
+from importlib import resources
 from typing import Any, Final
 
 from zero_plugin.config.compiler_keys import compiler_schema
@@ -15,6 +15,7 @@ from zero_plugin.config.launch_settings import launch_schema
 from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS
 from zero_plugin.config.tree import Path
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.installed import installed_version
 
 __all__ = [
     "KNOWN_RELEASES",
@@ -204,9 +205,5 @@ def _nearest(release: str) -> str:
     return next((known for known in reversed(KNOWN_RELEASES) if release_order(known) <= wanted), KNOWN_RELEASES[0])
 
 
-@functools.cache  # each look parses the package's metadata anew
 def _installed() -> str:
-    try:
-        return metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return KNOWN_RELEASES[-1]
+    return installed_version("deepspeed") or KNOWN_RELEASES[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,14 +53,19 @@ class Violation:
 
 def validator(schema: Mapping[str, Any]) -> Validator:
     """A validator in which `2e8` is not yet an integer, so that it is found and read as one."""
+    by: Validator = _strict_validator()(schema)
+    return by
+
+
+@functools.cache  # making the class takes longer than a check
+def _strict_validator() -> Any:
     from jsonschema import Draft202012Validator, validators  # here, because a document made in code may need no check
 
     def is_integer(_: Any, value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
-    by: Validator = validators.extend(Draft202012Validator, type_checker=types)(schema)  # type: ignore[no-untyped-call]
-    return by
+    return validators.extend(Draft202012Validator, type_checker=types)  # type: ignore[no-untyped-call]
 
 
 def violations(tree: Tree, by: Validator) -> Iterator[Violation]:

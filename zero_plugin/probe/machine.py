@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 import torch
 
+from zero_plugin.installed import installed_version
 from zero_plugin.resolve.facts import MachineFacts
 
 __all__ = ["probe_machine"]
@@ -27,7 +27,7 @@ def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1
         processes=processes,
         bf16=_computes_in_bf16(kind),
         fp16=kind == "cuda",
-        deepspeed_version=_installed("deepspeed"),
+        deepspeed_version=installed_version("deepspeed") or "",
     )
 
 
@@ -39,10 +39,3 @@ def _computes_in_bf16(kind: AcceleratorKind) -> bool:
         # oneDNN's own answer for this processor (AVX-512 or better on x86, BF16 instructions on ARM)
         return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
     return True
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import NamedTuple
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero
 from zero_plugin.errors import StrategyError
+from zero_plugin.installed import installed_version
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.ddp import DdpStrategy
 from zero_plugin.strategies.processes import Processes
@@ -49,13 +49,11 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
 
 
 def _deepspeed(document: Document, settings: LaunchSettings, processes: Processes) -> Strategy:
-    try:
-        importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
+    if installed_version("deepspeed") is None:
         raise StrategyError(
             "The configuration asks for DeepSpeed, which is not installed: pip install deepspeed\n"
             "Or run without ZeRO: --multi_gpu, --cpu, or distributed_type: MULTI_GPU in the configuration."
-        ) from None
+        )
     from zero_plugin.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     strategy = DeepSpeedStrategy(document, settings, processes)
