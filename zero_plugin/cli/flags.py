@@ -57,19 +57,25 @@ LAUNCH_FLAGS: Final = (
     LaunchFlag("log_dir", "Folder for a log of each worker; its lines on the screen are then prefixed.", _ENGINE),
     LaunchFlag("tee", "Streams to show and log: 0, 1 (output), 2 (errors), 3, or 0:3,1:2.", _ENGINE, short=("-t",)),
     LaunchFlag("role", "torchrun's name for the workers.", _ENGINE),
-    LaunchFlag("enable_cpu_affinity", "Bind each process to the cores near its GPU.", _ENGINE, switch=True),
+    LaunchFlag(
+        "enable_cpu_affinity", "Bind each process to the cores near its GPU, by NUMA node.", _ENGINE, switch=True
+    ),
     LaunchFlag("monitor_interval", "Seconds between two looks at the workers.", _ENGINE),
     LaunchFlag("num_machines", "Machines in the run.", _MACHINES),
     LaunchFlag("machine_rank", "This machine's number, from 0.", _MACHINES),
     LaunchFlag("main_process_ip", "Address of machine 0.", _MACHINES),
     LaunchFlag("main_process_port", "Port on machine 0; on one machine a free one is taken.", _MACHINES),
-    LaunchFlag("same_network", "All machines are in one network; torchrun does not ask.", _MACHINES, switch=True),
+    LaunchFlag("same_network", "Accepted, as with Accelerate; torchrun does not ask.", _MACHINES, switch=True),
     LaunchFlag("rdzv_backend", "torchrun's rendezvous: static or c10d.", _MACHINES),
     LaunchFlag("rdzv_endpoint", "host:port of the rendezvous.", _MACHINES),
     LaunchFlag("rdzv_conf", "Rendezvous options, key=value,key=value.", _MACHINES),
-    LaunchFlag("deepspeed_hostfile", "File that names the hosts, for DeepSpeed's launcher.", _MACHINES),
-    LaunchFlag("deepspeed_multinode_launcher", "standard: torchrun on every machine.", _MACHINES),
-    LaunchFlag("deepspeed_inclusion_filter", "Hosts and slots to use.", _MACHINES),
+    LaunchFlag(
+        "deepspeed_hostfile", "Lines `host slots=GPUS`: DeepSpeed's launcher starts them all from here.", _MACHINES
+    ),
+    LaunchFlag(
+        "deepspeed_multinode_launcher", "pdsh, openmpi, slurm, nossh, …; standard: torchrun on each.", _MACHINES
+    ),
+    LaunchFlag("deepspeed_inclusion_filter", "Hosts and slots to use: host-1@host-2:0,2.", _MACHINES),
     LaunchFlag("deepspeed_exclusion_filter", "Hosts and slots to leave out.", _MACHINES),
     LaunchFlag("main_training_function", "Function that TPU launches call.", _ENGINE),
     LaunchFlag("module", "The program is a module, as with `python -m`.", _ENGINE, switch=True, short=("-m",)),

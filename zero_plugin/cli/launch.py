@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.launch.allocation import fill_from_job
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers
@@ -39,17 +40,19 @@ def launch(
         "module" if flags.get("module") else "executable" if flags.get("no_python") else "script"
     )
     document = document_from_flags(flags)
+    endpoint = flags.get("rdzv_endpoint")
     said = [f"configuration: {', '.join(document.sources)}"] if document.sources and "config_file" not in flags else []
+    document, of_job = fill_from_job(document, os.environ, endpoint)
     spec = build_spec(
         document,
         Program(program, tuple(arguments or ()), kind),
         look_at_machine(),
         os.environ,
-        rendezvous_endpoint=flags.get("rdzv_endpoint"),
+        rendezvous_endpoint=endpoint,
     )
-    for sentence in [] if flags.get("quiet") else [*said, *overridden(spec.environment, os.environ)]:
+    for sentence in [] if flags.get("quiet") else [*said, *of_job, *overridden(spec.environment, os.environ)]:
         print(sentence, file=sys.stderr)
     if flags.get("dry_run"):
         print(shell_script(spec))
     else:
-        raise typer.Exit(run_workers(spec))
+        raise typer.Exit(run_workers(spec, quiet=bool(flags.get("quiet"))))

@@ -48,8 +48,14 @@ _COMPILER_MODES: Final = {
 _LAUNCHERS: Final = {
     "standard": "standard: you start the same command on every machine, with its own number",
     **{
-        name: f"{name}: DeepSpeed's launcher with a hostfile (this version writes it, but cannot start it yet)"
-        for name in ("pdsh", "openmpi", "mvapich", "mpich", "nossh", "slurm")
+        name: f"{name}: {how}"
+        for name, how in {
+            "pdsh": "DeepSpeed's launcher starts the hosts of a hostfile by ssh, from this machine",
+            "openmpi": "the same by mpirun",
+            "slurm": "the same by srun",
+            "nossh": "a hostfile, and you start the same command on every machine, with its own number",
+            **dict.fromkeys(("mvapich", "mpich", "impi"), "DeepSpeed's launcher, not tested here"),
+        }.items()
     },
 }
 

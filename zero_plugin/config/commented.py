@@ -34,7 +34,7 @@ _LAUNCH: Final[Mapping[str, str]] = {
     "same_network": "true or false: whether all machines are in one local network; for Accelerate, it changes nothing",
     "gpu_ids": 'all, or numbers such as "0,1" among the GPUs that the launcher sees',
     "use_cpu": "true or false: train on the CPU, also beside GPUs",
-    "enable_cpu_affinity": "true or false: bind each process to the cores near its GPU",
+    "enable_cpu_affinity": "true or false: bind each process to the cores of the memory near its GPU",
     "num_cpu_threads_per_process": "OMP_NUM_THREADS, 1 or more; without it, cores over processes",
     "max_restarts": "how often all workers start again after a crash, 0 or more",
     "monitor_interval": "seconds between two looks at the workers, above 0",
@@ -49,7 +49,7 @@ _LAUNCH: Final[Mapping[str, str]] = {
 _TRAINING: Final[Mapping[str, str]] = {
     "deepspeed_config_file": "a DeepSpeed JSON; a relative path starts at this file's folder",
     "deepspeed_hostfile": "file with a line `host slots=GPUS` for each machine",
-    "deepspeed_multinode_launcher": "standard (torchrun on each), pdsh, openmpi, mvapich, mpich, nossh or slurm",
+    "deepspeed_multinode_launcher": "standard (torchrun on each), pdsh, openmpi, slurm, nossh, mvapich, mpich, impi",
     "deepspeed_exclusion_filter": f"hosts and slots to leave out, {_HOSTS}",
     "deepspeed_inclusion_filter": f"hosts and slots to use, {_HOSTS}",
     "deepspeed_moe_layer_cls_names": "classes of mixture-of-experts layers, beside those found by their structure",

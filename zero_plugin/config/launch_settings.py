@@ -93,7 +93,7 @@ class LaunchSettings(BaseModel):
     use_cpu: bool = False
     """Train on the CPU although there is an accelerator. Default: false."""
     enable_cpu_affinity: bool = False
-    """Bind each process to the cores near its GPU. Default: false."""
+    """Bind each process to the cores of the memory near its GPU, or to an even share. Default: false."""
     num_cpu_threads_per_process: int | None = Field(None, ge=1)
     """OMP_NUM_THREADS of each process. Default: cores divided by local processes."""
     max_restarts: int = Field(0, ge=0)
@@ -117,9 +117,10 @@ class LaunchSettings(BaseModel):
     deepspeed_hostfile: str | None = None
     """File that names the hosts for DeepSpeed's own launcher. Default: none."""
     deepspeed_multinode_launcher: (
-        Literal["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"] | None
+        Literal["pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm"] | None
     ) = None
-    """What starts the other machines. Default: `pdsh` with a hostfile, else `standard` (torchrun on every machine)."""
+    """What starts the other machines: all but `standard` are DeepSpeed's launcher, which reads a hostfile. Default:
+    `pdsh` with a hostfile, else `standard` (torchrun on every machine)."""
     deepspeed_exclusion_filter: str | None = None
     """Hosts and slots to leave out, in DeepSpeed's notation. Default: none."""
     deepspeed_inclusion_filter: str | None = None

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
+from zero_plugin.launch.affinity import Binding, choose_cores, find_gpus
+from zero_plugin.launch.build_hosts import asked_launcher, build_hosts_spec
 from zero_plugin.launch.foreign import foreign_variables
-from zero_plugin.launch.machine import Machine
-from zero_plugin.launch.problems import find_problems, where
+from zero_plugin.launch.machine import Machine, port_is_free
+from zero_plugin.launch.problems import STATIC_PORT, find_problems, where
 from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Setting
+from zero_plugin.probe.network import address_towards, host_of, interface_towards, is_loopback, is_own_address
 from zero_plugin.resolve.foreign import config_for_scripts
 from zero_plugin.resolve.preflight import resolve_before_run
 
 __all__ = ["build_spec"]
-
-_STATIC_PORT: Final = 29500  # torch.distributed's own default: all machines must know it before they can talk
 
 
 def build_spec(
@@ -44,6 +45,8 @@ def build_spec(
         ConfigError: everything about the launch that cannot run here, at once.
     """
     settings = launch_settings(document)
+    if asked_launcher(settings) != "standard":
+        return build_hosts_spec(document, settings, program, environ, rendezvous_endpoint=rendezvous_endpoint)
     on_cpu = asks_for_cpu(settings) or not machine.gpus
     on_deepspeed = asks_for_deepspeed(document, settings)
     gpus = 0 if on_cpu else machine.gpus if settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))
@@ -61,17 +64,24 @@ def build_spec(
         problems += error.problems
     if problems:
         raise ConfigError(problems)
+    rendezvous = _rendezvous(settings, rendezvous_endpoint)
+    environment = {
+        **_environment(document, settings, machine, processes, on_cpu=on_cpu, environ=environ),
+        **(_interfaces(rendezvous, environ, on_cpu=on_cpu) if settings.num_machines > 1 else {}),
+        **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
+    }
+    seen = {**environ, **{name: setting.value for name, setting in environment.items()}}
+    binding = Binding((), "")
+    if settings.enable_cpu_affinity:
+        binding = choose_cores(processes, find_gpus(processes, seen) if gpus else ())
     return LaunchSpec(
         program=program,
         document=document,
         local_processes=processes,
         local_processes_reason=reason,
         machines=settings.num_machines,
-        rendezvous=_rendezvous(settings, rendezvous_endpoint),
-        environment={
-            **_environment(document, settings, machine, processes, on_cpu=on_cpu, environ=environ),
-            **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
-        },
+        rendezvous=rendezvous,
+        environment=environment,
         deepspeed_config=config_for_scripts(document, resolved) if on_deepspeed else None,
         max_restarts=settings.max_restarts,
         monitor_interval=settings.monitor_interval,
@@ -79,6 +89,8 @@ def build_spec(
         tee=settings.tee,
         role=settings.role,
         debug=settings.debug,
+        cores=binding.cores,
+        cores_reason=binding.reason,
     )
 
 
@@ -111,10 +123,30 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
         if not port:
             return Rendezvous("c10d", "localhost:0", run, options | {"is_host": "true"}, local_address="localhost")
         return Rendezvous("static", f"localhost:{port}", run, options | {"rank": 0}, local_address="localhost")
+    there = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
     if settings.rdzv_backend == "static":
-        options["rank"] = settings.machine_rank
-    there = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or _STATIC_PORT}"
-    return Rendezvous(settings.rdzv_backend, there, "zero_plugin", options)
+        return Rendezvous("static", there, "zero_plugin", options | {"rank": settings.machine_rank})
+    # torch compares with the addresses of this machine's name alone, and would name itself to the others by that name.
+    host, typed_port = host_of(there), there.rpartition(":")[2]
+    if settings.rdzv_backend == "c10d" and "is_host" not in options and is_own_address(host):
+        alone_here = typed_port.isdigit() and port_is_free(
+            int(typed_port)
+        )  # else another launcher of this machine has it
+        options |= {"is_host": "true"} if alone_here and not is_loopback(host) else {}
+    return Rendezvous(settings.rdzv_backend, there, "zero_plugin", options, local_address=address_towards(host))
+
+
+def _interfaces(meeting: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, Setting]:
+    """The network that leads to the meeting point, where the user names none: libraries take the one of this
+    machine's name, which on many systems leads nowhere."""
+    host = host_of(meeting.endpoint)
+    interface = interface_towards(host)
+    names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    if interface is not None and not on_cpu:
+        names["NCCL_SOCKET_IFNAME"] = f"={interface}"  # NCCL takes a name without = for the start of one
+    return {
+        name: Setting(to, f"this machine reaches {host} by it") for name, to in names.items() if name not in environ
+    }
 
 
 def _environment(

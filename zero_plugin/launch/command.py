@@ -8,17 +8,23 @@ import sys
 from pathlib import Path
 
 from zero_plugin.launch import worker
+from zero_plugin.launch.affinity import core_ranges
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
-from zero_plugin.launch.spec import LaunchSpec, Program
+from zero_plugin.launch.spec import Hosts, LaunchSpec, Program
 
-__all__ = ["shell_script", "torchrun_command", "worker_command"]
+__all__ = ["program_arguments", "shell_script", "torchrun_command", "worker_command"]
 
 _PREFIX = {"script": [], "module": ["-m"], "executable": ["--no_python"]}
 
 
-def worker_command(program: Program) -> list[str]:
+def worker_command(spec: LaunchSpec) -> list[str]:
     """What each worker process executes; output is unbuffered, as torchrun's workers have it."""
-    return [sys.executable, "-u", *_worker_arguments(program)]
+    return [sys.executable, "-u", *_worker_arguments(spec)]
+
+
+def program_arguments(program: Program) -> list[str]:
+    """The program and its arguments, as the worker file takes them."""
+    return [*_PREFIX[program.kind], program.name, *program.arguments]
 
 
 def torchrun_command(spec: LaunchSpec) -> list[str]:
@@ -39,15 +45,20 @@ def torchrun_command(spec: LaunchSpec) -> list[str]:
         *([f"--role={spec.role}"] if spec.role != "default" else []),
         *([f"--log-dir={spec.log_dir}"] if spec.log_dir else []),
         *([f"--tee={spec.streams}"] if spec.streams != "0" else []),
-        *_worker_arguments(spec.program),
+        *_worker_arguments(spec),
     ]
 
 
 def shell_script(spec: LaunchSpec) -> str:
     """The launch as shell lines: every added variable with its reason, then the command. Running it runs the job."""
     lines = [f"# configuration: {', '.join(spec.document.sources) or 'flags and defaults only'}"]
+    if spec.hosts is not None:
+        return "\n".join([*lines, *_hosts_script(spec, spec.hosts)])
     if spec.local_processes_reason:
         lines.append(f"# processes on this machine: {spec.local_processes} ({spec.local_processes_reason})")
+    if spec.cores_reason:
+        bound = " / ".join(map(core_ranges, spec.cores)) or "all"
+        lines.append(f"# cores of each process: {bound} ({spec.cores_reason})")
     for name, setting in spec.environment.items():
         lines += [f"# {setting.reason}", f"export {name}={shlex.quote(setting.value)}"]
     if spec.deepspeed_config is not None:
@@ -61,5 +72,18 @@ def shell_script(spec: LaunchSpec) -> str:
     return "\n".join([*lines, shlex.join(torchrun_command(spec))])
 
 
-def _worker_arguments(program: Program) -> list[str]:
-    return [str(Path(worker.__file__)), *_PREFIX[program.kind], program.name, *program.arguments]
+def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:
+    """DeepSpeed's launcher; what its last word holds is told before it."""
+    slots = ", ".join(f"{host.name} ({len(host.slots)})" for host in hosts.hosts)
+    return [
+        f"# by {hosts.launcher}, from DeepSpeed's launcher, on {slots}",
+        f"# every process runs: {shlex.join(program_arguments(spec.program))}",
+        *(f"# with {name}: {setting.reason}" for name, setting in spec.environment.items()),
+        f"# and, of this environment: {', '.join(hosts.sent) or 'nothing'}",
+        f"(cd / && {shlex.join(hosts.command)})",
+    ]
+
+
+def _worker_arguments(spec: LaunchSpec) -> list[str]:
+    cores = ["--cores", "/".join(map(core_ranges, spec.cores))] if spec.cores else []
+    return [str(Path(worker.__file__)), *cores, *program_arguments(spec.program)]

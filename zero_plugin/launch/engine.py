@@ -17,8 +17,10 @@ from pathlib import Path
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import worker_command
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
+from zero_plugin.launch.meeting import meet_machines
+from zero_plugin.launch.on_hosts import run_on_hosts
 from zero_plugin.launch.report import Failure, describe_failure, find_first_failure, shell_code
-from zero_plugin.launch.spec import LaunchSpec
+from zero_plugin.launch.spec import LaunchSpec, Rendezvous
 
 __all__ = ["run_workers"]
 
@@ -30,15 +32,22 @@ _NOISE = (
 )
 
 
-def run_workers(spec: LaunchSpec) -> int:
+def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     """Start the workers, wait for them and return the exit code for the shell.
+
+    Args:
+        spec: what runs, and where; workers on the machines of a hostfile are DeepSpeed's launcher's.
+        quiet: whether nothing is said that is no error.
 
     The code is 0, the first failing rank's, or 128 + n where signal n ended the launcher or that rank. When this
     returns, no worker is left on this machine.
 
     Raises:
-        LaunchError: the machines of the run did not meet.
+        LaunchError: the machines of the run did not meet, or lost each other.
+        MachineError: what reaches the machines of a hostfile is not installed.
     """
+    if spec.hosts is not None:
+        return run_on_hosts(spec.hosts, quiet=quiet)
     os.environ.update({name: setting.value for name, setting in spec.environment.items()})  # workers get a copy
 
     # Nothing that torch's import makes dies before this process does: collecting through it costs 0.3 s for nothing.
@@ -69,8 +78,11 @@ def run_workers(spec: LaunchSpec) -> int:
             local_addr=spec.rendezvous.local_address,
             signals_to_handle=",".join(_prepare_signals()),
         )
-        executable, *arguments = worker_command(spec.program)
+        executable, *arguments = worker_command(spec)
+        store = None
         try:
+            if spec.machines > 1 and spec.rendezvous.backend == "static":
+                store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
             elastic_launch(config, executable)(*arguments)
         except ChildFailedError as error:
             _end_stragglers(error.failures)
@@ -81,7 +93,10 @@ def run_workers(spec: LaunchSpec) -> int:
             print(f"stopped by {error.sigval.name}; no worker is left", file=sys.stderr)  # noqa: T201
             return 128 + int(error.sigval)
         except (RendezvousError, DistError) as error:
-            raise LaunchError(f"the machines did not meet at {spec.rendezvous.endpoint}: {error}") from error
+            started = any(Path(folder).glob("*/attempt_*"))
+            raise LaunchError(_describe_lost(spec.rendezvous, spec.machines, error, started=started)) from error
+        finally:
+            del store  # the others may need it until torchrun has left their common exit
     return 0
 
 
@@ -107,6 +122,24 @@ def configuration_file(spec: LaunchSpec) -> Iterator[None]:
         file.write_text(json.dumps(spec.deepspeed_config, indent=2))
         os.environ[CONFIG_FILE_VARIABLE] = str(file)
         yield
+
+
+def _describe_lost(meeting: Rendezvous, machines: int, error: Exception, *, started: bool) -> str:
+    """Why machines did not find each other, or no longer do."""
+    cause = next((str(e) for e in (error.__cause__, error.__context__, error) if e is not None and str(e)), "")
+    where = f"at {meeting.endpoint}"
+    if started:
+        return f"the connection to the other machines {where} is lost; all workers here are stopped: {cause}"
+    if type(error).__name__ == "RendezvousTimeoutError":
+        limit = meeting.options.get("join_timeout", meeting.options.get("timeout", 600))
+        return (
+            f"not all of the {machines} machines came together {where} within {limit} s. Nothing was started here.\n"
+            "Start the same command on every machine; --rdzv_conf join_timeout=SECONDS waits longer."
+        )
+    return (
+        f"the machines did not meet {where}: {cause}\n"
+        "The launcher on the machine that has this address must run, and its port be free and open to the others."
+    )
 
 
 def _prepare_signals() -> list[str]:

@@ -17,10 +17,10 @@ from zero_plugin.errors import Problem
 from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.spec import Program
 
-__all__ = ["find_problems", "find_unsupported", "obstacle", "where"]
+__all__ = ["STATIC_PORT", "find_problems", "find_program_problems", "find_unsupported", "obstacle", "where"]
 
+STATIC_PORT: Final = 29500  # torch.distributed's own default: all machines must know it before they can talk
 _MOST_PROCESSES: Final = 1024  # a slip of the keyboard must not exhaust the machine
-_REMOTE_LAUNCHERS: Final = ("pdsh", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 
 
 def find_problems(
@@ -51,7 +51,7 @@ def find_problems(
     ]
     problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
     return [
-        *_program(program),
+        *find_program_problems(program),
         *_endpoint(settings, endpoint),
         *find_unsupported(document, settings),
         *problems,
@@ -81,7 +81,8 @@ def where(document: Document, key: str) -> str:
 _Found = Iterator[tuple[str, str, str]]  # key, what is wrong, what to write
 
 
-def _program(program: Program) -> Iterator[Problem]:
+def find_program_problems(program: Program) -> Iterator[Problem]:
+    """A script that is no file, or a program that is not found."""
     if program.kind == "script" and not Path(program.name).is_file():
         yield Problem("command line", "", f"{program.name} is not a file", nearest_file(Path(program.name)))
     if program.kind == "executable" and shutil.which(program.name) is None:
@@ -95,22 +96,13 @@ def _endpoint(settings: LaunchSettings, endpoint: str | None) -> Iterator[Proble
 
 
 def _unsupported(settings: LaunchSettings) -> _Found:
-    kind, launcher = settings.distributed_type, settings.deepspeed_multinode_launcher
+    kind = settings.distributed_type
     if kind in ("TPU", "XLA"):
         yield (
             "distributed_type",
             f"this version cannot launch {kind} yet",
             "Write DEEPSPEED, MULTI_GPU, MULTI_CPU or NO.",
         )
-    if settings.num_machines > 1 and launcher in _REMOTE_LAUNCHERS:
-        fix = "Write standard, and start the same command on every machine with its own machine_rank."
-        yield "deepspeed_multinode_launcher", f"this version cannot start other machines by {launcher} yet", fix
-    for key in ("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
-        if getattr(settings, key) not in (None, "", "none") and launcher != "standard":
-            fix = "Delete it, and start the same command on every machine with num_machines and its own machine_rank."
-            yield key, "this version cannot start other machines from here yet", fix
-    if settings.enable_cpu_affinity:
-        yield "enable_cpu_affinity", "this version cannot bind processes to cores yet", "Write false."
 
 
 def _gpus(settings: LaunchSettings, machine: Machine, document: Document) -> _Found:
@@ -187,3 +179,7 @@ def _meeting(settings: LaunchSettings, endpoint: str | None, document: Document)
     if settings.rdzv_backend == "static" and document.launch.value("machine_rank") in (None, AUTO):
         fix = f"Give --machine_rank, this machine's number, 0 to {settings.num_machines - 1}."
         yield "machine_rank", "missing for several machines", fix
+    port = settings.main_process_port or STATIC_PORT
+    if settings.rdzv_backend == "static" and not endpoint and not settings.machine_rank and not port_is_free(port):
+        fix = "Give another --main_process_port to all machines."
+        yield "main_process_port", f"port {port} is taken on this machine, which is machine 0", fix

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from zero_plugin.config.document import Document
+from zero_plugin.launch.hostfile import Host
 
-__all__ = ["LaunchSpec", "Program", "Rendezvous", "Setting"]
+__all__ = ["Hosts", "LaunchSpec", "Program", "Rendezvous", "Setting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,27 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Hosts:
+    """The machines that DeepSpeed's launcher starts, all from one of them (`nossh`: each by itself).
+
+    Attributes:
+        launcher: DeepSpeed's name for what reaches them: `pdsh`, `openmpi`, `slurm`, `nossh`, …
+        hosts: those that take part, in the order of their ranks.
+        command: DeepSpeed's launcher with all that the processes need, to be run in the root folder.
+        run: a word in the command line of every process of this launch.
+        sent: variables of this process's environment that the processes get, by name.
+        kept: secret variables that they do not get.
+    """
+
+    launcher: str
+    hosts: tuple[Host, ...]
+    command: tuple[str, ...]
+    run: str
+    sent: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """One launch on this machine, complete: nothing is looked up or decided after it exists.
 
@@ -71,6 +93,10 @@ class LaunchSpec:
         tee: torchrun's word for which streams of which workers are shown and logged; None takes all with a `log_dir`.
         role: torchrun's name for the workers, in their log lines and as `ROLE_NAME`.
         debug: whether torchrun's own log is shown.
+        cores: the cores that each local rank is bound to; empty binds none.
+        cores_reason: why these, or why none although it was asked for.
+        hosts: what DeepSpeed's launcher starts in place of torchrun; None on one machine, or where torchrun is started
+            on each. Then `local_processes` are those of the first host.
     """
 
     program: Program
@@ -87,6 +113,9 @@ class LaunchSpec:
     tee: str | None = None
     role: str = "default"
     debug: bool = False
+    cores: tuple[frozenset[int], ...] = ()
+    cores_reason: str = ""
+    hosts: Hosts | None = None
 
     @property
     def streams(self) -> str:

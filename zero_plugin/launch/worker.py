@@ -5,6 +5,9 @@ The launcher starts this file by its path, so that nothing in the user's folder 
     worker.py SCRIPT ARGUMENT…          as `python SCRIPT` would
     worker.py -m MODULE ARGUMENT…       as `python -m MODULE` would
     worker.py --no_python PROGRAM …     replaces this process by PROGRAM
+    worker.py --cores LIST/LIST/… …     binds this process to the LIST of its local rank, then one of these
+
+Standard input is local rank 0's; the others, which could only snatch lines from it, see its end.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-__all__ = ["FIRST_FAILURE", "die_with_launcher", "leave_group", "main", "run_module", "run_script"]
+__all__ = ["FIRST_FAILURE", "bind_to_cores", "die_with_launcher", "leave_group", "main", "run_module", "run_script"]
 
 FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, and its exit code
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -31,6 +34,12 @@ _LONGEST_LINE = 240
 def main() -> None:
     """Run what the command line names; never returns for `--no_python`."""
     die_with_launcher()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if sys.argv[1] == "--cores":
+        bind_to_cores(sys.argv[2].split("/")[local_rank])
+        del sys.argv[1:3]
     if sys.argv[1] == "--no_python":
         os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
     atexit.register(leave_group)  # registered first, so that it runs last
@@ -47,6 +56,12 @@ def main() -> None:
         raise SystemExit(_INTERRUPTED) from None  # the launcher says what happened
     except Exception as error:  # noqa: BLE001 - the outermost frame of the user's program
         raise SystemExit(_report_exception(error)) from None
+
+
+def bind_to_cores(cores: str) -> None:
+    """Let this process, and all that it starts, run on `cores` only, written as the kernel does: `0-3,8`."""
+    pairs = [piece.partition("-") for piece in cores.split(",")]
+    os.sched_setaffinity(0, {core for a, _, b in pairs for core in range(int(a), int(b or a) + 1)})
 
 
 def run_script(path: str, arguments: list[str]) -> None:

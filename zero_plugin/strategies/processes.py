@@ -21,6 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from zero_plugin.agreement import collective, end_watching, start_watching
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import CheckpointError, LaunchError, LoopError
+from zero_plugin.probe.network import interface_towards
+from zero_plugin.probe.scheduler import find_place
 
 __all__ = ["Processes", "call_at_exit", "start_processes"]
 
@@ -130,7 +132,11 @@ class _OwnGroup:
         self.launched = init_method is not None or _is_launched()
         if self.launched:
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
-            store = _meet(init_method or "env://", os.environ.get("MASTER_PORT"), rank, world, os.getpid())
+            _choose_network()
+            try:
+                store = _meet(init_method or "env://", os.environ.get("MASTER_PORT"), rank, world, os.getpid())
+            except dist.DistError as error:
+                raise LaunchError(_why_not_met(init_method, rank, world, error)) from error
             self._groups += 1  # one group follows another in the same store, and would read what that one left there
             dist.init_process_group(
                 backend,
@@ -193,7 +199,8 @@ def start_processes(
 ) -> Processes:
     """Join the process group that the launcher's environment describes; without a launcher, a group of one.
 
-    A group that exists already is taken as it is. There is one with one process too, since a ZeRO engine needs it.
+    A task of `srun` or `mpirun` finds its place in what these set. A group that exists already is taken as it is. There
+    is one with one process too, since a ZeRO engine needs it.
 
     Args:
         cpu: compute on the CPU even where there is a GPU.
@@ -202,8 +209,10 @@ def start_processes(
         init_method: where the processes meet, as torch takes it; by default what the launcher set.
 
     Raises:
-        LaunchError: the environment describes a part of a process group only.
+        LaunchError: the environment describes a part of a process group only, or the processes cannot meet.
     """
+    if not dist.is_initialized() and "RANK" not in os.environ and (place := find_place(os.environ)) is not None:
+        os.environ.update(place.environment(os.environ))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and not cpu
     if cuda and local_rank >= torch.cuda.device_count():
@@ -250,6 +259,24 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
 def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
     """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
     return next(iter(rendezvous(init_method, rank, world)))[0]
+
+
+def _choose_network() -> None:
+    """Name gloo the interface that leads to rank 0's machine: by itself it takes that of this machine's name."""
+    several = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _why_not_met(init_method: str | None, rank: int, world: int, error: Exception) -> str:
+    where = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"rank {rank} of {world} processes could not join the others at {where}: {error}\n"
+        "Rank 0 must run on that machine, and the port be free there and open to the others. MASTER_ADDR and "
+        "MASTER_PORT choose another place, the same for all."
+    )
 
 
 def _is_launched() -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from zero_plugin.config.rules.asked import Asked, is_count
-from zero_plugin.config.tree import Entry
+from zero_plugin.config.tree import AUTO, Entry
+from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 
 __all__ = ["check_parallel"]
@@ -43,6 +44,24 @@ def _machines(asked: Asked) -> Iterator[Problem]:
     if inclusion is not None and exclusion is not None and inclusion.value and exclusion.value:
         message = f"stands beside deepspeed_inclusion_filter at {inclusion.origin.where}"
         yield Problem(exclusion.origin.where, "deepspeed_exclusion_filter", message, "Keep one of the two.")
+    yield from _hosts(asked)
+
+
+def _hosts(asked: Asked) -> Iterator[Problem]:
+    """Hosts that are named to nobody: torchrun reads no hostfile, and filters filter one."""
+    launch = asked.document.launch
+    names = [f"deepspeed_{what}" for what in ("hostfile", "inclusion_filter", "exclusion_filter")]
+    named = {
+        name: entry for name in names if (entry := launch.get(name)) and entry.value not in (None, AUTO, "", "none")
+    }
+    if launch.value("deepspeed_multinode_launcher") == "standard":
+        why = "has no effect: standard is torchrun, which you start on every machine"
+    elif len(named) == 1 and "deepspeed_hostfile" not in named:
+        why = "has no effect without deepspeed_hostfile"
+    else:
+        return
+    for name, entry in named.items():
+        yield Problem(entry.origin.where, name, why, "Delete it.", show(entry.value), "warning")
 
 
 def _alone(processes: Entry | None, machines: Entry | None) -> Iterator[Problem]:

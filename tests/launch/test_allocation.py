@@ -1,0 +1,114 @@
+"""`zero-plugin launch` inside a SLURM job or under mpirun: what it takes from there, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.errors import ConfigError
+from zero_plugin.launch.allocation import fill_from_job
+
+# srun --ntasks-per-node=1 on two nodes, on the second.
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+
+
+def document(kind: Any = "file", **keys: Any) -> Document:
+    paths = {(key,): value for key, value in keys.items()}
+    return Document().overlay(paths, kind=kind, where=dict.fromkeys(paths, "c.yaml:1:1"))
+
+
+def test_machines_and_meeting_point_come_from_srun() -> None:
+    """Number, rank, first node and a port of the job's own, each with its variable; outside of a job nothing."""
+    filled, said = fill_from_job(Document(), SRUN)
+    settings = launch_settings(filled)
+    assert (settings.num_machines, settings.machine_rank, settings.main_process_ip) == (2, 1, "gpu08")
+    assert 20000 <= (settings.main_process_port or 0) < 30000
+    assert said == []
+    assert str(filled.launch.entries["machine_rank",].origin) == "SLURM_NODEID (of the job)"
+    assert fill_from_job(Document(), {}) == (Document(), [])
+    assert fill_from_job(Document(), {**SRUN, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}) == (
+        Document(),
+        [],
+    )
+
+
+def test_what_is_written_wins_but_for_the_rank_in_a_file() -> None:
+    """All machines read the same file, so its `machine_rank` can be true for one of them only."""
+    asked = document(machine_rank=0, main_process_ip="10.0.0.1", main_process_port=5, num_machines=2)
+    filled, said = fill_from_job(asked, SRUN)
+    settings = launch_settings(filled)
+    assert (settings.machine_rank, settings.main_process_ip, settings.main_process_port) == (1, "10.0.0.1", 5)
+    assert said == ["machine_rank: 0 at c.yaml:1:1 gives way to 1, from SLURM_NODEID"]
+    filled, said = fill_from_job(document("flag", machine_rank=0), SRUN)
+    assert launch_settings(filled).machine_rank == 0
+    assert said == []
+
+
+def test_the_elastic_rendezvous_needs_no_rank() -> None:
+    """With c10d machines number themselves; an endpoint that was typed stays the meeting point."""
+    filled, _ = fill_from_job(document(rdzv_backend="c10d"), SRUN, "node:1")
+    assert filled.launch.value("machine_rank") is None
+    assert filled.launch.value("main_process_ip") is None
+    assert filled.launch.value("num_machines") == 2
+
+
+def test_under_mpirun_only_the_address_is_missing() -> None:
+    """One launcher on each machine: number and rank are known, and MASTER_ADDR where it was given."""
+    settings = launch_settings(fill_from_job(Document(), MPI)[0])
+    assert (settings.num_machines, settings.machine_rank, settings.main_process_ip) == (2, 1, None)
+    settings = launch_settings(fill_from_job(Document(), {**MPI, "MASTER_ADDR": "10.0.0.1"})[0])
+    assert settings.main_process_ip == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked", "parts"),
+    [
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0"},
+            {},
+            ["SLURM_JOB_NUM_NODES: this job has 2 machines", "srun --ntasks-per-node=1 zero-plugin launch"],
+        ),
+        (
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+            {},
+            ["the job started 2 launchers on this machine", "srun --ntasks-per-node=1"],
+        ),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {}, ["started 2 launchers on this machine"]),
+        (SRUN, {"num_machines": 1}, ["c.yaml:1:1: num_machines: 1, but the job started this on 2 machines"]),
+        (SRUN, {"num_machines": 3}, ["num_machines: 3, but"]),
+        (SRUN, {"num_processes": 3}, ["3 processes do not divide among 2 machines"]),
+    ],
+    ids=["batch", "two tasks a node", "two of mpirun", "a file for one machine", "three", "three processes"],
+)
+def test_several_runs_of_one_are_refused(environ: dict[str, str], asked: dict[str, Any], parts: list[str]) -> None:
+    """What would wait for ever, or start one run several times, is an error that says how to start it once."""
+    with pytest.raises(ConfigError) as caught:
+        fill_from_job(document(**asked), environ)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("environ", [SRUN, {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}], ids=["srun", "batch"])
+def test_a_run_of_this_machine_alone_can_be_asked_for(environ: dict[str, str]) -> None:
+    """`--num_machines 1` is one run on each machine, as in a sweep."""
+    asked = document("flag", num_machines=1)
+    assert fill_from_job(asked, environ) == (asked, [])

@@ -1,0 +1,180 @@
+"""Hostfile launches: the exact commands of DeepSpeed's launcher, what goes with them, and what is refused before."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment
+from zero_plugin.errors import ConfigError
+from zero_plugin.launch import remote_worker
+from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.command import shell_script
+from zero_plugin.launch.machine import Machine
+from zero_plugin.launch.parcel import Parcel, choose_variables, pack, unpack
+from zero_plugin.launch.spec import LaunchSpec, Program
+
+LAPTOP = Machine(gpus=0, cores=8)
+SCRIPT = Program(__file__, ("--lr", "1", "a b", "ü;$x"))
+RUNNER = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "{hostfile}"]
+BY_SSH = ["--force_multi", "--no_ssh_check", "--no_local_rank"]
+
+
+@pytest.fixture(autouse=True)
+def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    return tmp_path / "hosts"
+
+
+def document(**keys: Any) -> Document:
+    paths = {(key,): value for key, value in keys.items()}
+    return Document().overlay(paths, kind="file", where={path: f"c.yaml:{n}:1" for n, path in enumerate(paths, 1)})
+
+
+def build(environ: dict[str, str] | None = None, **keys: Any) -> LaunchSpec:
+    asked = {"deepspeed_hostfile": "hosts", "distributed_type": "DEEPSPEED", **keys}
+    return build_spec(document(**asked), SCRIPT, LAPTOP, environ or {})
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({}, ["--launcher", "pdsh", *BY_SSH, "--master_port", "29500"]),
+        (
+            {"main_process_ip": "10.0.0.1", "main_process_port": 1234, "num_processes": 4, "num_machines": 2},
+            ["--launcher", "pdsh", *BY_SSH, "--master_addr", "10.0.0.1", "--master_port", "1234"],
+        ),
+        ({"num_processes": 2}, ["--launcher", "pdsh", *BY_SSH, "--num_gpus", "1", "--master_port", "29500"]),
+        (
+            {"deepspeed_inclusion_filter": "a@b:1"},
+            ["--launcher", "pdsh", *BY_SSH, "--include", "a@b:1", "--master_port", "29500"],
+        ),
+        (
+            {"deepspeed_exclusion_filter": "b", "num_machines": 1},
+            ["--launcher", "pdsh", *BY_SSH, "--exclude", "b", "--master_port", "29500"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "openmpi"},
+            ["--launcher", "openmpi", *BY_SSH, "--master_addr", "a", "--master_port", "29500"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "slurm", "deepspeed_inclusion_filter": "a"},
+            ["--launcher", "slurm", *BY_SSH, "--include", "a", "--master_addr", "a", "--master_port", "29500"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "nossh", "machine_rank": 1},
+            ["--no_ssh", "--node_rank", "1", "--no_local_rank", "--master_addr", "a", "--master_port", "29500"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "mvapich"},
+            ["--launcher", "mvapich", *BY_SSH, "--master_addr", "a", "--master_port", "29500"],
+        ),
+    ],
+    ids=str,
+)
+def test_exact_commands(keys: dict[str, Any], options: list[str], hostfile: Path) -> None:
+    """DeepSpeed's launcher gets the hostfile by its full path, and after its options one file, a mark and one word."""
+    hosts = build(**keys).hosts
+    assert hosts is not None
+    runner = [part.format(hostfile=hostfile) for part in RUNNER]
+    assert list(hosts.command[:-3]) == [*runner, *options, "--log_level", "error"]
+    assert hosts.command[-3:-1] == (remote_worker.__file__, hosts.run)
+    assert re.fullmatch(r"zero_plugin_[0-9a-f]{32}", hosts.run)
+
+
+def test_the_word_holds_folder_program_and_environment(hostfile: Path) -> None:
+    """Spaces, other alphabets and shell characters survive any number of shells; the document arrives whole."""
+    spec = build({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_secret", "HOME": "/root"}, use_cpu=True)
+    assert spec.hosts is not None
+    word = spec.hosts.command[-1]
+    assert re.fullmatch(r"[\w=-]+", word, re.ASCII)
+    parcel = unpack(word)
+    assert parcel.folder == str(hostfile.parent)
+    assert list(parcel.arguments) == [__file__, "--lr", "1", "a b", "ü;$x"]
+    assert from_environment(parcel.environment) == spec.document
+    assert parcel.environment["NCCL_DEBUG"] == "INFO"
+    assert parcel.environment["DS_ACCELERATOR"] == "cpu"
+    assert "HOME" not in parcel.environment
+    assert "hf_secret" not in str(parcel)
+    assert (spec.hosts.sent, spec.hosts.kept) == (("NCCL_DEBUG",), ("HF_TOKEN",))
+
+
+def test_bytes_that_are_no_text_survive() -> None:
+    """A file name that is not UTF-8 arrives as it was typed."""
+    parcel = Parcel("/x", ["caf\udce9.py"], {}, None, "a", 1, False)
+    assert unpack(pack(parcel)) == parcel
+
+
+def test_only_an_allow_list_is_sent() -> None:
+    """What a run depends on, by prefix; nothing whose name says that it is a secret."""
+    environ = dict.fromkeys(
+        ["NCCL_IB_HCA", "OMP_NUM_THREADS", "PYTHONPATH", "WANDB_MODE", "TOKENIZERS_PARALLELISM"], "x"
+    )
+    secrets = dict.fromkeys(["WANDB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "HF_AUTH"], "x")
+    others = dict.fromkeys(["AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "HOME", "CUDA_VISIBLE_DEVICES"], "x")
+    sent, kept = choose_variables({**environ, **secrets, **others})
+    assert set(sent) == set(environ)
+    assert set(kept) == set(secrets)
+
+
+def test_dry_run_tells_what_the_word_holds() -> None:
+    """The shell lines name launcher, hosts with slots, program and variables; their last line is the command."""
+    spec = build({"NCCL_DEBUG": "INFO"}, num_processes=2)
+    assert spec.hosts is not None
+    text = shell_script(spec)
+    assert "# by pdsh, from DeepSpeed's launcher, on a (1), b (1)" in text
+    assert "--lr 1 'a b'" in text
+    assert f"# with {ENVIRONMENT_VARIABLE}: the configuration" in text
+    assert "of this environment: NCCL_DEBUG" in text
+    assert text.splitlines()[-1].startswith("(cd / && ")
+    assert text.splitlines()[-1].endswith(f"{spec.hosts.command[-1]})")
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"deepspeed_hostfile": "gone"}, ["gone: the hostfile cannot be read"]),
+        (
+            {"deepspeed_hostfile": None, "num_machines": 2, "deepspeed_multinode_launcher": "pdsh"},
+            ["deepspeed_hostfile: missing for pdsh", "standard"],
+        ),
+        ({"num_machines": 3}, ["c.yaml:3:1: num_machines: 3, but the hostfile and its filters leave 2"]),
+        ({"num_processes": 3}, ["num_processes: 3, but the hostfile", "4 slots on 2 hosts"]),
+        ({"num_processes": 8}, ["num_processes: 8"]),
+        ({"deepspeed_inclusion_filter": "a", "num_processes": 1}, ["num_processes: 1", "2 slots on 1 hosts"]),
+        ({"deepspeed_inclusion_filter": "A9"}, ["deepspeed_inclusion_filter", "A9 is no host of the hostfile"]),
+        (
+            {"deepspeed_multinode_launcher": "openmpi", "deepspeed_exclusion_filter": "a"},
+            ["openmpi uses all of the hostfile"],
+        ),
+        (
+            {"deepspeed_multinode_launcher": "slurm", "deepspeed_inclusion_filter": "a@b:1"},
+            ["slurm takes the first slots"],
+        ),
+        ({"machine_rank": 1}, ["machine_rank: 1, but pdsh starts all machines from one"]),
+        ({"deepspeed_multinode_launcher": "nossh"}, ["machine_rank: missing"]),
+        ({"deepspeed_multinode_launcher": "nossh", "machine_rank": 2}, ["machine_rank: 2, but there are 2 hosts"]),
+        ({"max_restarts": 1, "log_dir": "logs"}, ["max_restarts", "log_dir", "it is torchrun's"]),
+        ({"gpu_ids": "0"}, ["gpu_ids", "deepspeed_inclusion_filter"]),
+    ],
+    ids=str,
+)
+def test_what_is_refused_before_anything_starts(keys: dict[str, Any], parts: list[str]) -> None:
+    """A mistake in the hostfile, its filters or the numbers beside it, and what DeepSpeed's launcher would drop."""
+    with pytest.raises(ConfigError) as caught:
+        build(**keys)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_one_machine_needs_no_hostfile() -> None:
+    """Accelerate writes a launcher for one machine too; it has nothing to reach."""
+    spec = build(deepspeed_hostfile="none", deepspeed_multinode_launcher="pdsh")
+    assert spec.hosts is None
+    assert build(deepspeed_multinode_launcher="standard").hosts is None

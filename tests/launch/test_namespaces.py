@@ -1,0 +1,237 @@
+"""Two machines with their own addresses, as network namespaces: meeting, training, and all that can go wrong there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+SCRIPT = Path(__file__).with_name("train_machines.py")
+PORT = "29533"
+
+
+def ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass
+class Host:
+    """A machine: a namespace with an address on a cable to the other."""
+
+    name: str
+    cable: str
+    address: str
+    folder: Path
+    environment: dict[str, str]
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a command on this machine."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *command],
+            cwd=self.folder,
+            env={**self.environment, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def launch(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Start `zero-plugin launch` on this machine."""
+        return self.start(sys.executable, "-m", "zero_plugin", "launch", *arguments, **variables)
+
+    def processes(self) -> list[str]:
+        """The processes of this machine."""
+        return ip("netns", "pids", self.name).split()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, environment: dict[str, str]) -> Iterator[tuple[Host, Host]]:
+    """Two machines in a network of their own; after the test no process is on them, and they are gone."""
+    if shutil.which("ip") is None:
+        pytest.skip("iproute2 is not installed")
+    mark = f"zp{os.getpid()}"
+    pair = [
+        Host(f"{mark}{side}", f"{mark}{side}", f"10.77.0.{number}", tmp_path, {**environment, "OMP_NUM_THREADS": "1"})
+        for number, side in enumerate("ab", 1)
+    ]
+    made = subprocess.run(["ip", "netns", "add", pair[0].name], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip()}")
+    try:
+        ip("netns", "add", pair[1].name)
+        cable = ["link", "add", pair[0].cable, "netns", pair[0].name, "type", "veth"]
+        ip(*cable, "peer", "name", pair[1].cable, "netns", pair[1].name)
+        for host in pair:
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.cable)
+            ip("-n", host.name, "link", "set", host.cable, "up")
+            ip("-n", host.name, "link", "set", "lo", "up")
+        yield pair[0], pair[1]
+        left = {host.name: host.processes() for host in pair if host.processes()}
+    finally:
+        for host in pair:
+            for process in host.started:
+                process.kill()
+                process.communicate()
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+    assert not left, "processes are left on the machines"
+
+
+def ends(*launchers: subprocess.Popen[str], seconds: float = 90) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each, which have so long together."""
+    deadline = time.monotonic() + seconds
+    done = []
+    for launcher in launchers:
+        output, errors = launcher.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        done.append((launcher.returncode, output, errors))
+    return done
+
+
+def static(host: Host, rank: int, *more: str, machines: int = 2) -> list[str]:
+    """Flags of the static rendezvous, on `host`."""
+    counts = ["--num_processes", str(machines), "--num_machines", str(machines), "--machine_rank", str(rank)]
+    return [*counts, "--main_process_ip", host.address, "--main_process_port", PORT, *more]
+
+
+def elastic(host: Host, *more: str) -> list[str]:
+    """Flags of the elastic rendezvous, on `host`."""
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{host.address}:{PORT}"]
+    return ["--num_processes", "2", "--num_machines", "2", *meeting, *more]
+
+
+def expected_losses() -> list[float]:
+    """The same training in this process, by torch alone."""
+    import torch
+
+    spec = importlib.util.spec_from_file_location("train_machines", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model = script.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in script.SAMPLES.split(8):
+        loss = torch.nn.functional.mse_loss(model(batch), batch[:, :4].sin())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_trained(output: str) -> None:
+    losses = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    assert losses["2"] == pytest.approx(expected_losses(), rel=1e-5)
+    assert losses["3"] == pytest.approx(expected_losses(), rel=1e-5)
+
+
+def test_zero_2_and_3_over_two_machines(hosts: tuple[Host, Host]) -> None:
+    """Two launchers with a static rendezvous train as one process does; each names itself by its own network."""
+    main, other = hosts
+    launchers = [host.launch(*static(main, rank), str(SCRIPT)) for rank, host in enumerate((main, other))]
+    for code, output, errors in ends(*launchers):
+        assert code == 0, errors
+        assert_trained(output)
+
+
+def test_a_cut_cable(hosts: tuple[Host, Host]) -> None:
+    """With c10d they train too; when the cable is cut in mid-run, both sides end with an error within the time-out."""
+    main, other = hosts
+    conf = "read_timeout=6,keep_alive_interval=1"
+    launchers = [
+        host.launch(*elastic(main, "--rdzv_conf", conf), str(SCRIPT), "on", PATIENCE="6") for host in (main, other)
+    ]
+    first: list[str] = []
+    for launcher in launchers:
+        assert launcher.stdout is not None
+        first.append(launcher.stdout.readline())
+        assert "going on" in launcher.stdout.readline(), launcher.communicate(timeout=60)[1]
+    ip("-n", other.name, "link", "set", other.cable, "down")
+    cut = time.monotonic()
+    done = ends(*launchers, seconds=60)
+    assert time.monotonic() - cut < 40
+    for output in first:
+        assert_trained(output)
+    for code, _, errors in done:
+        assert code not in (0, None)
+        assert "failed first" in errors or "is lost" in errors, errors
+    assert not main.processes()
+    assert not other.processes()
+
+
+def test_a_number_given_twice_and_different_counts(hosts: tuple[Host, Host]) -> None:
+    """Both sides learn at once which machines have the same number, or that they count differently."""
+    main, other = hosts
+    for launchers, told in (
+        ([main.launch(*static(main, 0), str(SCRIPT)), other.launch(*static(main, 0), str(SCRIPT))], "the number 0"),
+        (
+            [main.launch(*static(main, 0), str(SCRIPT)), other.launch(*static(main, 1, machines=3), str(SCRIPT))],
+            "count",
+        ),
+    ):
+        for code, _, errors in ends(*launchers, seconds=40):
+            assert code == 1
+            assert told in errors
+            assert "Traceback" not in errors
+            assert f"({other.address}, process" in errors or "3, as machine 1 was told" in errors
+
+
+SOON = ("--rdzv_conf", "timeout=3,join_timeout=3,read_timeout=3,last_call_timeout=1")
+
+
+def test_a_missing_machine(hosts: tuple[Host, Host]) -> None:
+    """The one that waits says for whom and how long; the one that nobody waits for, that nobody answers."""
+    main, other = hosts
+    waiting, lonely, waiting_elastic, lonely_elastic = (
+        main.launch(*static(main, 0, *SOON), str(SCRIPT)),
+        other.launch(*static(main, 1, *SOON, "--main_process_port", "29544"), str(SCRIPT)),
+        other.launch(*elastic(other, *SOON), str(SCRIPT)),
+        main.launch(*elastic(other, *SOON, "--rdzv_endpoint", f"{other.address}:29544"), str(SCRIPT)),
+    )
+    done = ends(waiting, lonely, waiting_elastic, lonely_elastic, seconds=60)
+    assert [code for code, _, _ in done] == [1, 1, 1, 1]
+    told = [errors for _, _, errors in done]
+    assert "machine 1 did not come, 3 s after machine 0 of 2 came" in told[0]
+    assert "machine 0 does not answer (Connection refused)" in told[1]
+    assert "not all of the 2 machines came together" in told[2]
+    assert f"did not meet at {other.address}:29544" in told[3]
+    assert "Traceback" not in "".join(told)
+
+
+def test_a_taken_port(hosts: tuple[Host, Host]) -> None:
+    """Machine 0 says at once that another program has the port; the other side ends in bounded time, too."""
+    main, other = hosts
+    server = f"import socket, time; s = socket.create_server(('', {PORT})); print('up', flush=True); time.sleep(60)"
+    taker = main.start(sys.executable, "-c", server)
+    assert taker.stdout is not None
+    assert taker.stdout.readline() == "up\n"
+    done = ends(
+        main.launch(*static(main, 0, *SOON), str(SCRIPT)),
+        other.launch(*static(main, 1, *SOON), str(SCRIPT)),
+        main.launch(*elastic(main, *SOON), str(SCRIPT)),
+        seconds=60,
+    )
+    taker.kill()
+    taker.communicate()
+    assert [code for code, _, _ in done] == [2, 1, 1]
+    assert f"port {PORT} is taken on this machine, which is machine 0" in done[0][2]
+    assert "machine 1 could not meet the others" in done[1][2]
+    assert f"did not meet at {main.address}:{PORT}" in done[2][2]

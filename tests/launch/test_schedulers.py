@@ -1,0 +1,73 @@
+"""`Accelerator()` without a launcher's help: as tasks of srun, under mpirun, under torchrun, and alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+# DDP, so that no process pays for DeepSpeed's import; which strategy follows is not the scheduler's matter.
+SCRIPT = """
+import os, torch
+from zero_plugin import Accelerator
+accelerator = Accelerator(cpu=True)
+total = accelerator.reduce(torch.ones(1)).item()
+place = (accelerator.process_index, accelerator.local_process_index, accelerator.num_processes)
+os.write(1, " ".join(map(str, (*place, total, os.linesep))).encode())
+accelerator.end_training()
+"""
+MEETS = ["0 0 2 2.0", "1 1 2 2.0"]
+
+
+def clean(environment: dict[str, str]) -> dict[str, str]:
+    return {**environment, "OMP_NUM_THREADS": "1"}
+
+
+def test_tasks_of_srun_find_each_other(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Two processes with what srun sets for two tasks of one node form a group; so does one alone in a batch script."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    tasks = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node7"}
+    batch = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_NUM_NODES": "4"}
+    environments = [{**job, **tasks, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"] + [batch]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            env={**clean(environment), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for variables in environments
+    ]
+    try:
+        done = [process.communicate(timeout=60) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [output.strip() for output, _ in done] == [*MEETS, "0 0 1 1.0"], done
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (openmpi-bin) is not installed")
+def test_processes_of_mpirun_find_each_other(tmp_path: Path, environment: dict[str, str]) -> None:
+    """`mpirun -n 2 python script.py` is a run of two processes."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**clean(environment), **allowed},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(map(str.strip, done.stdout.strip().splitlines())) == MEETS
