@@ -178,7 +178,7 @@ def check_strictness(folder: Path, path: str) -> None:
     """All that does not fit is named at once, on every process, and then nothing is written."""
     state, place = unfitting(folder)
     words = (
-        "2 not in the file: first.weight, gain",
+        "2 not in the file: gain, first.weight",
         "1 not in the model: extra",
         "last.bias ([4] here, [5] in the file)",
     )
@@ -190,7 +190,7 @@ def check_strictness(folder: Path, path: str) -> None:
         raised(CheckpointError, *words, by=lambda: accelerator.load_weights(model, place))
         assert same(weights(accelerator, model), whole(values(16)))
         report = accelerator.load_weights(model, place, strict=False)
-        assert (report.missing, report.unexpected, report.initialized) == (["first.weight", "gain"], ["extra"], [])
+        assert (report.missing, report.unexpected, report.initialized) == (["gain", "first.weight"], ["extra"], [])
         assert report.mismatched == {"last.bias": "[4] here, [5] in the file"}
         kept = {name: whole(values(16))[name] for name in ("first.weight", "gain", "last.bias")}
         assert same(weights(accelerator, model), {**whole(state), **kept})
@@ -229,11 +229,12 @@ def check_never_whole(folder: Path) -> None:
     layers, width = 16, 1024
     state = {f"{i}.weight": torch.full((width, width), float(i)) for i in range(layers)}
     place = stored(state, folder / "large")
+    small = stored({"weight": torch.ones(8, 8)}, folder / "small")
     partition = layers * width * width * 4 // dist.get_world_size()
     del state
     with running("zero3") as accelerator:
-        with accelerator.init_model(weights=place):  # what comes once: imports, the process group's buffers
-            nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        with accelerator.init_model(weights=small):  # for what comes once: imports, the process group's buffers
+            model = nn.Linear(8, 8, bias=False)
         with growth() as peak, accelerator.init_model(weights=place):
             model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         for number, layer in enumerate(model):
@@ -289,7 +290,11 @@ def check_nvme(folder: Path) -> None:
     with running("zero3", deepspeed=zero) as accelerator:
         with accelerator.init_model(weights=places[0]):
             net = large(0)
-        assert files_of(folder / "swap") == {"fp32params": share * 4}
+        found = files_of(folder / "swap")
+        assert found == {"float32params": share * 4}, found
+        [file] = (folder / "swap").rglob(f"rank{dist.get_rank()}/*")
+        swapped = torch.from_file(str(file), shared=False, size=share, dtype=torch.float32)
+        assert torch.equal(swapped, first["2.weight"].flatten().chunk(dist.get_world_size())[dist.get_rank()])
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
         assert net[2].weight.ds_tensor.numel() < 2
         assert same(weights(accelerator, model), first)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.extend(str(HERE.parent / folder) for folder in ("strategies", "transformers"))
+sys.path.extend(str(HERE.parent / folder) for folder in ("checkpoint", "strategies"))
 from loading_checks import CHECKS  # noqa: E402
 
 CASES = [(world, name) for name, (worlds, _) in CHECKS.items() for world in worlds]

@@ -23,24 +23,24 @@ def initialize_tensors(
 
     Args:
         module: the whole model.
-        names: of tensors in it that hold NaN so far, or zeros where they are of whole numbers.
+        names: of floating tensors in it, which hold NaN so far.
         whole: a context in which tensors are whole on every process, and what process 0 writes into them stays.
 
     Raises:
         CheckpointError: of a tensor's class neither is known, or it leaves the tensor as it was.
     """
     slots = list(tensor_slots(module, recurse=True))
-    wanted = {id(slot.tensor) for slot in slots if slot.name in names}
     by_owner: dict[str, list[Slot]] = {}
     for slot in slots:
         if slot.name in names:
             by_owner.setdefault(slot.name.rpartition(".")[0], []).append(slot)
     left: list[str] = []
-    with _set_aside([slot for slot in slots if id(slot.tensor) not in wanted]), torch.no_grad():
-        for owner, own in by_owner.items():
-            with whole([slot.tensor for slot in own]):
-                _draw(module, owner)
-                left += [slot.name for slot in own if bool(torch.isnan(slot.tensor).any())]
+    for owner, own in by_owner.items():
+        ids = {id(slot.tensor) for slot in own}
+        others = [slot for slot in slots if id(slot.tensor) not in ids]
+        with whole([slot.tensor for slot in own]), _set_aside(others), torch.no_grad():
+            _draw(module, owner)
+            left += [slot.name for slot in own if bool(torch.isnan(slot.tensor).any())]
     if left:
         raise CheckpointError(
             f"{', '.join(left)}: not in the file, and the modules that hold them do not say how to initialise them (a "

@@ -35,7 +35,7 @@ def give_partition(parameter: Any, init: Any) -> None:
     else:
         host = init.remote_device in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme)
         partition = torch.empty(size, dtype=parameter.dtype, device="cpu" if host else init.local_device)
-        if host and init.pin_memory and init.remote_device == OffloadDeviceEnum.cpu:
+        if host and init.pin_memory:
             partition = get_accelerator().pin_memory(partition)
     partition.ds_numel = size  # type: ignore[attr-defined]
     partition.status = (  # type: ignore[attr-defined]

@@ -1,0 +1,77 @@
+"""Which stored tensor goes to which tensor of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from zero_plugin.checkpoint.weight_names import find_weights, match_weights
+from zero_plugin.errors import CheckpointError
+
+
+class Pair(nn.Module):
+    """Two layers, which share their weight or not."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.two.weight = self.one.weight
+
+
+def written(tmp_path: Path, metadata: dict[str, str] | None = None, **tensors: Tensor) -> Path:
+    """A file with these tensors, two underscores for a dot."""
+    save_file({n.replace("__", "."): t for n, t in tensors.items()}, tmp_path / "model.safetensors", metadata)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["one__weight", "two__weight"])
+def test_a_tied_weight_is_found_under_any_of_its_names(name: str, tmp_path: Path) -> None:
+    """Whichever of the two the writer kept."""
+    stored = find_weights(written(tmp_path, **{name: torch.ones(3, 3)}))
+    places, report = match_weights(Pair(tied=True), stored, strict=True)
+    assert list(places) == report.loaded == ["one.weight"]
+
+
+def test_a_file_with_both_names_of_a_tied_weight_fits(tmp_path: Path) -> None:
+    """As pickles that were converted have them."""
+    stored = find_weights(written(tmp_path, one__weight=torch.ones(3, 3), two__weight=torch.ones(3, 3)))
+    assert match_weights(Pair(tied=True), stored, strict=True)[1].is_complete
+
+
+def test_a_weight_that_only_the_file_ties_goes_to_both(tmp_path: Path) -> None:
+    """The metadata tell it."""
+    stored = find_weights(written(tmp_path, {"two.weight": "one.weight"}, one__weight=torch.ones(3, 3)))
+    places, _ = match_weights(Pair(tied=False), stored, strict=True)
+    assert places["one.weight"] == places["two.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.bool])
+def test_types_that_mean_something_else_are_not_converted(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Whole numbers, and floats of 8 bits without their scale, are no weights of a float layer."""
+    stored = find_weights(written(tmp_path, one__weight=torch.ones(3, 3).to(dtype)))
+    with pytest.raises(CheckpointError, match=f"one.weight \\(torch.float32 here, {dtype} in the file"):
+        match_weights(Pair(tied=True), stored, strict=True)
+
+
+def test_the_error_lists_everything_that_does_not_fit(tmp_path: Path) -> None:
+    """Missing, unexpected and mismatched together, with names and shapes."""
+    stored = find_weights(written(tmp_path, one__weight=torch.ones(3, 2), three=torch.ones(1)))
+    with pytest.raises(CheckpointError) as caught:
+        match_weights(Pair(tied=False), stored, strict=True)
+    for words in ("two.weight", "not in the model: three", "one.weight ([3, 3] here, [3, 2] in the file)"):
+        assert words in str(caught.value)
+    places, report = match_weights(Pair(tied=False), stored, strict=False)
+    assert (places, report.missing, report.unexpected) == ({}, ["two.weight"], ["three"])
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    """Its head tells more bytes than there are."""
+    file = written(tmp_path, one__weight=torch.ones(3, 3)) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        find_weights(file)
