@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
+from zero_plugin import Accelerator
+from zero_plugin.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, write_file
-from zero_plugin.checkpoint.save_model import INDEX_NAME, SINGLE_NAME, parse_size, write_model_folder
-from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.checkpoint.save_model import parse_size, write_model
+from zero_plugin.checkpoint.saved_weights import parse_dtype, weights_of_module
+from zero_plugin.errors import CheckpointError, ConfigError, LoopError
+
+
+def write(
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+    folder: Path,
+    limit: int = 10_000,
+    tied: Mapping[str, str] | None = None,
+) -> None:
+    """Write named tensors as a model, in this one process."""
+    weights = weights_of_module(nn.Module(), tensors, None)
+    write_model(
+        weights,
+        folder,
+        max_shard_bytes=limit,
+        tied=tied or {},
+        notes={},
+        write_more=lambda draft: None,
+        say=pytest.fail,
+    )
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
@@ -36,7 +59,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 def test_a_small_model_is_one_file(tmp_path: Path) -> None:
     """Below the limit there is one model.safetensors, with the metadata that transformers asks for."""
     tensors = {**model_tensors(0.0), "scalar": torch.tensor(3), "mask": torch.tensor([True, False, True])}
-    assert write_model_folder(tensors.items(), tmp_path / "new") == [tmp_path / "new" / SINGLE_NAME]
+    write(tensors.items, tmp_path / "new")
     assert [path.name for path in (tmp_path / "new").iterdir()] == [SINGLE_NAME]
     assert same(load_file(tmp_path / "new" / SINGLE_NAME), tensors)
     with safe_open(tmp_path / "new" / SINGLE_NAME, "pt") as file:
@@ -46,9 +69,9 @@ def test_a_small_model_is_one_file(tmp_path: Path) -> None:
 def test_a_large_model_is_shards_with_an_index(tmp_path: Path) -> None:
     """Shards hold at most the limit, a larger tensor stands alone, and the index finds each name."""
     tensors = {**model_tensors(0.0), "large": torch.ones(300)}
-    paths = write_model_folder(tensors.items(), tmp_path, max_shard_size=400)
+    write(tensors.items, tmp_path, 400)
     shards = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
-    assert [path.name for path in paths] == [*shards, INDEX_NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*shards, INDEX_NAME]
     assert [sorted(load_file(tmp_path / shard)) for shard in shards] == [
         ["layer.0", "layer.1"],
         ["layer.2", "layer.3"],
@@ -80,7 +103,7 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
         return model
 
     source, target = build(), build()
-    write_model_folder(source.state_dict().items(), tmp_path, tied={"head.weight": "embed.weight"})
+    write(source.named_parameters, tmp_path, tied={"head.weight": "embed.weight"})
     assert list(load_file(tmp_path / SINGLE_NAME)) == ["embed.weight"]
     load_model(target, tmp_path / SINGLE_NAME)
     assert torch.equal(target["head"].weight, source["head"].weight)
@@ -89,7 +112,7 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
 def test_views_of_one_buffer_are_stored_separately(tmp_path: Path) -> None:
     """ZeRO keeps parameters as slices of a flat buffer: each is written as itself."""
     buffer = torch.arange(12.0)
-    write_model_folder([("a", buffer[:4]), ("b", buffer[2:8].view(2, 3))], tmp_path)
+    write(lambda: [("a", buffer[:4]), ("b", buffer[2:8].view(2, 3))], tmp_path)
     assert same(load_file(tmp_path / SINGLE_NAME), {"a": buffer[:4], "b": buffer[2:8].view(2, 3)})
 
 
@@ -98,20 +121,26 @@ def test_views_of_one_buffer_are_stored_separately(tmp_path: Path) -> None:
 def test_an_error_midway_leaves_the_old_model(tmp_path: Path, old_limit: int, new_limit: int) -> None:
     """An error while tensors arrive leaves the old files and no other; then a good save replaces them all."""
     (tmp_path / "config.json").write_text("{}")
-    write_model_folder(model_tensors(0.0).items(), tmp_path, max_shard_size=old_limit)
+    write(model_tensors(0.0).items, tmp_path, old_limit)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
+    passes: list[int] = []
+
     def failing() -> Iterator[tuple[str, Tensor]]:
+        passes.append(1)
         yield from model_tensors(100.0).items()
-        raise RuntimeError("a process has gone")
+        if len(passes) == 2:  # the first asks for the shapes alone
+            raise RuntimeError("a process has gone")
 
     with pytest.raises(RuntimeError, match="a process has gone"):
-        write_model_folder(failing(), tmp_path, max_shard_size=new_limit)
+        write(failing, tmp_path, new_limit)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
-    paths = write_model_folder(model_tensors(100.0).items(), tmp_path, max_shard_size=new_limit)
+    write(model_tensors(100.0).items, tmp_path, new_limit)
     assert same(read_folder(tmp_path), model_tensors(100.0))
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", *(path.name for path in paths)}
+    shards = {200: 5, 400: 3, 10_000: 1}[new_limit]
+    assert len(list(tmp_path.iterdir())) == (2 if shards == 1 else shards + 2)
+    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize("old_limit", [200, 400, 10_000])
@@ -132,7 +161,7 @@ def test_no_moment_shows_a_mixture(
         assert old or new
         seen.append("old" if old else "new")
 
-    write_model_folder(model_tensors(0.0).items(), tmp_path, max_shard_size=old_limit)
+    write(model_tensors(0.0).items, tmp_path, old_limit)
     for name in ("replace", "unlink"):
         original = getattr(Path, name)
 
@@ -142,55 +171,68 @@ def test_no_moment_shows_a_mixture(
             return result
 
         monkeypatch.setattr(Path, name, looking)
-    write_model_folder(model_tensors(100.0).items(), tmp_path, max_shard_size=new_limit)
+    write(model_tensors(100.0).items, tmp_path, new_limit)
     assert seen[-1] == "new"
     assert ("none" in seen) == (
         old_limit == new_limit < 10_000
     )  # same shard names: no atomic way, so none for a moment
 
 
-def test_at_most_one_shard_is_held(tmp_path: Path) -> None:
-    """Tensors are asked for while those of earlier shards are already on disk and let go."""
-    written: list[int] = []
+def test_one_tensor_is_held(tmp_path: Path) -> None:
+    """What is written is let go before the next tensor is asked for, however large a file may be."""
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
 
     def arriving() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in model_tensors(0.0).items():
-            written.append(len(list(tmp_path.glob(".writing-*"))))
-            yield name, tensor
+        for number in range(4):
+            alive.append(sum(earlier() is not None for earlier in made))
+            tensor = torch.full((10, 5), float(number))
+            made.append(weakref.ref(tensor))
+            yield f"layer.{number}", tensor
+            del tensor
 
-    write_model_folder(arriving(), tmp_path, max_shard_size=400)
-    assert written == [0, 0, 0, 1, 1]
-
-
-def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
-    """A draft that a killed run left does not stay for ever."""
-    save_file({"a": torch.ones(1)}, tmp_path / ".writing-00009.safetensors")
-    write_model_folder(model_tensors(0.0).items(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [SINGLE_NAME]
+    write(arriving, tmp_path)
+    assert max(alive) <= 1  # the one before, which this generator's caller still names
 
 
 def test_an_empty_tensor_is_refused(tmp_path: Path) -> None:
-    """A stage-3 placeholder would save a model without weights; a tensor meant to be empty is named by the caller."""
-    tensors = [("a", torch.ones(2)), ("b", torch.empty(0))]
-    with pytest.raises(LoopError, match=r"'b' has no elements.*stage 3.*accelerator\.save_model"):
-        write_model_folder(tensors, tmp_path)
+    """It is named, and nothing is written: a placeholder would save a model without weights."""
+    tensors = [("a", torch.ones(2)), ("b", torch.empty(0, 3))]
+    with pytest.raises(LoopError, match=r"'b' has no elements \(shape \(0, 3\)\).*\n.*persistent=False"):
+        write(lambda: tensors, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    write_model_folder(tensors, tmp_path, may_be_empty={"b"})
-    assert load_file(tmp_path / SINGLE_NAME)["b"].shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "tied", "message"),
-    [
-        ([("a", torch.ones(1)), ("a", torch.ones(1))], {}, "'a' occurs twice"),
-        ([("a", torch.ones(1))], {"b": "c"}, "'b' → 'c'"),
-        ([("a", torch.ones(1, dtype=torch.complex128))], {}, "complex128"),
-    ],
-)
-def test_a_model_that_cannot_be_stored_is_named(tmp_path: Path, tensors, tied, message: str) -> None:
-    """Each error names the tensor."""
-    with pytest.raises(LoopError, match=message):
-        write_model_folder(tensors, tmp_path, tied=tied)
+def test_a_type_without_a_place_in_the_format_is_refused(tmp_path: Path) -> None:
+    """The error names the tensor."""
+    with pytest.raises(CheckpointError, match=r"a \(weight\) is torch.complex128"):
+        write(lambda: [("a", torch.ones(1, dtype=torch.complex128))], tmp_path)
+
+
+def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
+    """It is converted and thinned out as a prepared one: floating parameters alone change their type."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    model[0].bias.requires_grad_(True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(model, tmp_path / "halved", dtype="bf16")
+    saved = load_file(tmp_path / "halved" / SINGLE_NAME)
+    assert torch.equal(saved["0.weight"], model[0].weight.bfloat16())
+    assert saved["1.running_var"].dtype == torch.float32
+    assert saved["1.num_batches_tracked"].dtype == torch.int64
+    accelerator.save_model(model, tmp_path / "part", trainable_only=True)
+    assert same(load_file(tmp_path / "part" / SINGLE_NAME), {"0.bias": model[0].bias.detach()})
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(LoopError, match="no parameter that is trained"):
+        accelerator.save_model(model, tmp_path / "part", trainable_only=True)
+    with pytest.raises(ConfigError, match='"fp32", "bf16", "fp16"'):
+        accelerator.save_model(model, tmp_path / "part", dtype="int8")
+
+
+@pytest.mark.parametrize("name", ["fp32", "float32", torch.float32])
+def test_types_have_several_names(name: str | torch.dtype) -> None:
+    """The names of configurations, torch's, and torch's objects."""
+    assert parse_dtype(name) == torch.float32
+    assert parse_dtype(None) is None
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from paths import PAIR, SINGLE, assert_near, global_batch, loss_of, make_net, own_batch, running, same, weights
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
@@ -86,36 +84,6 @@ def check_state_dict(path: str) -> None:
         assert torch.equal(state["decode.weight"], state["encode.weight"])
         Tied().load_state_dict(state)
         assert {t.device.type for t in state.values()} == {"cpu"}
-
-
-def check_saved_model(path: str, folder: Path) -> None:
-    """`save_model` writes what `get_state_dict` tells, sharded or not, and each tied weight once."""
-    with running(path) as accelerator:
-        model, _ = _train(accelerator, Tied())
-        state = weights(accelerator, model)
-        for size, files in (("10GB", 1), (300, 3)):
-            target = folder / f"{path}-{files}"
-            accelerator.save_model(model, target, max_shard_size=size)
-            accelerator.wait_for_everyone()
-            found: dict[str, Tensor] = {}
-            for file in target.glob("*.safetensors"):
-                found |= load_file(file)
-            assert len(list(target.glob("*.safetensors"))) == files
-            assert same(found, {name: tensor for name, tensor in state.items() if name != "decode.weight"})
-
-
-def check_save_model_fails_everywhere(path: str, folder: Path) -> None:
-    """Where the main process cannot write, every process raises, and the run can go on."""
-    with running(path) as accelerator:
-        model, _ = _train(accelerator, Tied())
-        blocked = folder / "a-file"
-        blocked.touch()
-        try:
-            accelerator.save_model(model, blocked / "model")
-        except OSError:
-            accelerator.wait_for_everyone()
-        else:
-            raise AssertionError("nothing was raised")
 
 
 def check_unwrap_model(path: str) -> None:
@@ -309,14 +277,11 @@ _ON_PATHS = [
     check_16_bit_weights,
     check_a_16_bit_checkpoint,
 ]
-_WITH_FOLDER = [check_saved_model, check_save_model_fails_everywhere]
 CHECKS = {
     f"{path}-{check.__name__.removeprefix('check_')}": (
         [count for count, known in ((1, SINGLE), (2, PAIR)) if path in known],
-        (lambda folder, check=check, path=path: check(path, folder))
-        if check in _WITH_FOLDER
-        else (lambda folder, check=check, path=path: check(path)),
+        lambda folder, check=check, path=path: check(path),
     )
     for path in dict.fromkeys((*SINGLE, *PAIR))
-    for check in (*_ON_PATHS, *_WITH_FOLDER, *([] if path.startswith("zero") else [check_overflow_skips_the_step]))
+    for check in (*_ON_PATHS, *([] if path.startswith("zero") else [check_overflow_skips_the_step]))
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed import zero
 from paths import raised, running, same
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
@@ -15,6 +16,7 @@ from small import VOCABULARY, bert, build, gpt2, mixtral, sgd, stored, t5, train
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
+from zero_plugin import collectives
 from zero_plugin.errors import LoopError, StrategyError
 
 LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
@@ -39,6 +41,7 @@ def check_folders(folder: Path) -> None:
             model, state = _trained(accelerator, build(make))
             states[place, make] = state and dict(state)
             accelerator.save_model(model, place / "saved")
+            accelerator.save_model(model, place / "halved", dtype="bf16")
             accelerator.unwrap_model(model).save_pretrained(
                 place / "called",
                 is_main_process=accelerator.is_main_process,
@@ -53,6 +56,10 @@ def check_folders(folder: Path) -> None:
             if make is not mixtral:  # whose file has each expert by itself
                 kept = {tensor.data_ptr() for tensor in loaded.state_dict().values()}
                 assert len(load_file(place / written / "model.safetensors")) == len(kept)
+        if state is not None:
+            loaded = type(build(make)).from_pretrained(place / "halved", dtype="auto")
+            assert loaded.config.dtype == torch.bfloat16
+            assert same(loaded.state_dict(), {name: tensor.bfloat16() for name, tensor in state.items()})
 
 
 def check_save_pretrained_alone(folder: Path) -> None:
@@ -96,6 +103,7 @@ def check_adapters(folder: Path) -> None:
 def check_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
     """At stage 3 `get_state_dict` and `save_model` gather the adapters alone: the base may be larger than memory."""
     gathered: list[str] = []
+    elements: list[int] = []
     gather = zero.GatheredParameters.__init__
 
     def record(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -109,10 +117,14 @@ def check_the_base_of_adapters_stays_partitioned(folder: Path) -> None:
         prepared, optimizer = accelerator.prepare(model, sgd(model))
         train(accelerator, prepared, optimizer)
         patch.setattr(zero.GatheredParameters, "__init__", record)
-        for call in (lambda: accelerator.get_state_dict(prepared), lambda: accelerator.save_model(prepared, folder)):
-            gathered.clear()
-            call()
-            assert sorted(gathered) == sorted(name for name in names.values() if "lora_" in name)
+        gather_all = collectives.gather
+        patch.setattr(collectives, "gather", lambda tree: elements.append(tree.numel()) or gather_all(tree))
+        accelerator.get_state_dict(prepared)
+        assert sorted(gathered) == sorted(name for name in names.values() if "lora_" in name)
+        gathered.clear()
+        accelerator.save_model(prepared, folder)
+        assert gathered == []
+        assert len(elements) == 4  # two layers, A and B
 
 
 def check_added_adapter(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -11,12 +10,13 @@ from pathlib import Path
 from torch import Tensor
 
 from zero_plugin import collectives
-from zero_plugin.checkpoint.durable import sync_folder, write_text
+from zero_plugin.checkpoint.durable import sync_file, sync_folder, write_text
 from zero_plugin.checkpoint.folders import open_draft
 from zero_plugin.checkpoint.layout import INDEX_NAME, Layout, is_weight_file, plan_layout
 from zero_plugin.checkpoint.ranges import open_writer
 from zero_plugin.checkpoint.save import agree_on, create_files
 from zero_plugin.checkpoint.saved_weights import SavedWeights
+from zero_plugin.checkpoint.shared_folder import is_one_folder
 from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.fragments import Fragment
@@ -90,8 +90,8 @@ def write_model(
     draft = on_main(lambda: open_draft(target / "weights", sum(layout.sizes.values())))
     try:
         on_main(lambda: create_files(draft, [layout]))
-        is_shared = all(collectives.gather_object([draft.exists()]))
-        if weights.in_ranges and not is_shared:
+        is_shared = not weights.in_ranges or is_one_folder(draft)
+        if not is_shared:
             say(f"save_model: {target} is on no file system that all processes share, so the main process writes alone")
         fragments = weights.fragments() if is_shared else weights.whole()
         all_or_none(lambda: _write(draft, fragments, layout))
@@ -142,8 +142,7 @@ def _complete(draft: Path, target: Path, layout: Layout, write_more: Callable[[P
     write_more(draft)
     names = [path.name for path in sorted(draft.iterdir()) if not path.name.startswith(".")]
     for name in names:
-        with (draft / name).open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(draft / name)  # what `write_more` wrote too
     _publish(draft, target, names)
 
 

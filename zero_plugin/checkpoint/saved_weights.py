@@ -68,7 +68,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return None if dtype is None else _NAMED[dtype]
 
 
-def names_to_save(module: nn.Module, *, trainable_only: bool) -> list[str]:
+def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
     """The model's tensors that are saved, each shared one by its first name.
 
     Args:
@@ -79,11 +79,11 @@ def names_to_save(module: nn.Module, *, trainable_only: bool) -> list[str]:
         LoopError: there is none.
     """
     unsaved = getattr(module, "_keys_to_ignore_on_save", None) or ()  # transformers' positions that a model computes
-    names = [
+    names = frozenset(
         name
         for name, tensor in persistent_tensors(module)
         if name not in unsaved and (tensor.requires_grad or not trainable_only)
-    ]
+    )
     if not names:
         which = "parameter that is trained" if trainable_only else "weight"
         raise LoopError(f"save_model: the {type(module).__name__} has no {which}.")
