@@ -40,6 +40,18 @@ CASES: list[dict[str, Any]] = [
     {"name": "3-bf16", "zero": STAGE_3, "precision": "bf16", "groups": 2, "path": "zero3"},
 ]
 NAMES = [case["name"] for case in CASES]
+MORE: list[dict[str, Any]] = [
+    {"name": "0-bf16", "zero": {"stage": 0}, "precision": "bf16", "groups": 2, "path": "zero1"},
+    {"name": "2-bf16", "zero": {"stage": 2}, "precision": "bf16", "groups": 1, "path": "zero3", "universal": [2, 3]},
+    {
+        "name": "3-cpu",
+        "zero": {**STAGE_3, "offload_optimizer": {"device": "cpu"}},
+        "precision": "no",
+        "groups": 1,
+        "path": "zero2",
+        "universal": [1],
+    },
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +66,23 @@ def finished(folder: Path, run_processes: Callable[..., list[str]], built_ops: N
     if not any(folder.iterdir()):
         run_processes(WORKER, 2, folder, json.dumps(CASES), seconds=240)
     return folder
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_any_number_of_processes(
+    world: int, run_processes: Callable[..., list[str]], built_ops: None, tmp_path: Path
+) -> None:
+    """All of the below for every case, and more."""
+    results = tmp_path / "results"
+    results.mkdir()
+    run_processes(WORKER, world, results, json.dumps(CASES + MORE), seconds=1000)
+    for case in CASES + MORE:
+        test_goes_on_as_the_engine_does(case, results)
+        test_values_are_the_engines_own(case, results)
+        for stage in case.get("universal", ()):
+            test_an_engine_goes_on_from_the_universal_export(case["name"], stage, results)
 
 
 def result_of(finished: Path, name: str) -> dict[str, Any]:
@@ -72,6 +101,7 @@ def test_goes_on_as_the_engine_does(case: dict[str, Any], finished: Path) -> Non
     assert result["imported"] == pytest.approx(result["engine"], rel=tolerance)
     assert result["notes"] == []
     assert result["not_restored"] == ["random states: there are none in the checkpoint"]
+    assert result["engine"][-1] != result["engine"][0]
 
 
 @pytest.mark.processes
@@ -105,4 +135,5 @@ def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> Non
 def test_an_engine_goes_on_from_the_universal_export(name: str, stage: int, finished: Path) -> None:
     """DeepSpeed's own loader takes it at another stage, with the same losses."""
     result = result_of(finished, name)
-    assert result["universal"][str(stage)] == pytest.approx(result["engine"], rel=1e-6)
+    tolerance = 1e-2 if "bf16" in name else 1e-4 if "cpu" in name else 1e-6
+    assert result["universal"][str(stage)] == pytest.approx(result["engine"], rel=tolerance)

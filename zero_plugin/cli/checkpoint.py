@@ -9,6 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from zero_plugin.checkpoint.recognise import KINDS, recognise
+from zero_plugin.cli.amounts import progress_bar
+from zero_plugin.cli.checkpoint_report import report
+from zero_plugin.cli.checkpoint_verify import verify_all
 from zero_plugin.errors import CheckpointError
 
 __all__ = ["export", "import_", "inspect", "verify"]
@@ -43,8 +47,6 @@ def inspect(
     Of a folder of several, each in a line. Of a Hugging Face folder or of one of DeepSpeed's checkpoints, what it is.
     Nothing of the tensors is read.
     """
-    from zero_plugin.cli.checkpoint_report import report
-
     report(_existing(folder), tensors=tensors, as_json=as_json)
 
 
@@ -53,8 +55,6 @@ def verify(folder: Annotated[Path, _DIR]) -> None:
 
     Exit code: 1 if it is damaged, 0 if not. Of a folder of several, all are read.
     """
-    from zero_plugin.cli.checkpoint_verify import verify_all
-
     if not verify_all(_existing(folder)):
         raise typer.Exit(1)
 
@@ -76,19 +76,19 @@ def export(
     DIR may be a checkpoint of DeepSpeed's too, or a model folder; of a folder of several, the newest whole one is read.
     It needs no GPU, and no more memory than one tensor takes.
     """
+    if to is _Target.deepspeed_universal and dtype is not _Type.keep:
+        raise typer.BadParameter(
+            f"{dtype.value}: a universal checkpoint holds 32-bit masters; leave it out.", param_hint="--dtype"
+        )
+    target, source_folder = out.expanduser().absolute(), _existing(folder)
+
     from zero_plugin.checkpoint.convert.open_source import open_source
     from zero_plugin.checkpoint.convert.to_model import write_model, write_single_file
     from zero_plugin.checkpoint.convert.to_universal import write_universal
     from zero_plugin.checkpoint.save_model import parse_size
     from zero_plugin.checkpoint.saved_weights import parse_dtype
-    from zero_plugin.cli.amounts import progress_bar
 
-    if to is _Target.deepspeed_universal and dtype is not _Type.keep:
-        raise typer.BadParameter(
-            f"{dtype.value}: a universal checkpoint holds 32-bit masters; leave it out.", param_hint="--dtype"
-        )
-    target = out.expanduser().absolute()
-    source = open_source(_existing(folder), model=model, trust_pickle=trust_pickle)
+    source = open_source(source_folder, model=model, trust_pickle=trust_pickle)
     wanted = None if dtype is _Type.keep else parse_dtype(dtype.value)
     options: dict[str, Any] = {"overwrite": overwrite}
     with progress_bar(
@@ -118,15 +118,14 @@ def import_(
     Of what DeepSpeed's save_checkpoint wrote (stages 0 to 3): weights, masters, optimizer states, schedule and
     counters; its pickles are read without running any code. Of a Hugging Face folder: the weights.
     """
-    from zero_plugin.checkpoint.convert.open_source import open_source
-    from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
-    from zero_plugin.checkpoint.recognise import KINDS, recognise
-    from zero_plugin.checkpoint.save_model import parse_size
-    from zero_plugin.cli.amounts import progress_bar
-
     target, folder = out.expanduser().absolute(), _existing(source_folder)
     if recognise(folder) in ("checkpoint", "several"):
         raise CheckpointError(f"{folder} is {KINDS['checkpoint']} already: load_state() and load_weights() take it.")
+
+    from zero_plugin.checkpoint.convert.open_source import open_source
+    from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
+    from zero_plugin.checkpoint.save_model import parse_size
+
     source = open_source(folder, trust_pickle=trust_pickle)
     limit = parse_size(max_shard_size)
     with progress_bar("writing", source.bytes_to_write(None, weights_only=False)) as bar:
