@@ -120,7 +120,7 @@ def test_names_count_and_rotate(make_training: Any, tmp_path: Path) -> None:
     """Automatic names count up, also after a load; the oldest go beyond the limit, and nothing else does."""
     training = make_training(project_config=numbered(tmp_path, total_limit=2))
     (tmp_path / "checkpoints" / "checkpoint_notes").mkdir(parents=True)
-    (tmp_path / "checkpoints" / ".checkpoint_9.writing").mkdir()  # of a killed run
+    (tmp_path / "checkpoints" / ".checkpoint_9.0a1b2c3d.writing").mkdir()  # of a killed run
     for _ in range(3):
         training.accelerator.save_state()
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from zero_plugin.checkpoint.durable import sync_folder
+from zero_plugin.checkpoint.durable import exchange, make_folder, sync_folder
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, find_damage, read_manifest
 from zero_plugin.errors import CheckpointError
 
@@ -25,6 +27,13 @@ __all__ = [
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
 _AUTOMATIC: Final = "checkpoint_"
 
+# Beside a checkpoint `name`, hidden, while it is written, replaced or removed, and after a run that was killed then:
+#   .name.<random>.writing   not complete yet. Never the same name twice: a client of NFS may remember for a minute
+#                            which folder had that name before
+#   .name.replaced           whole: the older one, or the newer one just before it takes the name
+#   .name.removing           going
+_ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
+
 
 def automatic_folder(project_dir: str | os.PathLike[str] | None) -> Path:
     """Where checkpoints are that are named automatically.
@@ -38,19 +47,27 @@ def automatic_folder(project_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def open_draft(target: Path, needed_bytes: int) -> Path:
-    """An empty folder beside `target` to write into; what an earlier run, killed here, left is removed.
+    """An empty folder beside `target` to write into; what an earlier run, killed here, left is settled.
 
     Raises:
-        CheckpointError: the disk has less room, or cannot be written.
+        CheckpointError: the disk has less room, or cannot be written, or `target` cannot be replaced later.
     """
-    draft = _beside(target, "writing")
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file. Save into a folder.")
+    if target.is_mount():
+        raise CheckpointError(
+            f"{target} is where a disk is mounted, and cannot be replaced. Save into a folder below it."
+        )
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.writing")
     try:
-        if draft.exists():
-            shutil.rmtree(draft)
-        draft.mkdir(parents=True)
+        make_folder(target.parent)
+        _settle(target)
+        draft.mkdir()
         free = shutil.disk_usage(draft).free
     except OSError as error:
-        raise CheckpointError(f"{draft} cannot be made ({error.strerror}); nothing was written.") from error
+        raise CheckpointError(
+            f"{draft} cannot be made ({error.strerror}); nothing was written. Save where this process may write."
+        ) from error
     if free < needed_bytes:
         draft.rmdir()
         raise CheckpointError(
@@ -64,61 +81,68 @@ def publish_draft(draft: Path, target: Path) -> None:
     """Give a complete draft its name. A reader sees the old checkpoint or the new one, never a mixture.
 
     Files in `target` that were no part of the checkpoint there stay.
+
+    Raises:
+        CheckpointError: `target` cannot be replaced; what is there is complete.
     """
-    for folder, _, _ in os.walk(draft):
-        sync_folder(Path(folder))
     try:
-        if target.exists() and any(target.iterdir()):
-            replaced = _beside(target, "replaced")
-            if replaced.exists():
-                shutil.rmtree(replaced)
-            target.rename(replaced)
-            draft.rename(target)
-            sync_folder(target.parent)
-            _keep_other_files(replaced, target)
-            shutil.rmtree(replaced)
+        for folder, _, _ in os.walk(draft):
+            sync_folder(Path(folder))
+        if target.exists():
+            _replace(target, draft)
         else:
             draft.rename(target)
-            sync_folder(target.parent)
+        sync_folder(target.parent)
+        _settle(target)
     except OSError as error:
+        with suppress(OSError):
+            _settle(target)
         raise CheckpointError(
-            f"{target} cannot be replaced ({error.strerror}); the new checkpoint is complete in {draft}.\n"
+            f"{target} cannot be replaced ({error.strerror}). A checkpoint that was there is still complete.\n"
             "Save into a folder below it instead."
         ) from error
 
 
 def numbered_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[tuple[int, Path]]:
-    """The folders `<prefix><number>` in `folder`, oldest first, complete or not."""
+    """The folders `<prefix><number>` in `folder`, oldest first, complete or not, also where one is being replaced."""
+    names = {path.name for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()}
+    names |= {match[1] for name in names if (match := _ASIDE.fullmatch(name)) and match[2] == "replaced"}
     return sorted(
-        (int(match[2]), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := _NUMBERED.fullmatch(path.name)) and match[1] == prefix and path.is_dir()
+        (int(match[2]), folder / name) for name in names if (match := _NUMBERED.fullmatch(name)) and match[1] == prefix
     )
 
 
 def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
     """Of the checkpoints named as `newest` but for the number, remove the oldest beyond `keep`; those removed.
 
-    What killed runs left of such is removed too. A folder without a manifest is not ours, and stays.
+    What killed runs left of such is settled too. A folder without a manifest is not ours, and stays.
+
+    Raises:
+        CheckpointError: one cannot be removed.
     """
     match = _NUMBERED.fullmatch(newest.name)
     if match is None:
         return []
-    for state in ("writing", "removing"):
-        for left in newest.parent.glob(f".{match[1]}*.{state}"):
-            shutil.rmtree(left)
-    older = [path for _, path in numbered_checkpoints(newest.parent, match[1]) if (path / MANIFEST_NAME).exists()]
-    older.remove(newest)
-    removed = older[: max(len(older) - max(keep - 1, 0), 0)]
-    for path in removed:
-        doomed = _beside(path, "removing")
-        path.rename(doomed)  # so that a run killed here leaves nothing that looks like a checkpoint
-        shutil.rmtree(doomed)
+    try:
+        for name in {aside[1] for path in newest.parent.iterdir() if (aside := _ASIDE.fullmatch(path.name))}:
+            if (numbered := _NUMBERED.fullmatch(name)) and numbered[1] == match[1]:
+                _settle(newest.with_name(name))
+        older = [path for _, path in numbered_checkpoints(newest.parent, match[1]) if (path / MANIFEST_NAME).exists()]
+        older.remove(newest)
+        removed = older[: max(len(older) - max(keep - 1, 0), 0)]
+        for path in removed:
+            _remove(path, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{newest} is saved, but an older one cannot be removed ({error.filename}: {error.strerror})."
+        ) from error
     return removed
 
 
 def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
     """The checkpoint to load: `folder` itself, or the newest complete `checkpoint_<number>` in it.
+
+    It only looks, since another run may be writing there.
 
     Returns:
         The folder, and the damage of newer ones that were passed over.
@@ -128,26 +152,62 @@ def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
     """
     if not folder.is_dir() and not _beside(folder, "replaced").is_dir():
         raise CheckpointError(f"{folder} does not exist.")
-    numbered = [path for _, path in reversed(numbered_checkpoints(folder))]
-    if numbered and not (folder / MANIFEST_NAME).exists():
-        damages: list[str] = []
-        for path in numbered:
-            damage = find_damage(path)
-            if damage is None:
-                return path, damages
-            damages.append(damage)
-        raise CheckpointError(
-            "\n".join([f"no checkpoint in {folder} is complete:", *(f"  {line}" for line in damages)])
-        )
-    damage = find_damage(folder)
-    if damage is None:
-        return folder, []
-    replaced = _beside(folder, "replaced")  # killed between two renames
-    if find_damage(replaced) is None:
-        return replaced, [damage]
+    numbered = [] if (folder / MANIFEST_NAME).exists() else [path for _, path in reversed(numbered_checkpoints(folder))]
+    damages: list[str] = []
+    for path in numbered or [folder]:
+        damage = find_damage(path)
+        if damage is None:
+            return path, damages
+        damages.append(damage)
+        if find_damage(_beside(path, "replaced")) is None:
+            return _beside(path, "replaced"), damages
+    if numbered:
+        lines = [f"no checkpoint in {folder} is complete:", *(f"  {line}" for line in damages)]
+        raise CheckpointError("\n".join(lines))
     previous = next(_complete_before(folder), None)
     offer = f"The newest complete one before it is {previous}." if previous else _no_other(folder)
-    raise CheckpointError(f"{damage}\n{offer}")
+    raise CheckpointError(f"{damages[0]}\n{offer}")
+
+
+def _replace(target: Path, draft: Path) -> None:
+    """Give `draft` the name that `target` has; the older one is aside then."""
+    replaced = _beside(target, "replaced")
+    draft.rename(replaced)
+    if not exchange(replaced, target):
+        replaced.rename(draft)
+        target.rename(replaced)  # a reader finds it there, until the next line
+        draft.rename(target)
+
+
+def _settle(target: Path) -> None:
+    """End what was begun beside `target`, by this run or by one that was killed: nothing is aside then.
+
+    Of two, the one that stays is the one that has the name, unless only the other is a complete checkpoint.
+    """
+    replaced = _beside(target, "replaced")
+    if replaced.exists():
+        if target.exists() and find_damage(target) is None:
+            _keep_other_files(replaced, target)
+            _remove(replaced, target)
+        else:
+            if target.exists():
+                _keep_other_files(target, replaced)
+                _remove(target, target)
+            replaced.rename(target)
+            sync_folder(target.parent)
+    for path in target.parent.iterdir():
+        if (match := _ASIDE.fullmatch(path.name)) and match[1] == target.name:
+            shutil.rmtree(path)
+
+
+def _remove(path: Path, target: Path) -> None:
+    """Remove a whole folder; a run killed here leaves nothing that looks like a checkpoint."""
+    doomed = _beside(target, "removing")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    sync_folder(doomed.parent)
+    shutil.rmtree(doomed)
 
 
 def _complete_before(folder: Path) -> Iterator[Path]:

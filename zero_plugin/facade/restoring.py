@@ -134,7 +134,7 @@ class RestoringCalls:
 
     def _find_checkpoint(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
-            return Path(input_dir).expanduser().absolute()
+            return Path(input_dir).expanduser().resolve()
         if self.project_configuration.automatic_checkpoint_naming:
             return automatic_folder(self.project_configuration.project_dir)
         raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")

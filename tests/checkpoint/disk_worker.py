@@ -1,0 +1,250 @@
+"""A job for the fork server: trains and saves, while at one moment after another the disk begins to fail."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from paths import loss_of, make_net, own_batch, running
+
+from zero_plugin import Accelerator, collectives
+from zero_plugin.checkpoint import save
+from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.errors import CheckpointError
+
+_MS_RDONLY, _MS_REMOUNT, _MS_REC_PRIVATE, _CLONE_NEWNS = 1, 32, 0x4000 | 0x40000, 0x20000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Training:
+    """A small one; `losses` has what every step gave."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        net = make_net()
+        self.model, self.optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        """Take one."""
+        loss = loss_of(self.model, own_batch(len(self.losses)))
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(float(collectives.reduce(loss.detach())))
+
+    def save(self, target: Path) -> str | None:
+        """Save; what every process is told where that fails."""
+        try:
+            self.accelerator.save_state(target, max_shard_size=600)
+            told = None
+        except CheckpointError as error:
+            told = str(error)
+        everyone = collectives.gather_object([told])
+        assert all((one is None) == (told is None) for one in everyone), everyone
+        return told
+
+
+class Moments:
+    """Has something happen in one process just before one of its calls to the system."""
+
+    def __init__(self) -> None:
+        self._left = -1
+        self._action: Callable[[], None] = lambda: None
+        for owner, name in (
+            (os, "pwrite"),
+            (os, "fsync"),
+            (os, "ftruncate"),
+            (Path, "open"),
+            (Path, "mkdir"),
+            (Path, "rename"),
+            (Path, "replace"),
+            (save, "reserve"),
+            (shutil, "disk_usage"),
+        ):
+            setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def set(self, moment: int, action: Callable[[], None]) -> None:
+        """`action` shall happen before the call after `moment` others."""
+        self._left, self._action = moment, action
+
+    def have_come(self) -> bool:
+        """Whether it has; now it will not any more."""
+        come, self._left = self._left < 0, -1
+        return come
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._left -= 1
+            if self._left == -1:
+                self._action()
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def run(board: Any, *, check: str, path: str, disk: str, output: str, **arguments: Any) -> None:
+    """Run one of `CHECKS`, and write the losses."""
+    with running(path) as accelerator:
+        training = Training(accelerator)
+        CHECKS[check](training, Path(disk), **arguments)
+        if accelerator.is_main_process:
+            Path(output).write_text(json.dumps(training.losses))
+
+
+def check_nothing(training: Training, disk: Path, *, steps: int) -> None:
+    """Train only."""
+    for _ in range(steps):
+        training.step()
+
+
+def check_failing(training: Training, disk: Path, *, how: str, reserves: bool = True) -> None:
+    """From whatever moment on the disk fails on one process: all are told, older checkpoints stay, training goes on."""
+    moments = Moments()
+    if not reserves:
+        save.reserve = lambda file, size: file.truncate(size)
+    rank, main = dist.get_rank(), dist.get_rank() == 0
+    training.step()
+    assert training.save(disk / "first") is None
+    hindered = 0
+    for failing in range(dist.get_world_size()):
+        moment, come = 0, True
+        while come:
+            if rank == failing:
+                moments.set(moment, lambda: FAILURES[how](disk))
+            told = training.save(disk / "second")
+            come = any(collectives.gather_object([rank == failing and moments.have_come()]))
+            dist.barrier()
+            if main:
+                mend(disk)
+            dist.barrier()
+            hindered += told is not None
+            assert told is None or any(word in told for word in WORDS[how]), told
+            assert find_damage(disk / "first") is None
+            assert not (disk / "second").exists() or find_damage(disk / "second") is None
+            assert how == "read-only" or not [path for path in disk.iterdir() if path.name.startswith(".")]
+            training.step()
+            moment += 1
+        assert told is None
+    assert hindered > 5
+    assert {path.name for path in disk.iterdir()} == {"first", "second"}
+    assert training.accelerator.load_state(disk / "second", verify=True).steps == len(training.losses) - 1
+    training.losses.pop()
+
+
+def check_refusals(training: Training, disk: Path) -> None:
+    """What cannot work is told before anything is written."""
+    training.step()
+    if dist.get_rank() == 0:
+        fill(disk, but=2**20)
+        (disk / "file").write_text("")
+    dist.barrier()
+    for target, words in (
+        (disk / "saved", "does not fit: "),
+        (disk / "file" / "saved", "Not a directory"),
+        (disk / "file", "is a file"),
+        (disk, "where a disk is mounted"),
+    ):
+        told = training.save(target)
+        assert told is not None
+        assert words in told, told
+        assert {path.name for path in disk.iterdir()} == {"file", "filler"}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        mend(disk)
+    dist.barrier()
+    training.step()
+    assert training.save(disk / "new" / "folders" / "saved") is None
+    assert find_damage(disk / "new" / "folders" / "saved") is None
+
+
+def check_separate(training: Training, disk: Path) -> None:
+    """A process for which the folder is another one is named, when saving and when loading."""
+    shared, torn = disk / "shared", disk / "torn"
+    training.step()
+    assert training.save(shared / "saved") is None
+    assert training.save(torn / "saved") is None
+    dist.barrier()
+    if dist.get_rank() == 1:
+        copy = disk / "copy"
+        shutil.copytree(torn, copy)
+        assert _LIBC.unshare(_CLONE_NEWNS) == 0
+        assert _LIBC.mount(b"none", b"/", None, _MS_REC_PRIVATE, None) == 0
+        assert _LIBC.mount(b"none", os.fsencode(torn), b"tmpfs", 0, None) == 0
+    from zero_plugin.checkpoint import shared_folder
+
+    shared_folder._found_shared.discard(torn)
+    training.step()
+    for target in (torn / "saved", torn / "other"):
+        told = training.save(target)
+        assert told is not None
+        assert "is not one folder for all processes: what processes [1] write" in told, told
+    load = training.accelerator.load_state
+    told = refused(lambda: load(torn / "saved"))
+    assert "processes [1] see no checkpoint" in told, told
+    if dist.get_rank() == 1:
+        shutil.copytree(disk / "copy" / "saved", torn / "saved")
+        manifest = torn / "saved" / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"created"', '"created" '))
+    told = refused(lambda: load(torn / "saved"))
+    assert "processes [1] see another checkpoint" in told, told
+    dist.barrier()
+    assert training.save(shared / "saved") is None
+    training.step()
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """What the CheckpointError says that `call` raises."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def fill(disk: Path, but: int = 0) -> None:
+    """Leave `but` bytes of the disk free."""
+    usage = os.statvfs(disk)
+    size = usage.f_bavail * usage.f_frsize - but
+    descriptor = os.open(disk / "filler", os.O_WRONLY | os.O_CREAT)
+    if size > 0:
+        os.posix_fallocate(descriptor, 0, size)
+    os.close(descriptor)
+
+
+def make_read_only(disk: Path) -> None:
+    """As far as no file is being written there."""
+    _LIBC.mount(b"none", os.fsencode(disk), None, _MS_REMOUNT | _MS_RDONLY, None)
+
+
+def fail(disk: Path) -> None:
+    """As a disk that breaks."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def mend(disk: Path) -> None:
+    """Have the disk writable, with room."""
+    _LIBC.mount(b"none", os.fsencode(disk), None, _MS_REMOUNT, None)
+    (disk / "filler").unlink(missing_ok=True)
+
+
+FAILURES = {"full": fill, "read-only": make_read_only, "broken": fail}
+WORDS = {
+    "full": ("No space left on device", "does not fit"),
+    "read-only": ("Read-only file system",),
+    "broken": ("Input/output error",),
+}
+CHECKS: dict[str, Callable[..., None]] = {
+    "nothing": check_nothing,
+    "failing": check_failing,
+    "refusals": check_refusals,
+    "separate": check_separate,
+}

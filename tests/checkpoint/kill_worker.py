@@ -1,0 +1,173 @@
+"""A job for the fork server: trains, saves every other step, and goes on from what an earlier run of it has left.
+
+It tells on the board in which phase of saving it is, and dwells there, so that it can be killed there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fork_server import FREE, PHASES
+from paths import loss_of, own_batch, running
+from torch import nn
+
+from zero_plugin import collectives
+from zero_plugin.checkpoint import folders
+from zero_plugin.errors import CheckpointError
+from zero_plugin.plugins import ProjectConfiguration
+
+SAVED, REACHED = FREE, FREE + 1  # steps that the last finished save had; steps taken
+
+
+def run(
+    board: Any,
+    *,
+    folder: str,
+    path: str,
+    naming: str,
+    steps: int,
+    saves: bool = True,
+    must_load: bool = False,
+    swaps: bool = True,
+    dwell: float = 0.0,
+    seed: int = 0,
+    asynchronous: bool = False,
+) -> None:
+    """Train.
+
+    Args:
+        board: of the fork server.
+        folder: where checkpoints and `losses.txt` are.
+        path: see `paths`.
+        naming: of the checkpoints: `automatic`, `numbered`, or `fixed`, always the same folder.
+        steps: after which the training ends.
+        saves: whether it saves at all.
+        must_load: something complete has to be there.
+        swaps: whether the file system can swap two names.
+        dwell: longest stay at one point of a phase, in seconds.
+        seed: of how long it stays.
+        asynchronous: whether it saves behind the training.
+    """
+    row = board[dist.get_rank()]
+    if dwell:
+        announce_phases(row, dwell, random.Random(1000 * seed + dist.get_rank()))
+    if not swaps:
+        folders.exchange = lambda one, other: False
+    place = Path(folder, {"automatic": "checkpoints", "numbered": "numbered", "fixed": "last"}[naming])
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=naming == "automatic", total_limit=2)
+    with running(path, project_config=project) as accelerator:
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
+        adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, steps)
+        model, optimizer, schedule = accelerator.prepare(net, adamw, cosine)
+        torch.manual_seed(7 + dist.get_rank())
+        first = unfinished = 0
+        try:
+            first = accelerator.load_state(place, verify=True).steps
+        except CheckpointError:
+            if must_load:
+                raise
+        for step in range(first, steps):
+            loss = loss_of(model, own_batch(step))
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            row[REACHED] = step + 1
+            value = float(collectives.reduce(loss.detach()))
+            if accelerator.is_main_process:
+                with Path(folder, "losses.txt").open("a") as losses:
+                    losses.write(f"{step} {value!r}\n")
+            if saves and step % 2 == 1:
+                target = place / f"checkpoint_{step + 1}" if naming == "numbered" else place
+                limit = {"total_limit": 2} if naming == "numbered" else {}
+                options = {"max_shard_size": 600, "asynchronous": asynchronous, **limit}
+                accelerator.save_state(None if naming == "automatic" else target, **options)
+                row[SAVED] = unfinished if asynchronous else step + 1
+                unfinished = step + 1
+    row[SAVED] = unfinished
+
+
+def announce_phases(row: Any, dwell: float, draw: random.Random) -> None:
+    """Wrap what saving asks of the system: the phase is on the board before, between and after, with stays."""
+
+    def stay() -> None:
+        time.sleep(draw.uniform(0, dwell))
+
+    @contextmanager
+    def inside(phase: str) -> Iterator[None]:
+        before, index = int(row[0]), PHASES.index(phase)
+        row[index] += 1
+        row[0] = index
+        stay()
+        yield
+        stay()
+        row[0] = before
+
+    def wrap(owner: Any, name: str, phase_of: Callable[..., str | None]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            phase = phase_of(*args, **kwargs)
+            if phase is None:
+                return original(*args, **kwargs)
+            with inside(phase):
+                return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    class InParts:
+        """A file that is written in two parts, each on its way to the disk at once."""
+
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def __enter__(self) -> InParts:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._file.close()
+
+        def write(self, data: Any) -> int:
+            with inside("write"):
+                for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+                    self._file.write(part)
+                    self._file.flush()
+                    stay()
+            return len(data)
+
+    pwrite, path_open = os.pwrite, Path.open
+
+    def pwrite_half(descriptor: int, data: Any, offset: int) -> int:
+        with inside("write"):
+            return pwrite(descriptor, data[: (len(data) + 1) // 2], offset)
+
+    def open_in_parts(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = path_open(self, mode, *args, **kwargs)
+        return InParts(file) if "w" in mode else file
+
+    def phase_of_rename(source: Path, target: Any) -> str:
+        if Path(target).name.endswith(".removing"):
+            return "rotate"
+        publishes = source.name.endswith((".writing", ".replaced")) or Path(target).name.endswith(".replaced")
+        return "rename" if publishes else "write"
+
+    os.pwrite, Path.open = pwrite_half, open_in_parts  # type: ignore[method-assign]
+    wrap(os, "fsync", lambda *_: "fsync")
+    wrap(Path, "rename", phase_of_rename)
+    wrap(Path, "replace", phase_of_rename)
+    wrap(folders, "exchange", lambda *_: "rename")
+    wrap(os, "unlink", lambda *_, dir_fd=None: None if dir_fd is None else "rotate")  # as rmtree calls it
+    wrap(os, "rmdir", lambda *_, dir_fd=None: None if dir_fd is None else "rotate")

@@ -1,0 +1,135 @@
+"""What is beside a checkpoint while it is written, replaced or removed, and what becomes of it after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.checkpoint import folders
+from zero_plugin.checkpoint.durable import reserve
+from zero_plugin.checkpoint.folders import choose_checkpoint, open_draft, publish_draft, rotate_checkpoints
+from zero_plugin.errors import CheckpointError
+
+
+def fill(folder: Path, content: str) -> None:
+    """Make a folder a complete checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").write_text(content)
+    files = {"file": {"size": len(content), "crc32": None}}
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files, "models": []}))
+
+
+def save(target: Path, content: str) -> None:
+    """A checkpoint, as `save_state` makes it."""
+    draft = open_draft(target, 10)
+    fill(draft, content)
+    publish_draft(draft, target)
+
+
+def tree(folder: Path) -> set[str]:
+    """All files."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
+    """Whichever rename or removal of a replacement is the last one, a complete checkpoint is found, and repaired."""
+    if not swaps:
+        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+    calls = [(os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync"), (folders, "exchange"), (Path, "rename")]
+
+    class Killed(BaseException):
+        pass
+
+    for last in range(100):
+        out = tmp_path / str(last) / "out"
+        save(out, "old")
+        (out / "logs").mkdir()
+        (out / "logs" / "mine").write_text("")
+        left = last
+        with monkeypatch.context() as patch:
+            for owner, name in calls:
+
+                def counted(*args: object, call: object = getattr(owner, name), **kwargs: object) -> object:
+                    nonlocal left
+                    left -= 1
+                    if left < 0:
+                        raise Killed
+                    return call(*args, **kwargs)  # type: ignore[operator]
+
+                patch.setattr(owner, name, counted)
+            try:
+                save(out, "newer")
+                killed = False
+            except Killed:
+                killed = True
+        chosen, _ = choose_checkpoint(out)
+        assert (chosen / "file").read_text() in ("old", "newer")
+        if last % 2:
+            out.mkdir(exist_ok=True)  # scripts do that
+            (out / "log of the next run").write_text("")
+            assert choose_checkpoint(out)[0] == chosen
+        draft = open_draft(out, 10)
+        draft.rmdir()
+        assert [path.name for path in out.parent.iterdir()] == ["out"]
+        assert tree(out) - {"log of the next run"} == {"file", "manifest.json", "logs/mine"}
+        assert choose_checkpoint(out) == (out, [])
+        if not killed:
+            assert last > 10
+            return
+    raise AssertionError
+
+
+def test_rotation_leaves_other_names_alone(tmp_path: Path) -> None:
+    """Drafts of another run in the same folder stay, and so does what only looks similar; what was left is settled."""
+    for number in range(4):
+        save(tmp_path / f"step_{number}", "x")
+    (tmp_path / "step_2").rename(tmp_path / ".step_2.replaced")
+    left = [".step_9.0a1b2c3d.writing", ".step_8.removing"]
+    others = [".step_a.0a1b2c3d.writing", ".other_1.0a1b2c3d.writing", ".step_.removing", ".5.0a1b2c3d.writing"]
+    for name in left + others:
+        (tmp_path / name).mkdir()
+    assert rotate_checkpoints(tmp_path / "step_3", 2) == [tmp_path / "step_0", tmp_path / "step_1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_2", "step_3", *others}
+
+
+def test_replaced_ones_are_candidates(tmp_path: Path) -> None:
+    """A numbered checkpoint is found where a killed run has put it aside."""
+    save(tmp_path / "checkpoint_1", "one")
+    save(tmp_path / "checkpoint_2", "two")
+    (tmp_path / "checkpoint_2").rename(tmp_path / ".checkpoint_2.replaced")
+    assert choose_checkpoint(tmp_path)[0] == tmp_path / ".checkpoint_2.replaced"
+    (tmp_path / ".checkpoint_2.replaced" / "file").unlink()
+    assert choose_checkpoint(tmp_path)[0] == tmp_path / "checkpoint_1"
+
+
+def test_a_failing_replacement_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the second of two renames is refused, the older checkpoint has its name back."""
+    save(tmp_path / "out", "old")
+    draft = open_draft(tmp_path / "out", 10)
+    fill(draft, "newer")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if target.name == "out" and path.name.endswith("writing"):
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(CheckpointError, match="out cannot be replaced"):
+        publish_draft(draft, tmp_path / "out")
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_room_is_reserved(tmp_path: Path) -> None:
+    """A file of a draft has its blocks, not only its length."""
+    with (tmp_path / "file").open("wb") as file:
+        reserve(file, 2**20)
+    stat = (tmp_path / "file").stat()
+    assert stat.st_size == 2**20
+    assert stat.st_blocks * 512 >= 2**20

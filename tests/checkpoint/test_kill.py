@@ -1,0 +1,168 @@
+"""Runs that are killed while they save: a complete checkpoint is always there, and they go on as if uninterrupted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.checkpoint.folders import choose_checkpoint, numbered_checkpoints
+from zero_plugin.checkpoint.load import verify_checksums
+from zero_plugin.checkpoint.manifest import find_damage, read_manifest
+from zero_plugin.checkpoint.nested_file import read_nested
+from zero_plugin.errors import CheckpointError
+
+PHASES = ("write", "fsync", "rename", "rotate")
+LAYOUTS = [(2, "zero2"), (2, "zero3"), (1, "single"), (2, "ddp"), (1, "zero3")]  # processes, path
+NAMINGS = ["automatic", "fixed", "numbered"]
+STEPS = 12  # and a save every other
+PER_STORY = 3  # kills of one run, before it may run to its end
+SAVED, REACHED = 0, 1
+
+Kills = Callable[..., Counter[str]]
+
+
+class Story:
+    """One run and its continuations, in a folder of their own."""
+
+    def __init__(self, forks: Any, folder: Path, world: int, path: str, naming: str, **arguments: Any) -> None:
+        self._forks = forks
+        self._folder = folder
+        self._world = world
+        self._naming = naming
+        self._arguments = {"folder": str(folder), "path": path, "naming": naming, "steps": STEPS, **arguments}
+        self._floor = 0  # steps of the newest checkpoint that was complete
+        folder.mkdir(parents=True)
+
+    def uninterrupted(self) -> list[str]:
+        """The losses of a run that neither saves nor ends early."""
+        outcome = self._forks.run("kill_worker", self._world, **self._arguments, saves=False)
+        assert outcome.codes == [0] * self._world, outcome.logs
+        return [line.split()[1] for line in (self._folder / "losses.txt").read_text().splitlines()]
+
+    def go_on(self, kill: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        """Start the run anew, kill it, and look at what it has left; None where it has come to its end."""
+        must_load = self._floor > 0
+        outcome = self._forks.run(
+            "kill_worker", self._world, kill=kill, **self._arguments, **arguments, must_load=must_load
+        )
+        killed = kill is not None and any(outcome.codes[rank] == -9 for rank in kill["ranks"])
+        assert killed or outcome.codes == [0] * self._world, outcome.logs
+        saved = max(outcome.told(rank, SAVED) for rank in range(self._world))
+        reached = max(outcome.told(rank, REACHED) for rank in range(self._world))
+        self._look(max(saved, self._floor), max(reached, self._floor))
+        self._saves = saved > 0
+        return outcome if killed else None
+
+    def check_losses(self, wanted: list[str]) -> None:
+        """Every step of every continuation had the loss of the run that was not interrupted, to the last bit."""
+        lines = [line.split() for line in (self._folder / "losses.txt").read_text().splitlines()]
+        assert {int(step) for step, _ in lines} == set(range(STEPS))
+        assert [(step, loss) for step, loss in lines if loss != wanted[int(step)]] == []
+
+    def check_nothing_left(self) -> None:
+        """Two checkpoints, or the one folder, and nothing of the killed runs, once one has saved again."""
+        if not self._saves:
+            return
+        names = sorted(path.name for path in self.place.parent.rglob("*") if path.is_dir() and path.name != "optimizer")
+        last = [f"checkpoint_{number}" for number in ((4, 5) if self._naming == "automatic" else (10, 12))]
+        assert names == (["last"] if self._naming == "fixed" else sorted([*last, self.place.name]))
+
+    @property
+    def place(self) -> Path:
+        """What is given to `load_state`."""
+        return self._folder / {"automatic": "checkpoints", "numbered": "numbered", "fixed": "last"}[self._naming]
+
+    def _look(self, saved: int, reached: int) -> None:
+        """What would be loaded is complete, and no older than the newest one of which the run knew that it is."""
+        try:
+            chosen, _ = choose_checkpoint(self.place)
+        except CheckpointError:
+            assert saved == 0
+            return
+        assert find_damage(chosen) is None
+        verify_checksums(chosen, read_manifest(chosen))
+        steps = read_nested(chosen / "training")["models"][0]["optimizer"]["applied_steps"]
+        assert saved <= steps <= reached
+        for _, path in numbered_checkpoints(self.place):
+            assert not path.exists() or find_damage(path) is None
+        self._floor = steps
+
+
+@pytest.fixture
+def kill_runs(forks: Any, tmp_path: Path) -> Kills:
+    """Kill so many runs at random instants, and count in which phases the killed processes were."""
+    references: dict[tuple[int, str], list[str]] = {}
+
+    def kill_runs(kills: int, seed: int, *, asynchronous: bool) -> Counter[str]:
+        draw = random.Random(seed)
+        landed: Counter[str] = Counter()
+        numbers = itertools.count()
+        while landed.total() < kills:
+            number = next(numbers)
+            world, path = LAYOUTS[number % len(LAYOUTS)]
+            naming = NAMINGS[number % len(NAMINGS)]
+            if (world, path) not in references:
+                alone = Story(forks, tmp_path / f"{path}-{world}", world, path, naming)
+                references[world, path] = alone.uninterrupted()
+            folder = tmp_path / f"story-{number}"
+            story = Story(forks, folder, world, path, naming, asynchronous=asynchronous, swaps=number % 2 == 0)
+            for _ in range(PER_STORY):
+                kill = plan_kill(draw, world, (*PHASES, None)[landed.total() % (len(PHASES) + 1)])
+                outcome = story.go_on(kill, dwell=0.003, seed=draw.randrange(1000))
+                if outcome is None:
+                    break
+                victim = kill["watch"] if kill["watch"] in kill["ranks"] else kill["ranks"][0]
+                landed[outcome.phase(victim)] += 1
+            else:
+                assert story.go_on() is None
+            story.check_losses(references[world, path])
+            story.check_nothing_left()
+        return landed
+
+    return kill_runs
+
+
+def plan_kill(draw: random.Random, world: int, phase: str | None) -> dict[str, Any]:
+    """Who is killed when, and how soon the launcher sees to the others.
+
+    Only the main process renames and rotates. It is killed, all are, or another one while it does.
+    """
+    watch = draw.randrange(world) if phase in ("write", "fsync") else 0
+    groups = [list(range(world)), *([rank] for rank in range(world))]
+    kill: dict[str, Any] = {"watch": watch, "ranks": draw.choice(groups), "grace": draw.choice([0, 0.05, 0.5])}
+    if phase is None:
+        return {**kill, "after": draw.uniform(0.1, 1.5)}
+    per_save = {"write": 25, "fsync": 15, "rename": 1, "rotate": 12}[phase]
+    return {**kill, "phase": phase, "count": draw.randint(1, 3 * per_save)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_goes_on_from_a_complete_checkpoint(asynchronous: bool, kill_runs: Kills) -> None:
+    """Killed in every phase of saving, all processes or one, runs end with the losses of one that was not."""
+    landed = kill_runs(8, 1, asynchronous=asynchronous)
+    assert all(landed[phase] for phase in PHASES), landed
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_goes_on_wherever_it_is_killed(asynchronous: bool, kill_runs: Kills) -> None:
+    """The same at fifty instants and more, at least eight of them inside each phase."""
+    landed = kill_runs(70, 2, asynchronous=asynchronous)
+    print(dict(landed))
+    assert all(landed[phase] >= 8 for phase in PHASES), landed
+
+
+@pytest.mark.processes
+def test_the_others_end(forks: Any, tmp_path: Path) -> None:
+    """Where one process is killed while all save, the others end by themselves, long before the group's time-out."""
+    story = Story(forks, tmp_path / "run", 2, "ddp", "automatic")
+    kill = {"watch": 1, "phase": "write", "count": 5, "ranks": [1], "grace": 25}
+    assert story.go_on(kill, dwell=0.001).codes == [1, -9]
