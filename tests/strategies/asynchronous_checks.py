@@ -147,18 +147,23 @@ def check_one_at_a_time(path: str, folder: Path) -> None:
     """The next save, of either kind, and the end begin when the one before is complete; old ones go after that."""
     with running(path) as accelerator:
         model, optimizer = prepare(accelerator)
-        for number, asynchronous in enumerate((True, True, False, True)):
-            step(accelerator, model, optimizer, own_batch(number))
+        following: list[Callable[[Path], Any]] = [
+            lambda target: accelerator.save_state(target, asynchronous=True, total_limit=2),
+            lambda target: accelerator.save_state(target, total_limit=2),
+            lambda _: accelerator.end_training(),
+        ]
+        for number, call in enumerate(following):
+            accelerator.wait_for_save()
             with held_disk() as release:
+                step(accelerator, model, optimizer, own_batch(number))
+                first = accelerator.save_state(folder / f"step_{2 * number}", asynchronous=True, total_limit=2)
                 timer = threading.Timer(0.2, release.set)
                 timer.start()
-                accelerator.save_state(folder / f"step_{number}", asynchronous=asynchronous, total_limit=2)
-                if number:
-                    assert release.is_set()
-                    assert find_damage(folder / f"step_{number - 1}") is None
+                call(folder / f"step_{2 * number + 1}")
+                assert release.is_set()
+                assert find_damage(first) is None
                 timer.join()
-    assert names_in(folder) == {"step_2", "step_3"}
-    assert find_damage(folder / "step_3") is None
+    assert names_in(folder) == {"step_3", "step_4"}
 
 
 def check_a_failure_is_told_by_the_next_call(path: str, folder: Path) -> None:
@@ -206,6 +211,7 @@ def check_without_memory_it_is_not_behind(path: str, folder: Path) -> None:
             assert "bytes of memory on" in told
             assert "2,048 bytes are available" in told
         accelerator.save_state(folder / "with_room", asynchronous=True)
+        accelerator.wait_for_save()
         assert save("in_the_same_memory") == ""
         accelerator.free_memory()
         prepare(accelerator)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -30,7 +29,7 @@ _LEFT_FREE: Final = 0.1  # of what is available: training needs memory too, and 
 class Snapshot:
     """Host memory that holds one copy of what this process writes of a checkpoint.
 
-    It is kept from one copy to the next: memory that the system has to hand out anew, page by page, is filled several
+    It is kept from one copy to the next: memory that the system has to hand out anew, page by page, is filled seven
     times slower. What comes from a GPU goes into pinned memory.
     """
 
@@ -108,19 +107,10 @@ class Snapshot:
         chunks, filled = self._chunks[pinned], self._filled[pinned]
         index, offset = divmod(filled, _CHUNK_BYTES)
         if index == len(chunks):
-            chunks.append(_make_chunk(pinned))
+            chunks.append(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned))
         taken = min(count * dtype.itemsize, _CHUNK_BYTES - offset)
         self._filled[pinned] += -(-taken // _ALIGNMENT) * _ALIGNMENT
         return chunks[index][offset : offset + taken].view(dtype)
-
-
-def _make_chunk(pinned: bool) -> Tensor:
-    if pinned:
-        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-    memory = mmap.mmap(-1, _CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux, where the first use of large pages takes a third of the time
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _lack_of_room(needed_bytes: int) -> str | None:
