@@ -35,6 +35,7 @@ from zero_plugin.strategies.deepspeed.states import (
     refuse_unreachable,
 )
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
+from zero_plugin.strategies.deepspeed.swapping import mend_swapping
 from zero_plugin.strategies.deepspeed.written import follow_loading, refuse_partitioned_states, whole_weights
 from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.graph import find_leaves
@@ -94,6 +95,7 @@ class EngineSession(Session):
         engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
+        mend_swapping(engine)
 
     def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
         """See `Session.backward`; nothing happens to the model where the loss does not depend on it."""
