@@ -84,6 +84,7 @@ def test_inspect_says_what_is_in_a_checkpoint(checkpoint: Path) -> None:
     assert done.returncode == 0, done.stderr
     for part in (
         "step        7",
+        "precision   bf16",
         "imported from DeepSpeed, ZeRO stage 2, 2 processes",
         "deepspeed 0.19.8",
         "Net: 10 parameters and buffers (6 trained, 4 frozen or buffers), 1 tied names, adamw",

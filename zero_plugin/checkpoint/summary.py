@@ -16,6 +16,7 @@ from zero_plugin.run_record import RECORD_NAME
 __all__ = ["KindSummary", "ModelSummary", "Summary", "summarise"]
 
 _WEIGHT: Final = "weight"
+_FLOATS: Final = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ class Summary:
         damage: what makes it incomplete; None if nothing does. The rest may be missing then.
         step: optimizer steps that the first model had taken.
         bytes: of all files.
-        precision: that it was trained in, as launch configs name it; None where that was not recorded.
-        written_by: strategy, ZeRO stage, offload, processes; or what it was imported from.
+        precision: that it was trained in; where that was not recorded, that of most weights.
+        topology: what wrote it, as far as that is known: `strategy`, `zero_stage`, `optimizer_on` and `parameters_on`
+            where they were offloaded, `processes`, and `imported_from`.
         created: when, as ISO 8601.
         versions: package → version.
         models: in the order of `prepare`.
@@ -80,7 +82,7 @@ class Summary:
     step: int | None = None
     bytes: int = 0
     precision: str | None = None
-    written_by: str = ""
+    topology: Mapping[str, Any] = field(default_factory=dict)
     created: str | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
     models: tuple[ModelSummary, ...] = ()
@@ -108,8 +110,8 @@ def summarise(folder: Path) -> Summary:
         damage,
         step=next((optimizer["applied_steps"] for optimizer in optimizers if optimizer), None),
         bytes=sum(files.values()) + (folder / MANIFEST_NAME).stat().st_size,
-        precision={"no": "fp32"}.get(str(values.get("mixed_precision")), values.get("mixed_precision")),
-        written_by=_written_by(manifest, run.get("deepspeed_config") or {}),
+        precision=_precision(values.get("mixed_precision"), manifest),
+        topology=_topology(manifest, run.get("deepspeed_config") or {}),
         created=manifest.about.get("created"),
         versions=manifest.about.get("versions") or {},
         models=tuple(map(_summarise_model, manifest.models, optimizers)),
@@ -144,23 +146,30 @@ def _summarise_model(model: StoredModel, optimizer: Mapping[str, Any]) -> ModelS
     )
 
 
-def _written_by(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> str:
+def _precision(recorded: str | None, manifest: Manifest) -> str | None:
+    if recorded is not None:
+        return "fp32" if recorded == "no" else recorded
+    sizes = dict.fromkeys(_FLOATS, 0)
+    for model in manifest.models:
+        for (kind, _), place in model.places.items():
+            if kind == _WEIGHT and place.type_name in sizes:
+                sizes[place.type_name] += place.size
+    return _FLOATS[max(sizes, key=lambda name: sizes[name])] if any(sizes.values()) else None
+
+
+def _topology(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
     about = manifest.about
-    imported = about.get("imported")
-    strategy, processes = about.get("strategy"), about.get("processes")
     zero = deepspeed_config.get("zero_optimization") or {}
-    words = [str(strategy)] if strategy else []
-    if imported:
-        words = [f"imported from {imported['format']}"]
-        zero = {"stage": imported["zero_stage"]} if "zero_stage" in imported else {}
-    if "stage" in zero:
-        words.append(f"ZeRO stage {zero['stage']}")
-    for part, what in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
-        device = (zero.get(part) or {}).get("device", "none")
-        words += [f"{what} on {device}"] if device != "none" else []
-    if processes:
-        words.append(f"{processes} process{'es' if processes > 1 else ''}")
-    return ", ".join(words)
+    imported = about.get("imported") or {}
+    found = {
+        "imported_from": imported.get("format"),
+        "strategy": about.get("strategy"),
+        "zero_stage": imported.get("zero_stage", zero.get("stage")),
+        "optimizer_on": (zero.get("offload_optimizer") or {}).get("device"),
+        "parameters_on": (zero.get("offload_param") or {}).get("device"),
+        "processes": about.get("processes"),
+    }
+    return {key: value for key, value in found.items() if value not in (None, "none")}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

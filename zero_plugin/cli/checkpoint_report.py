@@ -135,7 +135,7 @@ def _show_checkpoint(summary: Summary) -> None:
         "step": "not trained" if summary.step is None else f"{summary.step:,}",
         "size": f"{show_bytes(summary.bytes)} in {len(summary.files)} files",
         "precision": summary.precision,
-        "written by": summary.written_by,
+        "written by": _written_by(summary.topology),
         "at": summary.created,
         "versions": ", ".join(f"{name} {found}" for name, found in summary.versions.items() if found),
     }
@@ -163,7 +163,7 @@ def _show_several(folder: Path, summaries: Sequence[Summary]) -> None:
             "" if summary.step is None else f"{summary.step:,}",
             show_bytes(summary.bytes) if summary.bytes else "",
             summary.created or "",
-            f"damaged: {summary.damage}" if summary.damage else summary.written_by,
+            f"damaged: {summary.damage}" if summary.damage else _written_by(summary.topology),
         ]
         for summary in summaries
     ]
@@ -173,8 +173,19 @@ def _show_several(folder: Path, summaries: Sequence[Summary]) -> None:
 def _show_tensors(listed: Iterable[Mapping[str, Any]]) -> None:
     rows = [[t["kind"], t["name"], "×".join(map(str, t["shape"])) or "scalar", t["type"], t["file"]] for t in listed]
     if rows:
-        print()
         _print_table("", ("kind", "name", "shape", "type", "file"), rows)
+
+
+def _written_by(topology: Mapping[str, Any]) -> str:
+    phrases = {
+        "imported_from": "imported from {}",
+        "strategy": "{}",
+        "zero_stage": "ZeRO stage {}",
+        "optimizer_on": "optimizer on {}",
+        "parameters_on": "parameters on {}",
+        "processes": "{} process" if topology.get("processes") == 1 else "{} processes",
+    }
+    return ", ".join(phrase.format(topology[key]) for key, phrase in phrases.items() if key in topology)
 
 
 def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -184,7 +195,7 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         print(*([title] if title else []), sep="")
         for line in lines:
-            print(*(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)), sep="  ")
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
         return
     from rich.console import Console
     from rich.table import Table
@@ -193,7 +204,7 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
     console = Console(highlight=False)
     console.print(Text(title, "bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head), header_style="dim")
-    for column in head or rows[0]:
+    for column in head or [""] * len(rows[0]):
         table.add_column(column, overflow="fold", justify="right" if column in ("size", "tensors", "step") else "left")
     for row in rows:
         table.add_row(*map(Text, row))

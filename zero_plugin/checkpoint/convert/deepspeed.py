@@ -51,7 +51,6 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
         tied=tied,
         origin={
             "format": "DeepSpeed",
-            "strategy": "deepspeed",
             "zero_stage": _zero_stage(files),
             "processes": model.get("dp_world_size", 1),
             "versions": {"deepspeed": model.get("ds_version")},

@@ -21,7 +21,7 @@ from zero_plugin.checkpoint.nested_file import write_nested
 
 __all__ = ["write_checkpoint"]
 
-_TOGETHER: Final = ("versions", "strategy", "processes")
+_TOGETHER: Final = ("versions", "processes")
 
 
 def write_checkpoint(
