@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from offload_checks import prepared, train, zero3
+from offload_checks import prepared, train, wide_net, zero3
 from paths import FURTHER, PAIR, SINGLE, ZERO, is_zero, loss_of, own_batch, raised, running, same, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -229,6 +229,10 @@ def check_nvme(folder: Path) -> None:
             assert same(saved(accelerator, model, folder / f"{precision}-32", dtype="fp32"), masters)
             assert same(masters, wanted) == (precision == "no")
             train(accelerator, model, optimizer, 1)
+            frozen = accelerator.prepare(wide_net().requires_grad_(False))
+            found = saved(accelerator, frozen, folder / f"{precision}-frozen", dtype="fp32")
+            dtype = torch.float32 if precision == "no" else torch.bfloat16
+            assert same(found, {name: tensor.to(dtype).float() for name, tensor in wide_net().state_dict().items()})
 
 
 def _gathering_nothing(path: str) -> dict[str, Any]:
