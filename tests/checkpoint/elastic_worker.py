@@ -1,17 +1,21 @@
 """Trains on one layout after another, going on from checkpoints of others: STORE RANK WORLD FOLDER TASKS.
 
-TASKS is a JSON list. Each task has a `name`; the `path` to train on; the `precision`; and `load`, the name of the task
-whose checkpoint it goes on from, or null: then it trains from the start, and writes a checkpoint on the way. It writes
-the losses after that point, learning rates and weights, in its name.
+TASKS is a JSON list. Each task has a `name`; the `layout` and `precision` to train in; the `width` of the model, and
+whether it has LoRA; and `load`, the name of the task whose checkpoint it goes on from, or null: then it trains from the
+start, and writes a checkpoint on the way. It writes the losses after that point, learning rates, digests of the weights
+in the end, and what was not as it should be, in its name.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import os
+import shutil
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,56 +26,200 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
 import cpuinfo
 import torch
 import torch.distributed as dist
-from paths import loss_of, own_batch, running, weights
-from safetensors.torch import save_file
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from offload_checks import files_of
+from paths import global_batch, loss_of, running, weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zero_plugin import collectives
+from zero_plugin.checkpoint.nested_file import read_nested
+from zero_plugin.strategies.named_tensors import shared_names
 
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU optimizers ask, a second each time
 
-SAVED_AFTER, STEPS = 3, 6
+SAVED_AFTER, STEPS = 2, 5  # the third step is one where DeepSpeed's CPU Adam could get another bias correction
+SAMPLES = 12  # of all processes together: 1 to 4 have equal parts of them
+STATES = ("exp_avg", "exp_avg_sq")
 
 
-class Net(nn.Module):
-    """Odd sizes, tied weights, a frozen layer, a scalar parameter and a buffer: [batch, 8] → [batch, 4]."""
+class Experts(nn.Module):
+    """Adds to each row what one of three experts makes of it: [batch, 8] → [batch, 8]."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.router = nn.Linear(8, 3, bias=False)
+        nn.init.eye_(self.router.weight)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(self.router(x), -1)
+        chosen = shares.argmax(-1)
+        added = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            if (rows := chosen == index).any():
+                added[rows] = (expert(x[rows]) * shares[rows, index : index + 1]).to(x.dtype)
+        return x + added
+
+
+class Net(nn.Module):
+    """Experts, odd sizes, tied and frozen weights, a scalar parameter, buffers: [batch, 8] → [batch, 4]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = Experts()
         self.first = nn.Linear(8, 33)
         self.one = nn.Linear(33, 33, bias=False)
         self.two = nn.Linear(33, 33, bias=False)
         self.two.weight = self.one.weight
-        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.up = nn.Linear(33, width)
+        self.large = nn.Linear(width, 1024)
+        self.frozen = nn.Linear(1024, width).requires_grad_(False)
         self.gain = nn.Parameter(torch.ones(1))
-        self.last = nn.Linear(33, 4)
+        self.last = nn.Linear(width, 4)
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((1,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
-        x = torch.tanh(self.first(x))
-        return self.last(self.gain * torch.tanh(self.frozen(self.two(torch.tanh(self.one(x))))))
+        x = torch.tanh(self.first(self.experts(x)))
+        x = torch.tanh(self.up(torch.tanh(self.two(torch.tanh(self.one(x))))))
+        x = torch.tanh(self.frozen(torch.tanh(self.large(x))))
+        return self.last(self.gain * x) * self.scale
+
+
+def make_net(width: int, *, lora: bool) -> nn.Module:
+    """The model of all tasks; with `lora`, adapters on the frozen layer, as peft makes them."""
+    net = Net(width)
+    if lora:
+        import peft
+
+        trained = [p for p in net.parameters() if p.requires_grad]
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["frozen"]), net)
+        for p in trained:
+            p.requires_grad_(True)
+    return net
+
+
+def own_batch(step: int) -> tuple[Tensor, Tensor]:
+    """This process' part of a batch that no process sees all experts' rows of, where there are three or more."""
+    x, y = global_batch(step, SAMPLES)
+    x[:, :3] = 0.1 * x[:, :3] + 2 * torch.eye(3).repeat_interleave(SAMPLES // 3, 0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    return x.chunk(world)[rank], y.chunk(world)[rank]
+
+
+def config_of(layout: str, swap: Path) -> tuple[str, dict[str, Any] | None]:
+    """The path that runs a layout, and what is added to its DeepSpeed configuration."""
+    if layout != "zero3-nvme":
+        return layout, None
+    nvme = {"device": "nvme", "nvme_path": str(swap)}
+    section = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 500_000,
+        "offload_optimizer": nvme,
+        "offload_param": {**nvme, "max_in_cpu": 0, "buffer_size": 2_500_000},
+    }
+    return "zero3", {"zero_optimization": section}
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    """All that a checkpoint has: `model`, `masters` and each state → name → tensor."""
+    files = [checkpoint / "model.safetensors", *(checkpoint / "optimizer").glob("*.safetensors")]
+    return {file.stem: load_file(file) for file in files}
+
+
+def differing(found: dict[str, dict[str, Tensor]], stored: dict[str, dict[str, Tensor]]) -> Iterator[str]:
+    """What is not bit for bit what `stored` has: of weights and masters, its most precise values in the type found."""
+    precise = {**stored["model"], **stored.get("masters", {})}
+    for kind, tensors in found.items():
+        wanted = precise if kind in ("model", "masters") else stored.get(kind, {})
+        if kind != "masters" and tensors.keys() != wanted.keys():
+            yield f"{kind} is of {sorted(tensors.keys() ^ wanted.keys())} too, or not"
+        for name in tensors.keys() & wanted.keys():
+            if not torch.equal(tensors[name], wanted[name].to(tensors[name].dtype)):
+                yield f"{kind} of {name} has other values"
+
+
+def optimizer_tensors(module: nn.Module, optimizer: Any, layout: str) -> dict[str, dict[str, Tensor]]:
+    """Masters and states whole, as DeepSpeed's own functions or the torch optimizer have them. Collective."""
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("masters", *STATES)}
+    for name, p in module.named_parameters():
+        if not p.requires_grad:
+            continue
+        if layout in ("single", "ddp", "zero0"):
+            found |= {kind: {**found[kind], name: optimizer.state[p][kind]} for kind in STATES}
+        else:
+            found["masters"][name] = safe_get_full_fp32_param(p).clone()
+            found |= {kind: {**found[kind], name: safe_get_full_optimizer_state(p, kind).clone()} for kind in STATES}
+    return found
+
+
+def described(checkpoint: Path) -> tuple[Any, ...]:
+    """Steps, settings and members of the optimizer's groups."""
+    optimizer = read_nested(checkpoint / "training")["models"][0]["optimizer"]
+    settings = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+    groups = [(set(group["params"]), [group["settings"][key] for key in settings]) for group in optimizer["groups"]]
+    return optimizer["scalars"], optimizer["applied_steps"], groups
+
+
+def find_problems(accelerator: Any, model: Any, optimizer: Any, task: dict[str, Any], folder: Path) -> list[str]:
+    """What is other than in the checkpoint that was loaded just now; the main process looks. Collective."""
+    source, again = folder / task["load"] / "checkpoint", folder / task["name"] / "again"
+    module = accelerator.unwrap_model(model)
+    tied = shared_names(module)
+    states = {"model": {name: t for name, t in weights(accelerator, model).items() if name not in tied}}
+    if not (task["layout"] == "zero0" and task["precision"] == "bf16"):  # DeepSpeed's wrapper there shows no names
+        states |= optimizer_tensors(module, optimizer.optimizer, task["layout"])
+    accelerator.save_state(again)
+    problems = []
+    if accelerator.is_main_process:
+        stored, saved = stored_tensors(source), stored_tensors(again)
+        problems += [f"in memory: {problem}" for problem in differing(states, stored)]
+        problems += [f"saved again: {problem}" for problem in differing(saved, stored)]
+        if saved.keys() - {"masters"} != stored.keys() - {"masters"}:
+            problems.append(f"{sorted(saved)} were saved again of {sorted(stored)}")
+        problems += [] if described(source) == described(again) else ["numbers or groups of the optimizer differ"]
+        shutil.rmtree(again)
+    dist.barrier()
+    return problems
+
+
+def find_unswapped(module: nn.Module, precision: str, swap: Path) -> list[str]:
+    """What should lie on NVMe, and does not. Collective."""
+    files, width = files_of(swap), 2 if precision == "bf16" else 4
+    world = dist.get_world_size()
+    large = {name: p.ds_numel // world for name, p in module.named_parameters() if p.ds_numel // world * width >= 2**20}
+    trained = large["large.weight"]
+    least = {f"{'bfloat16' if width == 2 else 'float32'}params": sum(large.values()) * width}
+    least |= dict.fromkeys(("master", *STATES), 4 * trained)
+    problems = [] if len(large) == 2 else [f"{sorted(large)} are swapped, not two weights"]
+    return problems + [f"{kind}: {files.get(kind, 0)} bytes" for kind in least if files.get(kind, 0) < least[kind]]
 
 
 def run_task(task: dict[str, Any], folder: Path) -> None:
     """One task, see above."""
-    with running(task["path"], mixed_precision=task.get("precision", "no")) as accelerator:
+    own, swap = folder / task["name"], folder / "swap"
+    own.mkdir(exist_ok=True)
+    swap.mkdir(exist_ok=True)
+    path, section = config_of(task["layout"], swap)
+    with running(path, deepspeed=section, mixed_precision=task["precision"]) as accelerator:
         torch.manual_seed(0 if task["load"] is None else 1)  # what is equal in the end was loaded
-        net = Net()
+        net = make_net(task["width"], lora=task["lora"])
         decayed = [p for p in net.parameters() if p.requires_grad and p.ndim > 1]
         others = [p for p in net.parameters() if p.requires_grad and p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}]
-        adamw = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+        adamw = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 2 * STEPS)
         model, optimizer, schedule = accelerator.prepare(net, adamw, cosine)
-        first = 0
+        first, problems = 0, []
         if task["load"] is not None:
             report = accelerator.load_state(folder / task["load"] / "checkpoint", verify=True)
-            assert all("the random states of process 1" in line for line in report.not_restored), report
+            problems += [line for line in report.not_restored if not line.startswith("the random states of process")]
             first = report.steps
             assert first == SAVED_AFTER
-        own = folder / task["name"]
-        own.mkdir(exist_ok=True)
+            problems += find_problems(accelerator, model, optimizer, task, folder)
         losses = []
         for step in range(first, STEPS):
             if step == SAVED_AFTER and task["load"] is None:
@@ -82,11 +230,23 @@ def run_task(task: dict[str, Any], folder: Path) -> None:
             schedule.step()
             optimizer.zero_grad()
             losses.append(float(collectives.reduce(loss.detach())))
+        if task["layout"] == "zero3-nvme":
+            problems += find_unswapped(net, task["precision"], swap)
         state = weights(accelerator, model)
+        everyones = [problem for found in collectives.gather_object([problems]) for problem in found]
         if accelerator.is_main_process:
-            save_file({name: tensor.clone() for name, tensor in state.items()}, own / "weights.safetensors")
-            lrs = [group["lr"] for group in optimizer.param_groups]
-            (own / "result.json").write_text(json.dumps({"losses": losses[SAVED_AFTER - first :], "lrs": lrs}))
+            result = {
+                "losses": losses[SAVED_AFTER - first :],
+                "lrs": [group["lr"] for group in optimizer.param_groups],
+                "digests": {name: digest(tensor) for name, tensor in state.items()},
+                "problems": everyones,
+            }
+            (own / "result.json").write_text(json.dumps(result))
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the tensor's bytes."""
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def main() -> None:
@@ -94,7 +254,7 @@ def main() -> None:
     store, rank, world, folder, tasks = sys.argv[1:6]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
     )
     for number, task in enumerate(json.loads(tasks)):
         print(f"=== {task}", flush=True)
