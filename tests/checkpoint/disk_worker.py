@@ -149,7 +149,7 @@ def check_refusals(training: Training, disk: Path) -> None:
     dist.barrier()
     for target, words in (
         (disk / "saved", "does not fit: "),
-        (disk / "file" / "saved", "Not a directory"),
+        (disk / "file" / "saved", "disk/file: File exists)"),
         (disk / "file", "is a file"),
         (disk, "where a disk is mounted"),
     ):

@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
 
 import cpuinfo
-import deepspeed  # noqa: F401 - for the forks
+import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - DeepSpeed's engine and torch's optimizers import these
 import numpy as np
 import torch
+import torch._dynamo  # for seconds
 import torch.distributed as dist
 
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU optimizers ask, a second each time

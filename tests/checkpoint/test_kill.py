@@ -20,7 +20,7 @@ from zero_plugin.errors import CheckpointError
 PHASES = ("write", "fsync", "rename", "rotate")
 LAYOUTS = [(2, "zero2"), (2, "zero3"), (1, "single"), (2, "ddp"), (1, "zero3")]  # processes, path
 NAMINGS = ["automatic", "fixed", "numbered"]
-STEPS = 12  # and a save every other
+STEPS = 8  # and a save every other
 PER_STORY = 3  # kills of one run, before it may run to its end
 SAVED, REACHED = 0, 1
 
@@ -70,7 +70,7 @@ class Story:
         if not self._saves:
             return
         names = sorted(path.name for path in self.place.parent.rglob("*") if path.is_dir() and path.name != "optimizer")
-        last = [f"checkpoint_{number}" for number in ((4, 5) if self._naming == "automatic" else (10, 12))]
+        last = [f"checkpoint_{number}" for number in ((2, 3) if self._naming == "automatic" else (6, 8))]
         assert names == (["last"] if self._naming == "fixed" else sorted([*last, self.place.name]))
 
     @property
@@ -114,7 +114,7 @@ def kill_runs(forks: Any, tmp_path: Path) -> Kills:
             story = Story(forks, folder, world, path, naming, asynchronous=asynchronous, swaps=number % 2 == 0)
             for _ in range(PER_STORY):
                 kill = plan_kill(draw, world, (*PHASES, None)[landed.total() % (len(PHASES) + 1)])
-                outcome = story.go_on(kill, dwell=0.003, seed=draw.randrange(1000))
+                outcome = story.go_on(kill, dwell=0.001, seed=draw.randrange(1000))
                 if outcome is None:
                     break
                 victim = kill["watch"] if kill["watch"] in kill["ranks"] else kill["ranks"][0]
@@ -138,8 +138,8 @@ def plan_kill(draw: random.Random, world: int, phase: str | None) -> dict[str, A
     kill: dict[str, Any] = {"watch": watch, "ranks": draw.choice(groups), "grace": draw.choice([0, 0.05, 0.5])}
     if phase is None:
         return {**kill, "after": draw.uniform(0.1, 1.5)}
-    per_save = {"write": 25, "fsync": 15, "rename": 1, "rotate": 12}[phase]
-    return {**kill, "phase": phase, "count": draw.randint(1, 3 * per_save)}
+    per_save = {"write": 80, "fsync": 20 if watch == 0 else 4, "rename": 1, "rotate": 12}[phase]
+    return {**kill, "phase": phase, "count": draw.randint(1, 2 * per_save)}
 
 
 @pytest.mark.processes

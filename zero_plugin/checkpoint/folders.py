@@ -62,19 +62,19 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
     try:
         make_folder(target.parent)
         _settle(target)
-        draft.mkdir()
-        free = shutil.disk_usage(draft).free
+        free = shutil.disk_usage(target.parent).free
+        if free >= needed_bytes:
+            draft.mkdir()
+            return draft
     except OSError as error:
         raise CheckpointError(
-            f"{draft} cannot be made ({error.strerror}); nothing was written. Save where this process may write."
+            f"{target} cannot be written ({error.filename}: {error.strerror}); nothing was. Save where there is room, "
+            "and where this process may write."
         ) from error
-    if free < needed_bytes:
-        draft.rmdir()
-        raise CheckpointError(
-            f"a checkpoint of {needed_bytes:,} bytes does not fit: {target.parent} has {free:,} bytes free. Nothing "
-            "was written, and older checkpoints are as they were.\nRemove some, or save elsewhere."
-        )
-    return draft
+    raise CheckpointError(
+        f"a checkpoint of {needed_bytes:,} bytes does not fit: {target.parent} has {free:,} bytes free. Nothing was "
+        "written, and older checkpoints are as they were.\nRemove some, or save elsewhere."
+    )
 
 
 def publish_draft(draft: Path, target: Path) -> None:
