@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,35 @@ def test_shares_of_stage_3_are_joined(processes: int, tmp_path: Path) -> None:
         progress=quiet,
     )
     assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["w"], values)  # of the masters, not rounded
+
+
+def deepspeed_folder_with(scaler: Any, folder: Path) -> Path:
+    """A checkpoint of fp16 with a schedule of DeepSpeed's."""
+    vars(scaler).update(cur_scale=1024, cur_iter=9, last_overflow_iter=4, cur_hysteresis=2, dtype=torch.half)
+    model, optimizers = stage_3(torch.randn(4), lr_scheduler={"last_batch_iteration": 4})
+    optimizers[0] |= {"loss_scaler": scaler, "dynamic_loss_scale": True}
+    return deepspeed_folder(folder, model, *optimizers)
+
+
+def test_schedule_and_loss_scale_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's schedules count from -1, torch's from 0; its scaler is an object, of which only numbers are read."""
+    scaler = type("DynamicLossScaler", (), {"__module__": "deepspeed.runtime.fp16.loss_scaler"})
+    with monkeypatch.context() as patch:
+        for name in ("deepspeed", scaler.__module__):
+            patch.setitem(sys.modules, name, types.SimpleNamespace(DynamicLossScaler=scaler))
+        folder = deepspeed_folder_with(scaler(), tmp_path / "ds")
+    training = read_nested(imported(folder, tmp_path / "out") / "training")
+    assert training["schedules"] == [{"last_epoch": 5}]
+    scale = training["models"][0]["optimizer"]["loss_scale"]
+    assert scale == {"value": 1024.0, "good_steps": 4, "patience": 2}
+
+
+def test_room_is_looked_for_first(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a full disk nothing is written, and nothing is left."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=2**20))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        imported(model_folder, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
