@@ -81,6 +81,7 @@ class Agreement:
         self._meeting = False  # the script waits in the store, where it can be told of an error
         self._error: str | None = None
         self._answered = 0
+        self._silent = False  # the store has not answered a question in time
         self._late = ""  # who has not come to the present call, as far as known
         self._next_warning = 0.0
         self._script = threading.get_ident()
@@ -120,9 +121,11 @@ class Agreement:
         Raises:
             LoopError: another process is in a different call, or gone.
         """
-        with suppress(RuntimeError):  # the store may be gone with the process that held it
-            if (found := self._look()) is not None:
-                raise LoopError(found) from error
+        found: list[str | None] = []
+        if not self._answers_within(self._patience.late, lambda: found.append(self._look())):
+            _print(f"{self._here('got no answer')} from the machine of process 0: the connection to it seems lost.")
+        if found and found[0] is not None:
+            raise LoopError(found[0]) from error
 
     def stop(self) -> None:
         """End the thread."""
@@ -131,8 +134,23 @@ class Agreement:
 
     def tell_end(self, *, failed: bool) -> None:
         """Tell the others that this process ends: the answer to every question to come."""
-        with suppress(RuntimeError):
-            self._publish(Standing(sys.maxsize, self._calls, self._call, gone=True, failed=failed))
+        last = Standing(sys.maxsize, self._calls, self._call, gone=True, failed=failed)
+        self._answers_within(self._patience.late, lambda: self._publish(last))
+
+    def _answers_within(self, seconds: float, ask: Callable[[], None]) -> bool:
+        """Whether the store answered in time; a question to one behind a cut cable would never come back."""
+
+        def asked() -> None:
+            with suppress(RuntimeError):  # the store may be gone with the process that held it
+                ask()
+
+        if self._silent:
+            return False
+        asking = threading.Thread(target=asked, name="zero_plugin question", daemon=True)
+        asking.start()
+        asking.join(seconds)
+        self._silent = asking.is_alive()
+        return not self._silent
 
     def _meet(self) -> None:
         """Wait until every process has come to its call of this number and name."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import worker_command
+from zero_plugin.launch.contact import Contact
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.meeting import meet_machines
 from zero_plugin.launch.on_hosts import run_on_hosts
@@ -62,7 +63,8 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     gc.enable()
 
     set_log_level(debug=spec.debug)
-    with log_folder(spec.log_dir) as folder, configuration_file(spec):
+    contact = Contact(spec.rendezvous, spec.machines)
+    with log_folder(spec.log_dir) as folder, configuration_file(spec), contact:
         config = LaunchConfig(
             min_nodes=spec.machines,
             max_nodes=spec.machines,
@@ -90,13 +92,19 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
             print(describe_failure(rank, code), file=sys.stderr)  # noqa: T201
             return shell_code(code)
         except SignalException as error:
+            if contact.lost:
+                return 1
             print(f"stopped by {error.sigval.name}; no worker is left", file=sys.stderr)  # noqa: T201
             return 128 + int(error.sigval)
         except (RendezvousError, DistError) as error:
-            started = any(Path(folder).glob("*/attempt_*"))
-            raise LaunchError(_describe_lost(spec.rendezvous, spec.machines, error, started=started)) from error
+            if any(Path(folder).glob("*/attempt_*")):
+                contact.lost = f"the connection to the other machines is lost; all workers here are stopped: {error}"
+                return 1
+            raise LaunchError(_why_not_met(spec.rendezvous, spec.machines, error)) from error
         finally:
             del store  # the others may need it until torchrun has left their common exit
+            if contact.lost:
+                contact.leave()
     return 0
 
 
@@ -124,20 +132,17 @@ def configuration_file(spec: LaunchSpec) -> Iterator[None]:
         yield
 
 
-def _describe_lost(meeting: Rendezvous, machines: int, error: Exception, *, started: bool) -> str:
-    """Why machines did not find each other, or no longer do."""
-    cause = next((str(e) for e in (error.__cause__, error.__context__, error) if e is not None and str(e)), "")
-    where = f"at {meeting.endpoint}"
-    if started:
-        return f"the connection to the other machines {where} is lost; all workers here are stopped: {cause}"
+def _why_not_met(meeting: Rendezvous, machines: int, error: Exception) -> str:
+    """Why the machines did not find each other, and what to do."""
     if type(error).__name__ == "RendezvousTimeoutError":
         limit = meeting.options.get("join_timeout", meeting.options.get("timeout", 600))
         return (
-            f"not all of the {machines} machines came together {where} within {limit} s. Nothing was started here.\n"
-            "Start the same command on every machine; --rdzv_conf join_timeout=SECONDS waits longer."
+            f"not all of the {machines} machines came together at {meeting.endpoint} within {limit} s. Nothing was "
+            "started here.\nStart the same command on every machine; --rdzv_conf join_timeout=SECONDS waits longer."
         )
+    cause = next((str(e) for e in (error.__cause__, error.__context__, error) if e is not None and str(e)), "")
     return (
-        f"the machines did not meet {where}: {cause}\n"
+        f"the machines did not meet at {meeting.endpoint}: {cause}\n"
         "The launcher on the machine that has this address must run, and its port be free and open to the others."
     )
 
