@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rows import Row, joint_checks
 
+GRADIENTS = "strategies/deepspeed/gradients.py"
 ENGINE = "strategies/deepspeed/session.py"
 PLAIN = "strategies/torch_session.py"
 
@@ -13,7 +14,15 @@ ROWS = [
         "backward.py",
         "        training.session.close_backward(reached=training.reached)",
         "        training.session.close_backward(reached=True)",
-        joint_checks("gan", "by-hand", "ddp", "zero2", "zero3"),
+        joint_checks("together", "clipping_is_of_one_model", "zero0", "zero2", "zero3"),
+        "Error",
+    ),
+    Row(
+        "nothing is reduced where no gradient came",
+        ENGINE,
+        'engine.__dict__["inside_no_sync_ctxt"] = not reached',
+        "pass",
+        joint_checks("gan", "frozen", "zero1", "zero2", "zero3"),
         "Error",
     ),
     Row(
@@ -30,7 +39,7 @@ ROWS = [
         ENGINE,
         "        frozen = [p for p in self._trained if not p.requires_grad]",
         "        frozen: list[Tensor] = []",
-        joint_checks("gan", "steps-at-the-end", "zero1", "zero2", "zero3", "zero2-cpu"),
+        joint_checks("gan", "steps-at-the-end", "zero2-cpu"),
         "Error",
     ),
     Row(
@@ -48,6 +57,14 @@ ROWS = [
         "        if not self._reduces or finds_unused:",
         "        if False:",
         joint_checks("together", "forwards_before_backwards", "ddp"),
+        "off by",
+    ),
+    Row(
+        "a backward counts before the next forward, at stage 3",
+        GRADIENTS,
+        "        self._wrapper.micro_step_id = micro_batch\n",
+        "",
+        joint_checks("together", "forwards_before_backwards", "zero3"),
         "off by",
     ),
     Row(
@@ -96,7 +113,7 @@ ROWS = [
         "        training.session.close_backward(reached=False)",
         "        pass",
         joint_checks("together", "a_frozen_judge_passes_gradients_on", "zero3"),
-        "partitioned.numel() == 0",
+        "still active in submodules",
     ),
     Row(
         "each model has its own configuration",

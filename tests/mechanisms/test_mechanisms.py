@@ -69,7 +69,7 @@ def test_the_rows_fit_the_code(table: str) -> None:
 
 
 def test_each_row_has_its_name() -> None:
-    """By which it is run: -k NAME."""
+    """By which it is run: test_a_mechanism_is_missed[NAME]."""
     names = [row.name for row in ROWS]
     assert sorted(set(names)) == sorted(names)
 

@@ -49,7 +49,7 @@ ROWS = [
         "self._size = self.steps if left is None else min(self.steps, self._ahead + left + 1)",
         "self._size = self.steps",
         ("tests/test_accumulation.py::test_gradients_are_averaged_over_the_true_window[4-10-True-True]",),
-        "correction == 1.0",
+        "== 1.0)",
         processes=0,
     ),
     Row(

@@ -9,6 +9,7 @@ from paths import (
     FURTHER,
     PAIR,
     SINGLE,
+    ZERO,
     assert_near,
     checks_on,
     global_batch,
@@ -189,6 +190,26 @@ def check_a_parameter_that_sits_out(path: str) -> None:
         assert optimizer.applied_steps == 2
 
 
+def check_dropped_gradients_of_what_sits_out(path: str) -> None:
+    """A layer that took part in the dropped backward only stays as it is, also where the norm was measured before."""
+    for steps in (1, 2):
+        with running(path, gradient_accumulation_steps=steps) as accelerator:
+            net = Branches()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for window in range(2):
+                before = weights(accelerator, model)
+                x, y = own_batch(window)
+                accelerator.backward((model(x, True) - y).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+                optimizer.zero_grad()
+                for _ in range(steps):
+                    accelerator.backward((model(x, False) - y).square().mean())
+                    optimizer.step()
+                assert optimizer.applied_steps == window + 1
+                moved = {name for name, after in weights(accelerator, model).items() if not after.equal(before[name])}
+                assert moved == {"left.weight", "left.bias"}, moved
+
+
 _ON_PATHS = [
     check_a_failed_backward_is_dropped,
     check_a_failed_backward_ends_its_window,
@@ -196,5 +217,6 @@ _ON_PATHS = [
 ]
 CHECKS = {
     **checks_on(dict.fromkeys((*SINGLE, *PAIR, *FURTHER)), _ON_PATHS),
+    **checks_on(("single", *ZERO, *FURTHER), [check_dropped_gradients_of_what_sits_out]),
     **checks_on(["ddp"], [check_a_parameter_that_sits_out]),
 }
