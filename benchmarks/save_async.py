@@ -4,7 +4,7 @@ Two processes (gloo, CPU) train a stack of linear layers with AdamW under ZeRO. 
 save in both ways, in turns, and take steps while the asynchronous save is being written. The pause is the time that the
 call takes on the first process; before it, everything is on the disk. A ratio is the median over the rounds of the
 pause of the asynchronous save over that of the other in the same round. The first asynchronous save, into memory that
-is new to the process, is listed by itself.
+is new to the process, is listed by itself. A step counts as one during a save if it begins before that is complete.
 
     python benchmarks/save_async.py --gigabytes 1 --rounds 5 --folder /data
 
@@ -68,13 +68,10 @@ class Training:
         return time.perf_counter() - start
 
     def steps_behind(self) -> list[float]:
-        """Seconds of each step that ends before the save does."""
+        """Seconds of each step that begins before the save is complete."""
         taken = []
-        while True:
-            seconds = self.step()
-            if self.accelerator.gather(torch.tensor(float((self.folder / "state").exists()))).any():
-                break
-            taken.append(seconds)
+        while not self.accelerator.gather(torch.tensor(float((self.folder / "state").exists()))).any():
+            taken.append(self.step())
         self.accelerator.wait_for_save()
         return taken
 
@@ -148,8 +145,8 @@ def main() -> None:
             f"{results['first']:.3f}",
             f"{pauses.ratio(BEHIND, AT_ONCE):.3f}",
             f"{quiet:.2f}",
-            f"{median(behind):.2f}" if behind else "none ended",
-            f"{median(behind) / quiet:.2f}" if behind else "",
+            f"{median(behind):.2f}",
+            f"{median(behind) / quiet:.2f}",
         )
     Console(width=WIDTH).print(table)
 

@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,20 @@ def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkey
     assert (folder / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     training.steps(training.loader)
+
+
+@pytest.mark.parametrize("elements", [62, 126])
+def test_what_is_not_written_once_is_no_checkpoint(make_training: Any, tmp_path: Path, elements: int) -> None:
+    """A range that nobody writes, or that is written twice, is told with the tensor's name; nothing is left."""
+    training = make_training()
+    training.steps(training.loader, 1)
+    session = training.optimizer.session
+    first, *others = session.optimized_pieces()
+    pieces = [replace(first, written=(0, 62)), *others] if elements < 63 else [first, first, *others]
+    session.optimized_pieces = lambda: pieces
+    with pytest.raises(CheckpointError, match=rf"{elements} elements of 0\.weight \(\w+\) were written, and it has 63"):
+        training.accelerator.save_state(tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_same_folder_again(make_training: Any, tmp_path: Path) -> None:

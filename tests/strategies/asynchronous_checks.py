@@ -218,11 +218,30 @@ def check_without_memory_it_is_not_behind(path: str, folder: Path) -> None:
         assert bool(save("after_free_memory")) == (dist.get_rank() == 0)
 
 
+def check_reads_nvme_once(path: str, folder: Path) -> None:
+    """Each sub-group of the optimizer's states is read once for a save of either kind: to plan, nothing is read."""
+    section = zero3(folder / "swap", optimizer="nvme", param="nvme")
+    with running("zero3", deepspeed=section) as accelerator:
+        model, optimizer = prepared(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        wrapper = optimizer.session.engine.optimizer
+        swapped = [i for i in range(len(wrapper.fp16_groups)) if wrapper._swappable_optimizer_subgroup(i)]
+        assert swapped
+        read: list[int] = []
+        swap_in = wrapper._optimizer_states_and_gradient_swap_in
+        wrapper._optimizer_states_and_gradient_swap_in = lambda group: (read.append(group), swap_in(group))
+        for asynchronous in (False, True):
+            accelerator.save_state(folder / "state", asynchronous=asynchronous)
+            assert read == swapped
+            read.clear()
+
+
 PATHS = {
     check_holds_what_a_synchronous_one_holds: ("single", "ddp", "zero0", "zero2", "zero2-cpu", "zero3", "zero3-nvme"),
     check_one_at_a_time: ("single", "zero3"),
     check_a_failure_is_told_by_the_next_call: ("ddp", "zero2"),
     check_without_memory_it_is_not_behind: ("ddp",),
+    check_reads_nvme_once: ("zero3-nvme",),
 }
 CHECKS: dict[str, tuple[list[int], Callable[[Path], None]]] = {
     f"{path}-{check.__name__.removeprefix('check_')}": (

@@ -1,0 +1,73 @@
+"""Saving behind the training."""
+
+from __future__ import annotations
+
+from rows import Row, checks
+
+SAVING = "tests/checkpoint/test_save_state.py"
+
+ROWS = [
+    Row(
+        "what is saved behind the training is a copy",
+        "checkpoint/snapshot.py",
+        "start, room, (0, room.numel()))",
+        "start, flat[done : done + room.numel()], (0, room.numel()))",
+        checks("asynchronous", "holds_what_a_synchronous_one_holds", "single", "zero3"),
+        "content_of(behind) == content_of(at_hand)",
+    ),
+    Row(
+        "registered objects are copied",
+        "checkpoint/snapshot.py",
+        "{stem: tree.copy() for stem, tree in opened.trees.items()}",
+        "dict(opened.trees)",
+        checks("asynchronous", "holds_what_a_synchronous_one_holds", "single"),
+        "content_of(behind) == content_of(at_hand)",
+        processes=1,
+    ),
+    Row(
+        "a save waits for the one before",
+        "facade/checkpoints.py",
+        "        self._background.wait()\n        target = ",
+        "        target = ",
+        checks("asynchronous", "one_at_a_time", "single"),
+        "one at a time",
+        processes=1,
+    ),
+    Row(
+        "load_state waits for a save",
+        "facade/restoring.py",
+        "        self._background.wait()\n",
+        "",
+        checks("asynchronous", "holds_what_a_synchronous_one_holds", "single"),
+        "does not exist",
+        processes=1,
+    ),
+    Row(
+        "a failure behind the training is raised later",
+        "checkpoint/background.py",
+        "            all_or_none(future.result)\n",
+        "            pass\n",
+        checks("asynchronous", "a_failure_is_told_by_the_next_call", "ddp"),
+        "DID NOT RAISE",
+    ),
+    Row(
+        "host memory is asked before it is taken",
+        "checkpoint/snapshot.py",
+        "        return sentence or all_or_none",
+        "        return all_or_none",
+        checks("asynchronous", "without_memory_it_is_not_behind", "ddp"),
+        "bytes of memory on",
+    ),
+    Row(
+        "each element is written once",
+        "checkpoint/save.py",
+        "                if written != math.prod(place.shape):",
+        "                if False:",
+        (
+            f"{SAVING}::test_what_is_not_written_once_is_no_checkpoint[62]",
+            f"{SAVING}::test_what_is_not_written_once_is_no_checkpoint[126]",
+        ),
+        "DID NOT RAISE",
+        processes=0,
+    ),
+]
