@@ -18,6 +18,8 @@ A run needs about 8 times the file's bytes as memory, and twice as disk space, w
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import shutil
 import tempfile
@@ -52,6 +54,8 @@ class PeakMemory:
     """The most that RssAnon has grown by while it was watched, in bytes."""
 
     def __enter__(self) -> PeakMemory:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # else what the last round has freed would hide what this one takes
         self._before = self._highest = anonymous_bytes()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch)

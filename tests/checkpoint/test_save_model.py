@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -193,6 +194,19 @@ def test_one_tensor_is_held(tmp_path: Path) -> None:
 
     write(arriving, tmp_path)
     assert max(alive) <= 1  # the one before, which this generator's caller still names
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed run had begun to write goes with the next save."""
+    with monkeypatch.context() as killed:
+        killed.setattr("zero_plugin.checkpoint.save_model._complete", lambda *_: os._exit(9))
+        child = os.fork()
+        if child == 0:
+            write(model_tensors(0.0).items, tmp_path)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(list(tmp_path.iterdir())) == 1
+    write(model_tensors(0.0).items, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE_NAME]
 
 
 def test_an_empty_tensor_is_refused(tmp_path: Path) -> None:

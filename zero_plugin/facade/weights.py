@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from zero_plugin.checkpoint.saved_weights import (
     weights_of_module,
     weights_of_session,
 )
-from zero_plugin.checkpoint.together import on_main
+from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.config.document import Document
 from zero_plugin.errors import LoopError
 from zero_plugin.nested import list_leaves
@@ -125,18 +125,14 @@ class WeightCalls:
                 "save_model(safe_serialization=False): weights are written as safetensors, which need no pickle.\n"
                 "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
             )
-        limit, stored_as, target = (
-            parse_size(max_shard_size),
-            parse_dtype(dtype),
-            Path(save_directory).expanduser().absolute(),
-        )
+        limit, stored_as = parse_size(max_shard_size), parse_dtype(dtype)
+        target = Path(save_directory).expanduser().absolute()
         module = self.unwrap_model(model)
         adapters = self._saved_names(module)
         names = names_to_save(module, trainable_only=trainable_only) if adapters is None else adapters
         weights = self._saved_weights(model, names, stored_as)
         if adapters is not None:
-            state = whole_tensors(weights)
-            on_main(lambda: self._write_adapters(module, state, target))
+            self._write_adapters(model, whole_tensors(weights), target)
             return
 
         def write_more(folder: Path) -> None:
@@ -158,14 +154,20 @@ class WeightCalls:
         session = self._session_of(model)
         if session is not None:
             return weights_of_session(session, names, dtype)
-        is_main = self._processes.rank == 0
-        return weights_of_module(
-            self.unwrap_model(model), lambda: self._own_tensors(model, names) if is_main else iter(()), dtype
-        )
 
-    def _write_adapters(self, module: Any, state: dict[str, Tensor], folder: Path) -> None:
-        module.save_pretrained(folder, state_dict=state)
-        self._write_record(module, folder)
+        def tensors() -> Iterable[tuple[str, Tensor]]:
+            own = self._own_tensors(model, names)
+            return own if self._processes.rank == 0 else ()
+
+        return all_or_none(lambda: weights_of_module(self.unwrap_model(model), tensors, dtype))
+
+    def _write_adapters(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+        def write() -> None:
+            module: Any = self.unwrap_model(model)
+            module.save_pretrained(folder, state_dict=state)
+            self._write_record(model, folder)
+
+        on_main(write)
 
     def _write_record(self, model: nn.Module, folder: Path) -> None:
         for training in self._trainings:
