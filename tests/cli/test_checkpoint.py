@@ -136,12 +136,18 @@ def test_several_checkpoints_are_a_line_each_and_the_damaged_ones_are_marked(tmp
     assert run("verify", tmp_path / "checkpoint_2").returncode == 0
 
 
-def test_a_missing_file_is_found_without_reading(checkpoint: Path) -> None:
-    """`verify` names it, exits with 1, and needs no torch for that; `inspect` still says the rest."""
+def test_every_damage_is_named(checkpoint: Path) -> None:
+    """`verify` names files that are missing, cut off, and changed, and exits with 1; `inspect` still says the rest."""
     (checkpoint / "optimizer" / "masters.safetensors").unlink()
-    done = run("verify", checkpoint, cold=True)
+    states = checkpoint / "optimizer" / "exp_avg.safetensors"
+    states.write_bytes(states.read_bytes()[:-1])
+    (checkpoint / "random.json").write_text("{}\n")
+    done = run("verify", checkpoint)
     assert done.returncode == 1
     assert "masters.safetensors is missing" in done.stdout
+    assert f"exp_avg.safetensors has {states.stat().st_size} bytes instead of" in done.stdout
+    assert "random.json differs from its checksum" in done.stdout
+    assert len(done.stdout.splitlines()) == 5
     shown = run("inspect", checkpoint)
     assert "step        7" in shown.stdout
     assert "damaged: " in shown.stdout

@@ -16,7 +16,16 @@ from zero_plugin.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MANIFEST_NAME", "Manifest", "StoredModel", "checksum_of_file", "find_damage", "list_files", "read_manifest"]
+__all__ = [
+    "MANIFEST_NAME",
+    "Manifest",
+    "StoredModel",
+    "checksum_of_file",
+    "find_damage",
+    "find_wrong_files",
+    "list_files",
+    "read_manifest",
+]
 
 MANIFEST_NAME: Final = "manifest.json"
 _FORMAT: Final = 1
@@ -100,16 +109,13 @@ def find_damage(folder: Path) -> str | None:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return str(error)
-    for path, (size, _) in manifest.files.items():
-        try:
-            found = (folder / path).stat().st_size
-        except FileNotFoundError:
-            return f"{folder / path} is missing."
-        except OSError as error:
-            return f"{folder / path} cannot be read ({error.strerror})."
-        if found != size:
-            return f"{folder / path} has {found:,} bytes instead of {size:,}."
-    return None
+    return next(iter(find_wrong_files(folder, manifest).values()), None)
+
+
+def find_wrong_files(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """The files that are missing, or of another size, each with a sentence; nothing of them is read."""
+    found = {path: _wrong_size(folder / path, size) for path, (size, _) in manifest.files.items()}
+    return {path: problem for path, problem in found.items() if problem is not None}
 
 
 def list_files(folder: Path, tensor_files: Collection[str]) -> dict[str, tuple[int, int | None]]:
@@ -134,6 +140,16 @@ def checksum_of_file(path: Path) -> int:
         while chunk := file.read(2**20):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
+
+
+def _wrong_size(path: Path, size: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing."
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})."
+    return None if found == size else f"{path} has {found:,} bytes instead of {size:,}."
 
 
 def _encode_model(model: StoredModel) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_plugin.checkpoint.manifest import find_damage, read_manifest
+from zero_plugin.checkpoint.manifest import find_damage, find_wrong_files, read_manifest
 from zero_plugin.checkpoint.recognise import KINDS, recognise, several_checkpoints
 from zero_plugin.cli.amounts import progress_bar, show_bytes
 from zero_plugin.errors import CheckpointError
@@ -34,17 +34,23 @@ def verify_all(folder: Path) -> bool:
 
 
 def _verify(folder: Path) -> bool:
-    damage = find_damage(folder)
-    damages = [damage] if damage else []
-    if damage is None:
-        from zero_plugin.checkpoint.verify import find_differences
-
+    try:
         manifest = read_manifest(folder)
-        total = sum(size for size, _ in manifest.files.values())
-        with progress_bar(f"reading {folder.name}", total) as bar:
-            damages = [f"{folder}/{line}" for line in find_differences(folder, manifest, bar)]
-        if not damages:
-            print(f"{folder}: whole ({len(manifest.files)} files, {show_bytes(total)})")
-            return True
+    except CheckpointError as error:
+        return _tell(folder, [str(error)])
+    wrong = find_wrong_files(folder, manifest)
+    total = sum(size for path, (size, _) in manifest.files.items() if path not in wrong)
+
+    from zero_plugin.checkpoint.verify import find_differences
+
+    with progress_bar(f"reading {folder.name}", total) as bar:
+        differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, bar, skipped=wrong)]
+    if wrong or differing:
+        return _tell(folder, [*wrong.values(), *differing])
+    print(f"{folder}: whole ({len(manifest.files)} files, {show_bytes(total)})")
+    return True
+
+
+def _tell(folder: Path, damages: list[str]) -> bool:
     print("\n".join([f"{folder}: damaged", *(f"  {line}" for line in damages)]))
     return False
