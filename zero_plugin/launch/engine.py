@@ -18,7 +18,7 @@ from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import worker_command
 from zero_plugin.launch.contact import Contact
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
-from zero_plugin.launch.meeting import meet_machines
+from zero_plugin.launch.meeting import meet_machines, try_store
 from zero_plugin.launch.on_hosts import run_on_hosts
 from zero_plugin.launch.report import Failure, describe_failure, find_first_failure, shell_code
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
@@ -85,6 +85,8 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
         try:
             if spec.machines > 1 and spec.rendezvous.backend == "static":
                 store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
+            elif spec.machines > 1 and spec.rendezvous.backend == "c10d":
+                try_store(spec.rendezvous, float(spec.rendezvous.options.get("read_timeout", 60)))
             elastic_launch(config, executable)(*arguments)
         except ChildFailedError as error:
             _end_stragglers(error.failures)

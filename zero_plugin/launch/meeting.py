@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +15,7 @@ from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import Rendezvous
 from zero_plugin.probe.network import address_towards, host_of, is_own_address
 
-__all__ = ["meet_machines"]
+__all__ = ["meet_machines", "try_store"]
 
 _LIMIT_S: Final = 600.0  # torch's own for a static rendezvous
 _TELLS_AFTER_S: Final = 10.0
@@ -64,6 +65,7 @@ def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) ->
     try:
         if rank:
             wait(lambda: _why_no_answer(host, port))
+            try_store(meeting, limit_s)
         server = TCPStore(host, port, None, rank == 0, timedelta(seconds=limit_s), False, multi_tenant=True)
         store = PrefixStore("zero_plugin/meeting", server)
         _show(store, rank, machines, f"{socket.gethostname()} ({address_towards(host)}, process {os.getpid()})")
@@ -78,6 +80,40 @@ def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) ->
             time.sleep(_FAREWELL_S)
         raise
     return server
+
+
+def try_store(meeting: Rendezvous, limit_s: float) -> None:
+    """Ask what listens where the machines meet whether it is a rendezvous; return if it is, or if nothing listens yet.
+
+    Args:
+        meeting: the rendezvous.
+        limit_s: how long the answer may take. torch itself would wait for it without end.
+
+    Raises:
+        LaunchError: something else listens there.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    host, port = host_of(meeting.endpoint), meeting.endpoint.rpartition(":")[2]
+    if not port.isdigit() or _why_no_answer(host, int(port)):
+        return
+    refused: list[RuntimeError] = []
+
+    def ask() -> None:
+        try:
+            TCPStore(host, int(port), None, False, timedelta(seconds=limit_s), False)
+        except RuntimeError as error:
+            refused.append(error)
+
+    asking = threading.Thread(target=ask, name="zero_plugin question", daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    if asking.is_alive() or refused:
+        why = str(refused[0]) if refused else f"no answer within {limit_s:.0f} s"
+        raise LaunchError(
+            f"what listens at {meeting.endpoint} is no rendezvous of torchrun's ({why}).\n"
+            "Give all machines another port (--main_process_port, --rdzv_endpoint)."
+        )
 
 
 def _why_no_answer(host: str, port: int) -> str:
