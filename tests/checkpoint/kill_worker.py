@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fork_server import FREE, PHASES
-from paths import loss_of, own_batch, running
+from paths import ZERO, loss_of, own_batch
 from torch import nn
 
-from zero_plugin import collectives
+from zero_plugin import Accelerator, collectives
 from zero_plugin.checkpoint import folders
 from zero_plugin.errors import CheckpointError
 from zero_plugin.plugins import ProjectConfiguration
@@ -63,37 +63,41 @@ def run(
         folders.exchange = lambda one, other: False
     place = Path(folder, {"automatic": "checkpoints", "numbered": "numbered", "fixed": "last"}[naming])
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=naming == "automatic", total_limit=2)
-    with running(path, project_config=project) as accelerator:
-        torch.manual_seed(5)
-        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
-        adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, steps)
-        model, optimizer, schedule = accelerator.prepare(net, adamw, cosine)
-        torch.manual_seed(7 + dist.get_rank())
-        first = unfinished = 0
-        try:
-            first = accelerator.load_state(place, verify=True).steps
-        except CheckpointError:
-            if must_load:
-                raise
-        for step in range(first, steps):
-            loss = loss_of(model, own_batch(step))
-            accelerator.backward(loss)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            row[REACHED] = step + 1
-            value = float(collectives.reduce(loss.detach()))
-            if accelerator.is_main_process:
-                with Path(folder, "losses.txt").open("a") as losses:
-                    losses.write(f"{step} {value!r}\n")
-            if saves and step % 2 == 1:
-                target = place / f"checkpoint_{step + 1}" if naming == "numbered" else place
-                limit = {"total_limit": 2} if naming == "numbered" else {}
-                options = {"max_shard_size": 600, "asynchronous": asynchronous, **limit}
-                accelerator.save_state(None if naming == "automatic" else target, **options)
-                row[SAVED] = unfinished if asynchronous else step + 1
-                unfinished = step + 1
+    kind = "DEEPSPEED" if path in ZERO else "MULTI_CPU" if path == "ddp" else "NO"
+    section = {"zero_optimization": ZERO[path]} if path in ZERO else {}
+    config = {"distributed_type": kind, "use_cpu": True, "scheduler_counts": "steps", "deepspeed_config": section}
+    accelerator = Accelerator(config=config, project_config=project)
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, steps)
+    model, optimizer, schedule = accelerator.prepare(net, adamw, cosine)
+    torch.manual_seed(7 + dist.get_rank())
+    first = unfinished = 0
+    try:
+        first = accelerator.load_state(place, verify=True).steps
+    except CheckpointError:
+        if must_load:
+            raise
+    for step in range(first, steps):
+        loss = loss_of(model, own_batch(step))
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        row[REACHED] = step + 1
+        value = float(collectives.reduce(loss.detach()))
+        if accelerator.is_main_process:
+            with Path(folder, "losses.txt").open("a") as losses:
+                losses.write(f"{step} {value!r}\n")
+        if saves and step % 2 == 1:
+            target = place / f"checkpoint_{step + 1}" if naming == "numbered" else place
+            limit = {"total_limit": 2} if naming == "numbered" else {}
+            options = {"max_shard_size": 600, "asynchronous": asynchronous, **limit}
+            accelerator.save_state(None if naming == "automatic" else target, **options)
+            row[SAVED] = unfinished if asynchronous else step + 1
+            unfinished = step + 1
+    accelerator.end_training()
     row[SAVED] = unfinished
 
 

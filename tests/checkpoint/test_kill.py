@@ -155,7 +155,7 @@ def test_goes_on_from_a_complete_checkpoint(asynchronous: bool, kill_runs: Kills
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_goes_on_wherever_it_is_killed(asynchronous: bool, kill_runs: Kills) -> None:
     """The same at fifty instants and more, at least eight of them inside each phase."""
-    landed = kill_runs(70, 2, asynchronous=asynchronous)
+    landed = kill_runs(60, 2, asynchronous=asynchronous)
     print(dict(landed))
     assert all(landed[phase] >= 8 for phase in PHASES), landed
 
@@ -165,4 +165,5 @@ def test_the_others_end(forks: Any, tmp_path: Path) -> None:
     """Where one process is killed while all save, the others end by themselves, long before the group's time-out."""
     story = Story(forks, tmp_path / "run", 2, "ddp", "automatic")
     kill = {"watch": 1, "phase": "write", "count": 5, "ranks": [1], "grace": 25}
-    assert story.go_on(kill, dwell=0.001).codes == [1, -9]
+    outcome = story.go_on(kill, dwell=0.001)
+    assert outcome.codes == [1, -9], outcome.logs
