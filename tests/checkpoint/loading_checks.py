@@ -166,6 +166,20 @@ def check_types(folder: Path) -> None:
         assert same(weights(accelerator, accelerator.prepare(net)), widened)
 
 
+def check_weights_that_stay_whole(folder: Path) -> None:
+    """Small parameters that stage 3 keeps whole between steps are whole with the new values."""
+    state = values(18)
+    x = global_batch(0)[0]
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 500}
+    with running("zero3", deepspeed={"zero_optimization": zero}) as accelerator:
+        net = Net()
+        model, _ = accelerator.prepare(net, sgd(net))
+        assert net.first.weight.numel() == 8 * 33
+        assert net.one.weight.numel() == 0
+        accelerator.load_weights(model, stored(state, folder / "model"))
+        assert torch.allclose(model(x), plain(state)(x), atol=1e-6)
+
+
 def unfitting(folder: Path) -> tuple[dict[str, Tensor], Path]:
     """Values and a folder that lack a parameter, have one too many, and one of another shape."""
     state = values(15)
@@ -377,6 +391,7 @@ CHECKS = {
     **_on(("zero3", "zero1", "single"), check_strictness),
     **_on(("zero3", "ddp", "single"), check_initialising),
     "types": ([2], check_types),
+    "weights_that_stay_whole": ([2], check_weights_that_stay_whole),
     "never_whole": ([2], check_never_whole),
     "nvme": ([1, 2], check_nvme),
     "pretrained": ([2], check_pretrained),

@@ -43,9 +43,10 @@ class LoadingCalls:
     ) -> AbstractContextManager[list[WeightsReport]]:
         """A model made inside is never whole in any process, where the strategy partitions parameters (ZeRO stage 3).
 
-        Without `weights` its values are those that it would have outside. With them, its parameters take no memory and
-        no time until it is complete; then each process reads its part of each, and no other values are ever made. On
-        every other path that reads the whole model once, straight to its device.
+        Without `weights` its values are those that it would have outside. With them, its parameters have no values and
+        take no memory (they are on the meta device) until it is complete; then each process reads its part of each.
+        Where nothing is partitioned, each reads the whole model once, straight to its device. Buffers are computed as
+        always.
 
         transformers' `from_pretrained` and `from_config` need no such context after `Accelerator()`, unless the
         configuration says `zero3_init_flag: false`; there `from_config` draws other random values than outside.
@@ -96,7 +97,7 @@ class LoadingCalls:
 
     @contextmanager
     def _building_empty(self, weights: Path, strict: bool) -> Iterator[list[WeightsReport]]:
-        find_weights(weights)
+        all_or_none(lambda: find_weights(weights))
         reports: list[WeightsReport] = []
         with (
             self._strategy.load_pretrained(False),

@@ -278,6 +278,8 @@ class EngineSession(Session):
 
     def reading(self) -> AbstractContextManager[None]:
         """See `Session.reading`."""
+        if self._written:
+            self.take_masters_from_weights()  # now: at the next step it would undo what is read
         return reading_engine(self.engine)
 
     def take_masters_from_weights(self) -> None:
