@@ -33,11 +33,11 @@ def quiet(_: int) -> None:
     """No progress."""
 
 
-def deepspeed_folder(folder: Path, model: dict[str, Any], *ranks: dict[str, Any]) -> Path:
+def deepspeed_folder(folder: Path, model: dict[str, Any], *ranks: dict[str, Any], protocol: int = 2) -> Path:
     """A checkpoint of stage 3 with the content of its files."""
     folder.mkdir()
     for rank, optimizer in enumerate(ranks):
-        torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", pickle_protocol=protocol)
         torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     return folder
 
@@ -213,6 +213,15 @@ class Evil:
         return os.mkdir, (str(self.mark),)
 
 
+def test_no_code_of_a_newer_pickle_runs(tmp_path: Path) -> None:
+    """Its names are put together while it is read, so that nobody can list them before; it is refused all the same."""
+    model, optimizers = stage_3(torch.randn(4), 1, client=Evil(tmp_path / "ran"))
+    folder = deepspeed_folder(tmp_path / "ds", model, *optimizers, protocol=4)
+    with pytest.raises(CheckpointError, match="--trust_pickle"):
+        open_source(folder)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_no_code_of_a_pickle_runs_unless_trusted(tmp_path: Path) -> None:
     """The class is named and nothing runs; with trust it is read."""
     model, optimizers = stage_3(torch.randn(4), 1, client=Evil(tmp_path / "ran"))
@@ -281,6 +290,23 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_if_known(model_folde
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a model"):
         write_model(source, other, dtype=None, max_shard_bytes=2**31, overwrite=True, progress=quiet)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "model", "out"]
+
+
+def test_what_was_there_comes_back_where_the_new_one_cannot_take_its_name(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older model is moved aside only for a moment."""
+
+    def fail(draft: Path, target: Path) -> None:
+        raise CheckpointError("cannot be replaced")
+
+    out, source = tmp_path / "out", open_source(model_folder)
+    write_model(source, out, dtype=None, max_shard_bytes=2**31, overwrite=False, progress=quiet)
+    monkeypatch.setattr("zero_plugin.checkpoint.convert.output.publish_draft", fail)
+    with pytest.raises(CheckpointError, match="cannot be replaced"):
+        write_model(source, out, dtype=torch.float16, max_shard_bytes=2**31, overwrite=True, progress=quiet)
+    assert load_file(out / "model.safetensors")["a"].dtype == torch.float32
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
 
 def test_a_universal_checkpoint_needs_an_optimizer(model_folder: Path, tmp_path: Path) -> None:

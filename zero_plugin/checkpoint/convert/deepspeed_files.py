@@ -17,6 +17,7 @@ from zero_plugin.errors import CheckpointError
 __all__ = ["DeepSpeedFiles", "Record", "list_deepspeed_files", "open_pickle"]
 
 _OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_TRUST: Final = "Where you trust whoever wrote it, give --trust_pickle."
 _MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
@@ -94,14 +95,18 @@ def open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
     """
     try:
         with torch.serialization.safe_globals([*NUMPY_CLASSES, *_STAND_INS]):
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-            if unknown and not trust_pickle:
+            unknown = [] if trust_pickle else torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+            if unknown:
                 raise CheckpointError(
-                    f"{path} is a pickle that names {', '.join(sorted(unknown))}; reading it may run any code.\n"
-                    "Where you trust whoever wrote it, give --trust_pickle."
+                    f"{path} is a pickle that names {', '.join(sorted(unknown))}; reading it may run any code.\n{_TRUST}"
                 )
             content = torch.load(str(path), "cpu", mmap=True, weights_only=not trust_pickle)
-    except (OSError, RuntimeError, ValueError, EOFError, AttributeError, ImportError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        why = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{path} is a pickle that cannot be read without running what it says ({why}).\n{_TRUST}"
+        ) from error
+    except (OSError, RuntimeError, ValueError, EOFError, AttributeError, ImportError) as error:
         raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, no dict: it is not DeepSpeed's.")
