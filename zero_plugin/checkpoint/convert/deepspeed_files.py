@@ -97,9 +97,8 @@ def open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
         with torch.serialization.safe_globals([*NUMPY_CLASSES, *_STAND_INS]):
             unknown = [] if trust_pickle else torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
             if unknown:
-                raise CheckpointError(
-                    f"{path} is a pickle that names {', '.join(sorted(unknown))}; reading it may run any code.\n{_TRUST}"
-                )
+                names = ", ".join(sorted(unknown))
+                raise CheckpointError(f"{path} is a pickle that names {names}; reading it may run any code.\n{_TRUST}")
             content = torch.load(str(path), "cpu", mmap=True, weights_only=not trust_pickle)
     except pickle.UnpicklingError as error:
         why = str(error).splitlines()[0]
