@@ -97,6 +97,8 @@ class PrepareCalls(Joining):
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of all that is prepared, and return memory; another model can be prepared then.
 
+        A checkpoint that is being written behind the training is completed all the same.
+
         Args:
             *objects: `model, optimizer = accelerator.free_memory(model, optimizer)` drops the script's own references.
 
