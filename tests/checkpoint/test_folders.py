@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from zero_plugin.checkpoint import folders
 from zero_plugin.checkpoint.durable import reserve
 from zero_plugin.checkpoint.folders import choose_checkpoint, open_draft, publish_draft, rotate_checkpoints
+from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.errors import CheckpointError
 
 
@@ -34,41 +36,50 @@ def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def is_killed(moment: int, call: Callable[[], object]) -> bool:
+    """Whether `call` comes so far that it is ended before its call to the system after `moment` others."""
+    left = moment
+
+    def counted(original: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "unlink", "rmdir", "fsync"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr(folders, "exchange", counted(folders.exchange))
+        try:
+            call()
+        except Killed:
+            return True
+    return False
+
+
 @pytest.mark.parametrize("swaps", [True, False])
 def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
     """Whichever rename or removal of a replacement is the last one, a complete checkpoint is found, and repaired."""
     if not swaps:
         monkeypatch.setattr(folders, "exchange", lambda one, other: False)
-    calls = [(os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync"), (folders, "exchange"), (Path, "rename")]
-
-    class Killed(BaseException):
-        pass
-
-    for last in range(100):
-        out = tmp_path / str(last) / "out"
+    for moment in range(100):
+        out = tmp_path / str(moment) / "out"
         save(out, "old")
         (out / "logs").mkdir()
         (out / "logs" / "mine").write_text("")
-        left = last
-        with monkeypatch.context() as patch:
-            for owner, name in calls:
-
-                def counted(*args: object, call: object = getattr(owner, name), **kwargs: object) -> object:
-                    nonlocal left
-                    left -= 1
-                    if left < 0:
-                        raise Killed
-                    return call(*args, **kwargs)  # type: ignore[operator]
-
-                patch.setattr(owner, name, counted)
-            try:
-                save(out, "newer")
-                killed = False
-            except Killed:
-                killed = True
+        killed = is_killed(moment, lambda out=out: save(out, "newer"))
         chosen, _ = choose_checkpoint(out)
         assert (chosen / "file").read_text() in ("old", "newer")
-        if last % 2:
+        if moment % 2:
             out.mkdir(exist_ok=True)  # scripts do that
             (out / "log of the next run").write_text("")
             assert choose_checkpoint(out)[0] == chosen
@@ -78,7 +89,23 @@ def test_there_is_always_a_complete_one(tmp_path: Path, monkeypatch: pytest.Monk
         assert tree(out) - {"log of the next run"} == {"file", "manifest.json", "logs/mine"}
         assert choose_checkpoint(out) == (out, [])
         if not killed:
-            assert last > 10
+            assert moment > 10
+            return
+    raise AssertionError
+
+
+def test_rotation_leaves_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    """Whenever it is killed, what has a checkpoint's name is complete; the next rotation ends the work."""
+    for moment in range(100):
+        place = tmp_path / str(moment)
+        for number in range(4):
+            save(place / f"checkpoint_{number}", "x")
+        killed = is_killed(moment, lambda place=place: rotate_checkpoints(place / "checkpoint_3", 2))
+        assert [find_damage(path) for path in place.glob("checkpoint_*")].count(None) == len([*place.glob("c*")]) >= 2
+        rotate_checkpoints(place / "checkpoint_3", 2)
+        assert {path.name for path in place.iterdir()} == {"checkpoint_2", "checkpoint_3"}
+        if not killed:
+            assert moment > 5
             return
     raise AssertionError
 
