@@ -61,8 +61,8 @@ ROWS = [
     Row(
         "each element is written once",
         "checkpoint/save.py",
-        "                if written != math.prod(place.shape):",
-        "                if False:",
+        "        if count != math.prod(place.shape):",
+        "        if False:",
         (
             f"{SAVING}::test_what_is_not_written_once_is_no_checkpoint[62]",
             f"{SAVING}::test_what_is_not_written_once_is_no_checkpoint[126]",
