@@ -28,6 +28,8 @@ from zero_plugin.checkpoint.verify import find_differences
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.fragments import MASTER, WEIGHT
 
+SECOND = torch.arange(1.0, 8.0)
+
 
 def quiet(_: int) -> None:
     """No progress."""
@@ -43,12 +45,14 @@ def deepspeed_folder(folder: Path, model: dict[str, Any], *ranks: dict[str, Any]
 
 
 def stage_3(values: torch.Tensor, processes: int = 1, **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Model file and optimizer files of one bf16 parameter `w`, trained by Adam; states are twice and thrice of it."""
-    share = -(-values.numel() // processes)
-    flat = torch.nn.functional.pad(values.reshape(-1), (0, share * processes - values.numel()))
+    """Model and optimizer files of bf16 parameters `w` and `v`, trained by Adam; states are twice and thrice those."""
+    parts = [
+        torch.cat([_padded(values, processes)[rank], _padded(SECOND, processes)[rank]]) for rank in range(processes)
+    ]
+    empty = torch.empty(0, dtype=torch.bfloat16)
     model = {
-        "module": OrderedDict(w=torch.empty(0, dtype=torch.bfloat16), b=torch.arange(3)),
-        "param_shapes": [OrderedDict(w=values.shape)],
+        "module": OrderedDict(w=empty, v=empty.clone(), b=torch.arange(3)),
+        "param_shapes": [OrderedDict(w=values.shape, v=SECOND.shape)],
         "global_steps": 7,
         "skipped_steps": 2,
         "dp_world_size": processes,
@@ -57,14 +61,19 @@ def stage_3(values: torch.Tensor, processes: int = 1, **more: Any) -> tuple[dict
     }
     settings = {"lr": 0.5, "betas": (0.9, 0.99), "decoupled_weight_decay": True, "foreach": None, "params": [0]}
     optimizers = []
-    for part in flat.split(share):
-        part = part.clone()
+    for part in parts:
         state = {"step": torch.tensor(5.0), "exp_avg": 2 * part, "exp_avg_sq": 3 * part}
         base = {"state": {0: state}, "param_groups": [settings]}
         optimizers.append(
             {"zero_stage": 3, "partition_count": processes, "fp32_flat_groups": [part], "optimizer_state_dict": base}
         )
     return model, optimizers
+
+
+def _padded(values: torch.Tensor, processes: int) -> tuple[torch.Tensor, ...]:
+    share = -(-values.numel() // processes)
+    padding = share * processes - values.numel()
+    return torch.nn.functional.pad(values.reshape(-1), (0, padding)).split(share)
 
 
 def imported(source: Path, target: Path, **options: Any) -> Path:
@@ -144,13 +153,14 @@ def test_shares_of_stage_3_are_joined(processes: int, tmp_path: Path) -> None:
     tensors = open_source(checkpoint).tensors
     assert torch.equal(tensors[MASTER, "w"].whole(), values)
     assert torch.equal(tensors["exp_avg", "w"].whole(), 2 * values)
+    assert torch.equal(tensors["exp_avg_sq", "v"].whole(), 3 * SECOND)
     assert torch.equal(tensors[WEIGHT, "w"].whole(), values.bfloat16())
     record = read_nested(checkpoint / "training")["models"][0]["optimizer"]
     assert record["applied_steps"] == 5
     assert record["algorithm"] == "adamw"
-    assert record["scalars"] == {"w": {"step": 5.0}}
+    assert record["scalars"] == {"w": {"step": 5.0}, "v": {"step": 5.0}}
     settings = {"lr": 0.5, "betas": (0.9, 0.99), "decoupled_weight_decay": True}
-    assert record["groups"] == [{"params": ["w"], "settings": settings}]
+    assert record["groups"] == [{"params": ["w", "v"], "settings": settings}]
     write_model(
         open_source(checkpoint),
         tmp_path / "hf",
@@ -307,6 +317,16 @@ def test_what_was_there_comes_back_where_the_new_one_cannot_take_its_name(
         write_model(source, out, dtype=torch.float16, max_shard_bytes=2**31, overwrite=True, progress=quiet)
     assert load_file(out / "model.safetensors")["a"].dtype == torch.float32
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_a_universal_checkpoint_holds_each_parameter_by_itself(tmp_path: Path) -> None:
+    """Straight from DeepSpeed's own folder too, where one buffer holds many: none of the others' bytes come along."""
+    model, optimizers = stage_3(torch.randn(50_000))
+    folder = deepspeed_folder(tmp_path / "ds", model, *optimizers)
+    write_universal(open_source(folder), tmp_path / "out", overwrite=False, progress=quiet)
+    file = tmp_path / "out" / "global_step5" / "zero" / "v" / "exp_avg.pt"
+    assert torch.equal(torch.load(file)["param"], 2 * SECOND)
+    assert file.stat().st_size < 10_000
 
 
 def test_a_universal_checkpoint_needs_an_optimizer(model_folder: Path, tmp_path: Path) -> None:
