@@ -34,6 +34,7 @@ __all__ = [
     "agree_on",
     "create_files",
     "open_checkpoint",
+    "refuse_gaps",
 ]
 
 _SMALL_BYTES = 2**24  # room for what is not a model's tensors
@@ -114,12 +115,7 @@ class OpenCheckpoint:
 
     def _complete(self, summed: Sequence[Tensor]) -> None:
         for layout, part in zip(self.layouts, summed, strict=True):
-            for ((kind, name), place), written in zip(layout.places.items(), part[:, 2].tolist(), strict=True):
-                if written != math.prod(place.shape):
-                    raise CheckpointError(
-                        f"{written:,} elements of {name} ({kind}) were written, and it has {math.prod(place.shape):,}. "
-                        f"{ASK_TO_REPORT}"
-                    )
+            refuse_gaps(layout, part[:, 2])
         for stem, tree in self.trees.items():
             tree.write(self.draft / stem)
         models = [
@@ -216,6 +212,24 @@ def agree_on(layouts: Sequence[Layout]) -> None:
 
 def _needed_bytes(layouts: Sequence[Layout]) -> int:
     return sum(size for layout in layouts for size in layout.sizes.values()) + _SMALL_BYTES
+
+
+def refuse_gaps(layout: Layout, written: Tensor) -> None:
+    """Go on only where each element of every tensor was written once.
+
+    Args:
+        layout: of the tensors.
+        written: int64, one for each of its places: how many elements all processes wrote.
+
+    Raises:
+        CheckpointError: it names the tensor.
+    """
+    for ((kind, name), place), count in zip(layout.places.items(), written.tolist(), strict=True):
+        if count != math.prod(place.shape):
+            raise CheckpointError(
+                f"{count:,} elements of {name} ({kind}) were written, and it has {math.prod(place.shape):,}. "
+                f"{ASK_TO_REPORT}"
+            )
 
 
 def create_files(draft: Path, layouts: Sequence[Layout]) -> None:

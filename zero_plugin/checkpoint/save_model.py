@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from zero_plugin import collectives
@@ -14,12 +15,12 @@ from zero_plugin.checkpoint.durable import sync_file, sync_folder, write_text
 from zero_plugin.checkpoint.folders import open_draft
 from zero_plugin.checkpoint.layout import INDEX_NAME, Layout, is_weight_file, plan_layout
 from zero_plugin.checkpoint.ranges import open_writer
-from zero_plugin.checkpoint.save import agree_on, create_files
+from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps
 from zero_plugin.checkpoint.saved_weights import SavedWeights
 from zero_plugin.checkpoint.shared_folder import is_one_folder
 from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.fragments import WEIGHT, Fragment
 
 __all__ = ["parse_size", "whole_tensors", "write_model"]
 
@@ -81,7 +82,7 @@ def write_model(
         say: prints a line, on the main process only.
 
     Raises:
-        CheckpointError: on every process, where one cannot write; the failing one raises its own error.
+        CheckpointError: on every process, where one cannot write.
         LoopError: a tensor has no elements.
     """
     layout = all_or_none(lambda: _plan(weights, max_shard_bytes, tied, notes))
@@ -94,8 +95,9 @@ def write_model(
         if not is_shared:
             say(f"save_model: {target} is on no file system that all processes share, so the main process writes alone")
         fragments = weights.fragments() if is_shared else weights.whole()
-        all_or_none(lambda: _write(draft, fragments, layout))
-        on_main(lambda: _complete(draft, target, layout, write_more))
+        counts = all_or_none(lambda: _write(draft, fragments, layout))
+        written: Tensor = collectives.reduce(counts, "sum") if weights.in_ranges else counts
+        on_main(lambda: _complete(draft, target, layout, written, write_more))
     finally:
         if collectives.process_index() == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -122,21 +124,28 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
     return plan_layout(weights.descriptions, "", max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
-def _write(draft: Path, fragments: Iterable[Fragment], layout: Layout) -> None:
+def _write(draft: Path, fragments: Iterable[Fragment], layout: Layout) -> Tensor:
+    """For each place, the elements that this process wrote."""
+    rows = {key: row for row, key in enumerate(layout.places)}
+    counts = torch.zeros(len(rows), dtype=torch.int64)
     error: Exception | None = None
     with open_writer(draft) as writer:
         for fragment in fragments:  # to the last, after an error too: others may be sending theirs
-            if error is None:
+            begin, end = fragment.written
+            if error is None and begin < end:
                 try:
-                    writer.write(fragment, layout.places[fragment.kind, fragment.name], summed=False)
+                    writer.write(fragment, layout.places[WEIGHT, fragment.name], summed=False)
+                    counts[rows[WEIGHT, fragment.name]] += end - begin
                 except Exception as caught:  # noqa: BLE001 - raised below
                     error = caught
         if error is not None:
             raise error
         writer.sync()
+    return counts
 
 
-def _complete(draft: Path, target: Path, layout: Layout, write_more: Callable[[Path], None]) -> None:
+def _complete(draft: Path, target: Path, layout: Layout, written: Tensor, write_more: Callable[[Path], None]) -> None:
+    refuse_gaps(layout, written)
     if layout.index is not None:
         write_text(draft / INDEX_NAME, layout.index)
     write_more(draft)
