@@ -27,6 +27,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 class Training:
     """A small one; `losses` has what every step gave."""
 
+    asynchronous = False
+
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         net = make_net()
@@ -44,7 +46,8 @@ class Training:
     def save(self, target: Path) -> str | None:
         """Save; what every process is told where that fails."""
         try:
-            self.accelerator.save_state(target, max_shard_size=600)
+            self.accelerator.save_state(target, max_shard_size=600, asynchronous=self.asynchronous)
+            self.accelerator.wait_for_save()
             told = None
         except CheckpointError as error:
             told = str(error)
@@ -106,8 +109,11 @@ def check_nothing(training: Training, disk: Path, *, steps: int) -> None:
         training.step()
 
 
-def check_failing(training: Training, disk: Path, *, how: str, reserves: bool = True) -> None:
+def check_failing(
+    training: Training, disk: Path, *, how: str, reserves: bool = True, asynchronous: bool = False
+) -> None:
     """From whatever moment on the disk fails on one process: all are told, older checkpoints stay, training goes on."""
+    training.asynchronous = asynchronous
     moments = Moments()
     if not reserves:
         save.reserve = lambda file, size: file.truncate(size)

@@ -13,6 +13,7 @@ CHECKS: dict[str, tuple[str, dict[str, Any]]] = {
     "separate": ("zero2", {}),
     "full": ("zero2", {"how": "full"}),
     "full, without reserving": ("zero3", {"how": "full", "reserves": False}),
+    "full, asynchronously": ("ddp", {"how": "full", "asynchronous": True}),
     "read-only": ("ddp", {"how": "read-only"}),
     "broken": ("zero3", {"how": "broken"}),
 }

@@ -113,7 +113,8 @@ def kill_runs(forks: Any, tmp_path: Path) -> Kills:
             folder = tmp_path / f"story-{number}"
             story = Story(forks, folder, world, path, naming, asynchronous=asynchronous, swaps=number % 2 == 0)
             for _ in range(PER_STORY):
-                kill = plan_kill(draw, world, (*PHASES, None)[landed.total() % (len(PHASES) + 1)])
+                rarest = min((*PHASES, "none"), key=lambda phase: landed[phase])
+                kill = plan_kill(draw, world, rarest)
                 outcome = story.go_on(kill, dwell=0.001, seed=draw.randrange(1000))
                 if outcome is None:
                     break
@@ -128,7 +129,7 @@ def kill_runs(forks: Any, tmp_path: Path) -> Kills:
     return kill_runs
 
 
-def plan_kill(draw: random.Random, world: int, phase: str | None) -> dict[str, Any]:
+def plan_kill(draw: random.Random, world: int, phase: str) -> dict[str, Any]:
     """Who is killed when, and how soon the launcher sees to the others.
 
     Only the main process renames and rotates. It is killed, all are, or another one while it does.
@@ -136,10 +137,10 @@ def plan_kill(draw: random.Random, world: int, phase: str | None) -> dict[str, A
     watch = draw.randrange(world) if phase in ("write", "fsync") else 0
     groups = [list(range(world)), *([rank] for rank in range(world))]
     kill: dict[str, Any] = {"watch": watch, "ranks": draw.choice(groups), "grace": draw.choice([0, 0.05, 0.5])}
-    if phase is None:
+    if phase == "none":
         return {**kill, "after": draw.uniform(0.1, 1.5)}
-    per_save = {"write": 80, "fsync": 20 if watch == 0 else 4, "rename": 1, "rotate": 12}[phase]
-    return {**kill, "phase": phase, "count": draw.randint(1, 2 * per_save)}
+    latest = {"write": 160, "fsync": 40 if watch == 0 else 8, "rename": 2, "rotate": 12}[phase]  # early enough to come
+    return {**kill, "phase": phase, "count": draw.randint(1, latest)}
 
 
 @pytest.mark.processes
