@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_plugin.checkpoint.checksum import sum_words
+from zero_plugin.checkpoint.durable import start_writing
 from zero_plugin.checkpoint.place import Place
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.fragments import Fragment
@@ -82,13 +83,14 @@ class RangeWriter:
         if begin == end:
             return sums
         flat = fragment.values.reshape(-1)[begin:end]
-        is_ready = flat.device.type == "cpu" and flat.dtype == place.dtype
-        step = flat.numel() if is_ready else _STAGING_BYTES // max(flat.element_size(), place.dtype.itemsize)
+        step = _STAGING_BYTES // max(flat.element_size(), place.dtype.itemsize)
         for offset in range(0, flat.numel(), step):
             chunk = flat[offset : offset + step].to("cpu", place.dtype).contiguous()
             first = fragment.start + begin + offset
             with self._files.named(place.file) as descriptor:
-                _write_all(descriptor, _bytes_of(chunk), place.start + first * chunk.element_size())
+                position = place.start + first * chunk.element_size()
+                _write_all(descriptor, _bytes_of(chunk), position)
+                start_writing(descriptor, position, chunk.nbytes)
             if summed:
                 sums += sum_words(chunk, first)
         return sums
