@@ -1,0 +1,245 @@
+"""Saving and loading the state of a training: `save_state` and `load_state` against DeepSpeed's own checkpoints.
+
+Two processes (gloo, CPU) train a stack of linear layers for one step with AdamW. In every round, in turns, zero_plugin
+and a bare engine of the same configuration save, and a new engine loads what was saved. Both are timed until the disk
+has the bytes: `save_state` waits for it by itself; after DeepSpeed's `save_checkpoint`, which does not, the processes
+call fsync on its files, and the time without that is listed too. Loading finds the files in the page cache.
+
+Beside each, as a share: what one process reaches in the same round that writes as many bytes to the same disk one after
+another and calls fsync, as `dd conv=fsync` does, and that reads them again.
+
+    python benchmarks/checkpoint.py --gigabytes 1 --rounds 3 --folder /data
+
+A run needs about 13 times the parameters' bytes as memory, and 9 times as disk space, which it frees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pairs import WIDTH, Timings, describe_run
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from zero_plugin import Accelerator, DummyOptim
+
+CASES = {"stage 2, fp32": (2, "no"), "stage 3, fp32": (3, "no"), "stage 3, bf16": (3, "bf16")}
+OURS, THEIRS = "zero_plugin", "DeepSpeed"
+LAYER = 2048  # features: 16 MiB of fp32 weights
+BLOCK = 2**24  # bytes of a sequential write or read
+
+
+def make_model(gigabytes: float) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(LAYER, LAYER, bias=False) for _ in range(round(gigabytes * 2**30 / LAYER**2 / 4))))
+
+
+class Round:
+    """What one contender needs to save and load once."""
+
+    def __init__(self, contender: str, case: str, gigabytes: float) -> None:
+        stage, precision = CASES[case]
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer}
+        document = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": config}
+        self._accelerator = Accelerator(config=document, mixed_precision=precision)
+        model = make_model(gigabytes)
+        if contender == OURS:
+            self._model, self._optimizer = self._accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3))
+        else:
+            small = nn.Linear(1, 1)
+            self._accelerator.prepare(small, DummyOptim(small.parameters(), lr=1e-3))  # resolves the configuration
+            assert self._accelerator.resolved is not None
+            self._model = bare_engine(self._accelerator.resolved.deepspeed_config(), model)
+        self._is_ours = contender == OURS
+
+    def train(self) -> None:
+        """One step: then the optimizer has states."""
+        loss = self._model(torch.ones(1, LAYER, dtype=next(self._model.parameters()).dtype)).float().square().mean()
+        if self._is_ours:
+            self._accelerator.backward(loss)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        else:
+            self._model.backward(loss)
+            self._model.step()
+
+    def save(self, folder: Path) -> float:
+        """Seconds, without the fsync of files that are on their way to the disk yet."""
+        call = self._accelerator.save_state if self._is_ours else self._model.save_checkpoint
+        return seconds_of(lambda: call(str(folder)))
+
+    def load(self, folder: Path) -> float:
+        """Seconds."""
+        call = self._accelerator.load_state if self._is_ours else self._model.load_checkpoint
+        return seconds_of(lambda: call(str(folder)))
+
+    def end(self) -> None:
+        """Free the memory."""
+        if not self._is_ours:
+            self._model.destroy()
+        self._accelerator.end_training()
+
+
+def bare_engine(config: dict[str, Any], model: nn.Module) -> Any:
+    import deepspeed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Until every process has returned."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def sync_files(folder: Path) -> None:
+    """Wait until the disk has the files; the processes share them."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    for file in files[dist.get_rank() :: dist.get_world_size()]:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def write_sequentially(file: Path, size: int) -> None:
+    block = memoryview(os.urandom(BLOCK))
+    with file.open("wb", buffering=0) as opened:
+        for begin in range(0, size, BLOCK):
+            opened.write(block[: min(BLOCK, size - begin)])
+        os.fsync(opened.fileno())
+
+
+def read_sequentially(file: Path) -> None:
+    block = bytearray(BLOCK)
+    with file.open("rb", buffering=0) as opened:
+        while opened.readinto(block):
+            pass
+
+
+def run_round(contender: str, case: str, folder: Path, gigabytes: float) -> dict[str, float]:
+    """Seconds and bytes of one contender."""
+    saving = Round(contender, case, gigabytes)
+    saving.train()
+    saved = folder / contender
+    measured = {"save": saving.save(saved)}
+    measured["fsync"] = 0.0 if contender == OURS else seconds_of(lambda: sync_files(saved))
+    saving.end()
+    del saving
+    gc.collect()
+    loading = Round(contender, case, gigabytes)
+    measured["load"] = loading.load(saved)
+    loading.end()
+    measured["bytes"] = bytes_in(saved)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        raw = folder / "raw"
+        shutil.rmtree(saved)
+        start = time.perf_counter()
+        write_sequentially(raw, int(measured["bytes"]))
+        measured["raw write"] = time.perf_counter() - start
+        start = time.perf_counter()
+        read_sequentially(raw)
+        measured["raw read"] = time.perf_counter() - start
+        raw.unlink()
+    dist.barrier()
+    return measured
+
+
+def measure(rank: int, world: int, case: str, folder: str, options: argparse.Namespace) -> None:
+    """Run in every process; the first writes what was measured."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by DeepSpeed, not used
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    rounds: list[dict[str, dict[str, float]]] = []
+    for index in range(options.rounds):
+        order = (OURS, THEIRS) if index % 2 == 0 else (THEIRS, OURS)
+        rounds.append({name: run_round(name, case, Path(folder), options.gigabytes) for name in order})
+    if rank == 0:
+        torch.save(rounds, Path(folder, "rounds.pt"))
+    dist.barrier()
+    os._exit(0)  # engines of both kinds hold the group; there is nothing left to end in order
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the parameters in fp32 (default 1)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each case (default 3)")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="default: all")
+    parser.add_argument("--processes", type=int, default=2, help="default 2")
+    parser.add_argument("--folder", default=".", help="on the disk to measure (default: here)")
+    options = parser.parse_args()
+
+    table = Table(
+        title=f"seconds to save and to load {options.gigabytes:g} GB of parameters with AdamW's states, "
+        f"{options.processes} processes; target: ratio <= 1",
+        caption=f"{describe_run('zero-plugin', 'torch', 'deepspeed')}; medians of {options.rounds} rounds",
+        caption_justify="left",
+        box=MARKDOWN,
+    )
+    for column in (
+        "case",
+        "",
+        "zero_plugin",
+        "DeepSpeed",
+        "without fsync",
+        "ratio",
+        "of the disk: zero_plugin",
+        "DeepSpeed",
+    ):
+        table.add_column(column, justify="left" if column in ("case", "") else "right")
+    for case in options.cases:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            torch.multiprocessing.spawn(measure, (options.processes, case, folder, options), nprocs=options.processes)
+            rounds = torch.load(Path(folder, "rounds.pt"))
+        for what, raw in (("save", "raw write"), ("load", "raw read")):
+            timings = Timings(
+                {
+                    name: [one[name][what] + (one[name]["fsync"] if what == "save" else 0.0) for one in rounds]
+                    for name in (OURS, THEIRS)
+                }
+            )
+            shares = {
+                name: median(one[name][raw] / t for one, t in zip(rounds, timings[name], strict=True))
+                for name in timings
+            }
+            bare = median(one[THEIRS]["save"] for one in rounds)
+            table.add_row(
+                case,
+                what,
+                f"{timings.seconds(OURS):.2f}",
+                f"{timings.seconds(THEIRS):.2f}",
+                f"{bare:.2f}" if what == "save" else "",
+                f"{timings.ratio(OURS, THEIRS):.2f}",
+                f"{shares[OURS]:.0%}",
+                f"{shares[THEIRS]:.0%}",
+            )
+    Console(width=WIDTH).print(table)
+
+
+if __name__ == "__main__":
+    main()
