@@ -1,0 +1,156 @@
+"""Real runs through DeepSpeed's launcher, by pdsh over an ssh server of the test's own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+# Plain DDP: no process pays for DeepSpeed's import; which strategy follows is not the launcher's matter.
+SCRIPT = """
+import json, os, sys, time, torch
+from zero_plugin import Accelerator
+accelerator = Accelerator()
+total = accelerator.reduce(torch.ones(1)).item()
+names = ["RANK", "LOCAL_WORLD_SIZE", "NCCL_DEBUG", "HF_TOKEN"]
+told = [total, sys.argv[1:], os.path.basename(os.getcwd()), *(os.environ.get(name) for name in names)]
+os.write(1, (json.dumps(told) + "\\n").encode())
+if "wait" in sys.argv:
+    time.sleep(300)
+accelerator.end_training()
+if "fail" in sys.argv and accelerator.process_index == 1:
+    sys.exit(7)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def by_ssh(tmp_path: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+    """An environment in which `ssh` and `pdsh` reach this machine by an ssh server of the test's own."""
+    if shutil.which("pdsh") is None or not os.access(SSHD, os.X_OK):
+        pytest.skip("pdsh and openssh-server are not installed")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for name in ("mine", "hosts"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True, timeout=30)
+    port = free_port()
+    settings = f"""Port {port}
+ListenAddress 127.0.0.1
+HostKey {keys}/hosts
+AuthorizedKeysFile {keys}/mine.pub
+PidFile none
+StrictModes no
+UsePAM no
+"""
+    (keys / "settings").write_text(settings)
+    server = subprocess.Popen([SSHD, "-D", "-f", str(keys / "settings")], stderr=subprocess.DEVNULL)
+    quietly = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    options = f"-i {keys}/mine {quietly} -p {port}"
+    try:
+        tried = ["ssh", *shlex.split(options), "-o", "BatchMode=yes", "127.0.0.1", "true"]
+        deadline = time.monotonic() + 20
+        while subprocess.run(tried, capture_output=True, timeout=20).returncode:
+            if server.poll() is not None or time.monotonic() > deadline:
+                pytest.skip("sshd does not let this user in here")
+            time.sleep(0.2)
+        yield {**environment, "PDSH_SSH_ARGS_APPEND": options, "OMP_NUM_THREADS": "1"}
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture
+def start_on_hosts(tmp_path: Path, by_ssh: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start the script by pdsh on two names of this machine, in a folder whose name no shell would leave whole."""
+    folder = tmp_path / "my träin; →"
+    folder.mkdir()
+    (folder / "scrïpt a.py").write_text(SCRIPT)
+    (folder / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    (folder / ".deepspeed_env").write_text("RANK=99\n")
+    launchers: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+        launchers.append(
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--deepspeed_hostfile", "hosts"),
+                    *(*meeting, "scrïpt a.py", *arguments),
+                ],
+                cwd=folder,
+                env={**by_ssh, "NCCL_DEBUG": "WARN", "HF_TOKEN": "secret"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return launchers[-1]
+
+    yield start
+    for launcher in launchers:
+        launcher.terminate()
+        launcher.communicate()
+
+
+def test_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> None:
+    """Both hosts form one run; folder, arguments and the allowed variables arrive, secrets and stale files do not."""
+    launcher = start_on_hosts("a b", "$HOME;ls", "ü")
+    output, errors = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, errors
+    told = [line.partition(": ")[2] for line in output.splitlines() if ": [2.0, " in line]
+    expected = '[2.0, ["a b", "$HOME;ls", "\\u00fc"], "my tr\\u00e4in; \\u2192", "{}", "1", "WARN", null]'
+    assert sorted(told) == [expected.format(0), expected.format(1)], output
+    assert "not sent to the other machines, since they look secret: HF_TOKEN" in errors
+    assert "./.deepspeed_env is not read" in errors
+
+
+@pytest.mark.campaign
+def test_the_end_of_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> None:
+    """A rank's exit code is the launcher's; SIGTERM leaves no process on any host."""
+    launcher = start_on_hosts("fail")
+    _, errors = launcher.communicate(timeout=200)
+    assert launcher.returncode == 7, errors
+    launcher = start_on_hosts("wait")
+    assert launcher.stdout is not None
+    lines = 0
+    while lines < 2:
+        lines += ": [2.0, " in launcher.stdout.readline()
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143
+    assert "no worker is left" in errors
+    time.sleep(1)
+    assert not subprocess.run(["pgrep", "-f", "remote_worker.py zero_plugin_"], capture_output=True).stdout
+
+
+def test_a_host_that_cannot_be_reached(
+    by_ssh: dict[str, str], tmp_path: Path, run_launcher: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Every host is tried before anything starts, and each that fails is named with its line."""
+    (tmp_path / "script.py").write_text("raise SystemExit('started')")
+    (tmp_path / "hosts").write_text("localhost slots=1\nno-such-host.invalid slots=1\n")
+    command = ["launch", "--cpu", "--deepspeed_hostfile", "hosts", "script.py"]
+    done = run_launcher([sys.executable, "-m", "zero_plugin", *command], seconds=60, cwd=tmp_path, env=by_ssh)
+    assert done.returncode == 1
+    assert "1 of 2 hosts cannot be reached by ssh; nothing was started" in done.stderr
+    assert "no-such-host.invalid (hosts:2:1): " in done.stderr
+    assert "started" not in done.stderr.replace("nothing was started", "")
