@@ -115,8 +115,8 @@ def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str,
         source.notes.append("the loss scale: an engine begins with its configuration's")
     if len(record["groups"]) > 1:
         source.notes.append(
-            "at stage 3 DeepSpeed gives all parameter groups the settings of the first, and a torch optimizer one count "
-            "of steps for all, which trains differently; stages 1 and 2 keep them apart"
+            "several parameter groups at stage 3: DeepSpeed gives all the settings of the first, and one count of steps, "
+            "which trains differently; stages 1 and 2 keep them apart"
         )
 
 
