@@ -8,6 +8,7 @@ from torch import nn
 
 from zero_plugin import init_empty_weights
 from zero_plugin.big_modeling import init_on_device
+from zero_plugin.bigmodel.empty import outermost_modules
 from zero_plugin.utils import find_tied_parameters
 
 
@@ -59,3 +60,18 @@ def test_on_a_device_that_is_there() -> None:
     """With values."""
     with init_on_device(torch.device("cpu")):
         assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_outermost_modules() -> None:
+    """Those that nobody holds; not what was there for a moment only, and not what is made afterwards."""
+    before = nn.Linear(1, 1)
+    with outermost_modules() as outermost:
+        first = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+        nn.Linear(3, 3)
+        passing = nn.Linear(4, 4)
+        passing.itself = [passing]  # only the garbage collector frees it
+        del passing
+        second = nn.ModuleList([before])
+        assert outermost == []
+    nn.Linear(5, 5)
+    assert outermost == [first, second]
