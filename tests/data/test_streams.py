@@ -86,6 +86,8 @@ class DividedAmongAll(Lines):
 class Files(IterableDataset):
     """Several files; gives a shard of them when asked, with the epoch's number in front of each sample."""
 
+    read = set[Path]()  # by this process
+
     def __init__(self, paths: list[Path], epoch: int = 0) -> None:
         self.paths, self.epoch = paths, epoch
 
@@ -101,6 +103,7 @@ class Files(IterableDataset):
 
     def __iter__(self):
         for path in self.paths:
+            Files.read.add(path)
             yield from (self.epoch * 1000 + int(line) for line in path.read_text().split())
 
 
@@ -187,7 +190,10 @@ def check_a_shard_is_asked_for(folder: Path) -> None:
     for workers in (0, 2):
         loader = DataLoader(Files(paths), batch_size=4, num_workers=workers, persistent_workers=workers > 0)
         shared = prepared(loader)
+        Files.read.clear()
         assert sorted(union(shared)) == numbers
+        own = set(paths[process_index() :: num_processes()])
+        assert Files.read == (set() if workers else own), "each reads its own files"
         assert sorted(union(shared)) == [1000 + number for number in numbers], "the next epoch, by itself"
         shared.set_epoch(5)
         assert sorted(union(shared)) == [5000 + number for number in numbers]

@@ -40,10 +40,7 @@ ROWS = [
         "agreement.py",
         "                if standing.issued > self._issued_before:",
         "                if False:",
-        (
-            f"{AGREEMENT}::test_a_long_call_on_one_process_is_an_error_of_the_script[ddp:save_alone-save_model]",
-            f"{AGREEMENT}::test_a_long_call_on_one_process_is_an_error_of_the_script[zero3:state_alone-get_state_dict]",
-        ),
+        (f"{AGREEMENT}::test_a_long_call_on_one_process_is_an_error_of_the_script[ddp:save_alone-save_model]",),
         "process 0 is in",
         processes=1,
     ),

@@ -87,7 +87,7 @@ ROWS = [
         '    if not callable(shard) or not {"num_shards", "index"} <= inspect.signature(shard).parameters.keys():',
         "    if True:",
         (TWO,),
-        "in check_a_shard_is_asked_for",
+        "each reads its own files",
     ),
     Row(
         "a sampler that divides is left to it",
@@ -119,7 +119,7 @@ ROWS = [
         "            same = SameDraws(int(self._clock[0]))\n",
         "            pass\n",
         (TWO,),
-        "in check_a_shuffled_stream_loses_nothing",
+        "begins with other samples on each process",
     ),
     Row(
         "workers draw differently on each process",
@@ -228,7 +228,7 @@ ROWS = [
         "            batches = batches * then // self.total_batch_size\n",
         "            pass\n",
         (f"{ADAPTER}::test_a_position_counts_samples_of_all_processes",),
-        "assert",
+        "StopIteration",
         processes=0,
     ),
     Row(

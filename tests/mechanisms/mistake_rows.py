@@ -121,8 +121,16 @@ ROWS = [
         PLAIN,
         "        if reached and (self._has_gradients or self._has_strays()):\n            self._fail()",
         "        pass",
-        checks("failure", "a_failed_backward_is_not_applied", "single", "ddp"),
+        checks("failure", "a_failed_backward_is_not_applied", "single"),
         'raised(LoopError, "failed", "optimizer.zero_grad()"',
-        processes=3,
+        processes=1,
+    ),
+    Row(
+        "DDP goes on after a failed backward",
+        PLAIN,
+        "            self._ddp.reducer._reset_state()  # else",
+        "            pass  # else",
+        checks("failure", "a_failed_backward_is_dropped", "ddp"),
+        "finished reduction in the prior iteration",
     ),
 ]

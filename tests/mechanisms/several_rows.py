@@ -22,7 +22,7 @@ ROWS = [
         ENGINE,
         'engine.__dict__["inside_no_sync_ctxt"] = not reached',
         "pass",
-        joint_checks("gan", "frozen", "zero1", "zero2", "zero3"),
+        joint_checks("gan", "frozen", "zero2"),
         "Error",
     ),
     Row(

@@ -346,11 +346,8 @@ class Stage3Gradients(EngineGradients):
 
     def drop(self) -> None:
         """See `EngineGradients.drop`."""
-        wrapper = self._wrapper
-        wrapper.zero_grad(set_to_none=True)
-        wrapper.averaged_gradients = {}
-        wrapper.reset_cpu_buffers()
-        wrapper._offload_boundary_param_ids = set()
+        # The first backward of the next window overwrites what it reaches, and what sits out is cleared.
+        self._wrapper._offload_boundary_param_ids = set()
 
     def recover(self) -> None:
         """See `EngineGradients.recover`."""
