@@ -8,7 +8,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check campaign benchmarks clean libaio
+.PHONY: demo test check campaign benchmarks clean libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
@@ -16,7 +16,7 @@ test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extension
 demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
 
-test: check libaio
+test: check libaio iproute2
 	$(BIN)/python -m pytest -m "not campaign and not processes" --numprocesses 2
 	$(BIN)/python -m pytest -m "not campaign and processes"
 
@@ -25,7 +25,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-campaign: $(VENV)/.installed-dev libaio
+campaign: $(VENV)/.installed-dev libaio iproute2
 	$(BIN)/python -m pytest -m campaign
 
 benchmarks: $(VENV)/.installed
@@ -60,3 +60,10 @@ libaio:
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	     && apt-get update -qq && apt-get install -y -qq libaio-dev; then :; \
 	else echo "For offload to NVMe, type:  sudo apt-get install libaio-dev   (Fedora: sudo dnf install libaio-devel)"; fi
+
+# Tests of several machines make them of network namespaces, as root. Without it they are skipped and say so; so are
+# those that need pdsh and openssh-server, or openmpi-bin, where these are not installed.
+iproute2:
+	@if command -v ip >/dev/null || [ "$$(id -u)" != 0 ]; then :; \
+	elif command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq iproute2; then :; \
+	else echo "For the tests of several machines, type:  sudo apt-get install iproute2"; fi

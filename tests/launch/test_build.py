@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.command import shell_script, worker_command
 from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.spec import LaunchSpec, Program
 
@@ -109,6 +111,41 @@ def test_several_machines_meet_at_the_first() -> None:
     meeting = build_spec(document(**keys), SCRIPT, SERVER, {}, rendezvous_endpoint="10.0.0.9:99").rendezvous
     assert (meeting.backend, meeting.endpoint) == ("c10d", "10.0.0.9:99")
     assert meeting.options == {"timeout": "5", "read_timeout": "7"}
+
+
+def test_the_network_that_leads_to_machine_0() -> None:
+    """gloo and, on GPUs, NCCL are named the interface by which this machine reaches it; the user's own names stay."""
+    keys = {**TWO_MACHINES, "main_process_ip": "127.0.0.1", "main_process_port": 29512}
+    added = build(SERVER, **keys).environment
+    assert (added["GLOO_SOCKET_IFNAME"].value, added["NCCL_SOCKET_IFNAME"].value) == ("lo", "=lo")
+    assert "reaches 127.0.0.1" in added["GLOO_SOCKET_IFNAME"].reason
+    assert "NCCL_SOCKET_IFNAME" not in build(LAPTOP, **keys).environment
+    typed = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth8"}
+    assert not set(typed) & set(build(SERVER, typed, **keys).environment)
+    assert "GLOO_SOCKET_IFNAME" not in build(SERVER).environment
+    assert build(SERVER, **{**keys, "rdzv_backend": "c10d"}).rendezvous.local_address == "127.0.0.1"
+
+
+def test_machine_0_must_have_its_port() -> None:
+    """Found before the start on machine 0; the others cannot know."""
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        keys = {**TWO_MACHINES, "main_process_port": server.getsockname()[1]}
+        with pytest.raises(ConfigError, match=r"is taken on this machine, which is machine 0"):
+            build(SERVER, **{**keys, "machine_rank": 0})
+        assert build(SERVER, **keys).machines == 2
+
+
+def test_cores_are_told_and_handed_to_the_workers() -> None:
+    """`enable_cpu_affinity` says what it found; each rank's cores are in the workers' command."""
+    spec = build(LAPTOP, enable_cpu_affinity=True, num_processes=2)
+    assert spec.cores_reason
+    assert build(LAPTOP).cores_reason == ""
+    bound = replace(spec, cores=(frozenset({0, 1, 8}), frozenset({2, 3})), cores_reason="because")
+    command = worker_command(bound)
+    assert command[3:5] == ["--cores", "0-1,8/2-3"]
+    assert "# cores of each process: 0-1,8 / 2-3 (because)" in shell_script(bound)
 
 
 @pytest.mark.parametrize(

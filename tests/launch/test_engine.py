@@ -117,6 +117,33 @@ def test_modules_and_executables(launch: Launch, tmp_path: Path) -> None:
     assert launch("--cpu", "--no-python", "echo", "-n", "a b").stdout == "a b"
 
 
+def test_any_folder_name_and_environment(launch: Launch, tmp_path: Path) -> None:
+    """A script in `my träin; →` is found by every rank, and sees the caller's environment."""
+    folder = tmp_path / "my träin; →"
+    folder.mkdir()
+    (folder / "scrïpt a.py").write_text(
+        "import os, sys\n"
+        "line = [os.environ['RANK'], os.environ['MY_ÜMLAUT'], os.path.basename(sys.path[0])]\n"
+        "os.write(1, (repr(line) + '\\n').encode())\n"
+    )
+    done = launch(
+        "--cpu", "--num_processes", "2", "my träin; →/scrïpt a.py", MY_ÜMLAUT="$HOME ; ü", PYTHONIOENCODING="utf-8"
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(ast.literal_eval(line) for line in done.stdout.splitlines())
+    assert lines == [[rank, "$HOME ; ü", "my träin; →"] for rank in "01"]
+
+
+def test_how_much_the_launcher_says(launch: Launch, tmp_path: Path) -> None:
+    """What gives way to the configuration is said, under `--quiet` not even that; `--debug` shows torchrun's log."""
+    (tmp_path / "a.py").write_text("print('ok')")
+    noted = {"ACCELERATE_USE_FSDP": "true"}
+    told = [launch(*flags, "--cpu", "a.py", **noted).stderr for flags in ([], ["--quiet"], ["--debug"])]
+    assert "ACCELERATE_USE_FSDP" in told[0]
+    assert told[1] == ""
+    assert "Starting elastic_operator" in told[2]
+
+
 def test_the_first_failing_rank_is_shown_once(launch: Launch, tmp_path: Path) -> None:
     """One traceback, of the rank that failed first and without our frames, and no log of torchrun's."""
     (tmp_path / "fail.py").write_text(GLOO + "if rank == 1:\n    raise ValueError('boom')\ndist.barrier()\n")

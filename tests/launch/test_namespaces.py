@@ -152,6 +152,21 @@ def test_zero_2_and_3_over_two_machines(hosts: tuple[Host, Host]) -> None:
         assert_trained(output)
 
 
+@pytest.mark.campaign
+def test_deepspeeds_launcher_on_each_machine(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """With `nossh` the same command on both machines, each with its own rank, is one run."""
+    main = hosts[0]
+    (tmp_path / "hosts").write_text("one slots=1\ntwo slots=1\n")
+    flags = ["--deepspeed_hostfile", "hosts", "--deepspeed_multinode_launcher", "nossh", "--main_process_ip"]
+    launchers = [
+        host.launch("--use_deepspeed", *flags, main.address, "--machine_rank", str(rank), str(SCRIPT))
+        for rank, host in enumerate(hosts)
+    ]
+    for code, output, errors in ends(*launchers, seconds=150):
+        assert code == 0, errors
+        assert_trained(output)
+
+
 def test_a_cut_cable(hosts: tuple[Host, Host]) -> None:
     """With c10d they train too; when the cable is cut in mid-run, both sides end with an error within the time-out."""
     main, other = hosts

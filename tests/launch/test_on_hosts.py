@@ -142,6 +142,22 @@ def test_the_end_of_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen
     assert not subprocess.run(["pgrep", "-f", "remote_worker.py zero_plugin_"], capture_output=True).stdout
 
 
+@pytest.mark.campaign
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (openmpi-bin) is not installed")
+def test_a_run_by_mpirun(
+    tmp_path: Path, environment: dict[str, str], run_launcher: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """The slots of one host are processes of one run, which find their places by Open MPI's variables."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    by_mpirun = ["--deepspeed_hostfile", "hosts", "--deepspeed_multinode_launcher", "openmpi"]
+    command = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", *by_mpirun, "script.py", "x"]
+    done = run_launcher(command, seconds=200, cwd=tmp_path, env={**environment, **allowed})
+    assert done.returncode == 0, done.stderr
+    assert sum('[2.0, ["x"]' in line for line in done.stdout.splitlines()) == 2
+
+
 def test_a_host_that_cannot_be_reached(
     by_ssh: dict[str, str], tmp_path: Path, run_launcher: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

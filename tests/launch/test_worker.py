@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,41 @@ def test_failures_print_as_under_python(tmp_path: Path) -> None:
         mine, pythons = run(tmp_path, WORKER, name), run(tmp_path, name)
         assert mine.returncode == pythons.returncode
         assert mine.stderr == pythons.stderr
+
+
+def test_standard_input_is_the_first_local_rank_s(tmp_path: Path) -> None:
+    """It reads all that is piped in; every other rank sees the end, instead of snatching lines away."""
+    (tmp_path / "read.py").write_text("import sys; print(repr(sys.stdin.read()))")
+    read = []
+    for rank in ({}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"}):
+        done = subprocess.run(
+            [sys.executable, WORKER, "read.py"],
+            cwd=tmp_path,
+            env={**os.environ, **rank},
+            input="one\ntwo\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        read.append(done.stdout.strip())
+    assert read == [r"'one\ntwo\n'", r"'one\ntwo\n'", "''"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process")
+def test_cores_of_the_local_rank(tmp_path: Path) -> None:
+    """`--cores` binds a script, a module and a program to the part of the list that is their rank's."""
+    core = str(min(os.sched_getaffinity(0)))
+    (tmp_path / "show.py").write_text("import os; print(*os.sched_getaffinity(0))")
+    for program in (["show.py"], ["-m", "show"], ["--no_python", sys.executable, "show.py"]):
+        done = subprocess.run(
+            [sys.executable, WORKER, "--cores", f"9999/{core}", *program],
+            cwd=tmp_path,
+            env={**os.environ, "LOCAL_RANK": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.strip() == core, done.stderr
 
 
 LEAVES_ITS_GROUP = """

@@ -11,7 +11,7 @@ import typer
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.launch.allocation import fill_from_job
 from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.command import shell_script
+from zero_plugin.launch.command import shell_script, tell_cores
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.foreign import overridden
@@ -50,6 +50,7 @@ def launch(
         os.environ,
         rendezvous_endpoint=endpoint,
     )
+    said += [tell_cores(spec)] if spec.cores_reason else []
     for sentence in [] if flags.get("quiet") else [*said, *of_job, *overridden(spec.environment, os.environ)]:
         print(sentence, file=sys.stderr)
     if flags.get("dry_run"):

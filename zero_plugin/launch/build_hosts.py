@@ -65,6 +65,9 @@ def build_hosts_spec(
     launcher = asked_launcher(settings)
     hosts, problems = _chosen_hosts(document, settings, launcher)
     problems += [*find_program_problems(program), *_problems(document, settings, launcher, rendezvous_endpoint)]
+    if program.kind == "function":
+        fix = "Launch a script; or delete the hostfile, and call this on every machine with its own node_rank."
+        problems.append(Problem("launch", "", f"{launcher} cannot send a function to other machines", fix))
     if hosts:
         problems += _counts(document, settings, launcher, hosts)
     on_cpu = asks_for_cpu(settings)

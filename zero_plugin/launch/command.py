@@ -12,7 +12,7 @@ from zero_plugin.launch.affinity import core_ranges
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.spec import Hosts, LaunchSpec, Program
 
-__all__ = ["program_arguments", "shell_script", "torchrun_command", "worker_command"]
+__all__ = ["program_arguments", "shell_script", "tell_cores", "torchrun_command", "worker_command"]
 
 _PREFIX = {"script": [], "module": ["-m"], "executable": ["--no_python"]}
 
@@ -57,8 +57,7 @@ def shell_script(spec: LaunchSpec) -> str:
     if spec.local_processes_reason:
         lines.append(f"# processes on this machine: {spec.local_processes} ({spec.local_processes_reason})")
     if spec.cores_reason:
-        bound = " / ".join(map(core_ranges, spec.cores)) or "all"
-        lines.append(f"# cores of each process: {bound} ({spec.cores_reason})")
+        lines.append(f"# {tell_cores(spec)}")
     for name, setting in spec.environment.items():
         lines += [f"# {setting.reason}", f"export {name}={shlex.quote(setting.value)}"]
     if spec.deepspeed_config is not None:
@@ -70,6 +69,11 @@ def shell_script(spec: LaunchSpec) -> str:
             "END",
         ]
     return "\n".join([*lines, shlex.join(torchrun_command(spec))])
+
+
+def tell_cores(spec: LaunchSpec) -> str:
+    """What each process is bound to, and why."""
+    return f"cores of each process: {' / '.join(map(core_ranges, spec.cores)) or 'all'} ({spec.cores_reason})"
 
 
 def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:

@@ -75,7 +75,7 @@ def run_forked(
         )
         config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
         try:
-            elastic_launch(config, _work)(function, args, threads)
+            elastic_launch(config, _work)(function, args, threads, spec.cores)
         except ChildFailedError as error:
             if any(failure.exitcode == _INTERRUPTED for failure in error.failures.values()):
                 raise KeyboardInterrupt from None  # the signal reached them, and was lost here
@@ -186,12 +186,14 @@ def _meant_to_fork() -> Iterator[None]:
 # ---- in the copy -----------------------------------------------------------------------------------------------------
 
 
-def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> None:
+def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cores: tuple[frozenset[int], ...]) -> None:
     """Run the function as a process of its own would: nothing of the launcher's goes on, and its end is an end."""
     die_with_launcher()
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     os.environ["FORK_LAUNCHED"] = "1"
+    if cores:
+        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])])
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
     if (state := sys.modules.get("zero_plugin.state")) is not None:

@@ -213,6 +213,7 @@ def start_processes(
     """
     if not dist.is_initialized() and "RANK" not in os.environ and (place := find_place(os.environ)) is not None:
         os.environ.update(place.environment(os.environ))
+        _share_cores(place.local_size)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and not cpu
     if cuda and local_rank >= torch.cuda.device_count():
@@ -259,6 +260,14 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
 def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
     """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
     return next(iter(rendezvous(init_method, rank, world)))[0]
+
+
+def _share_cores(processes: int) -> None:
+    """Compute with a share of this machine's cores, where the scheduler bound this process to none and nobody chose."""
+    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+        if cores == os.cpu_count():
+            torch.set_num_threads(max(1, cores // processes))
 
 
 def _choose_network() -> None:
