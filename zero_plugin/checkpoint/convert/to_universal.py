@@ -115,7 +115,7 @@ def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str,
         source.notes.append("the loss scale: an engine begins with its configuration's")
     if len(record["groups"]) > 1:
         source.notes.append(
-            "several parameter groups at stage 3: DeepSpeed gives each the settings of the first, one count of steps, "
+            "several parameter groups at stage 3: DeepSpeed gives all the first one's settings and one step count, "
             "which trains differently; stages 1 and 2 keep them apart"
         )
 
