@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,6 +28,7 @@ from zero_plugin.strategies.fragments import Fragment
 __all__ = ["BackgroundWriter", "GlooPeers"]
 
 _LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
+_CONNECT: Final = timedelta(seconds=60)
 _numbers: Final = count()  # of groups: each needs its own names in the store
 
 
@@ -40,7 +42,11 @@ class GlooPeers:
     def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
         self.is_main = rank == 0
         self._world_size = world_size
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, limit) if world_size > 1 else None
+        self._group: Any = None
+        if world_size > 1:
+            # All begin at once; and who waits in the store keeps it from answering this process' other threads.
+            self._group = dist.ProcessGroupGloo(store, rank, world_size, min(limit, _CONNECT))
+            self._group._set_default_timeout(limit)
 
     def gather(self, text: str | None) -> list[str | None]:
         """See `Peers.gather`."""
@@ -59,6 +65,10 @@ class GlooPeers:
         if self._group is not None:
             self._group.allreduce([total]).wait()
         return total
+
+    def close(self) -> None:
+        """End the group: a process that still has one when it ends may abort."""
+        self._group = None
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
@@ -83,7 +93,7 @@ class BackgroundWriter:
         self._say = say
         self._threads: ThreadPoolExecutor | None = None
         self._running: tuple[Path, Future[None]] | None = None
-        self._peers: Peers | None = None  # kept: connecting many processes takes time, and leaves names in the store
+        self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
     def copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | None:
         """What `Snapshot.take` copies; None, with a line that says so, where it does not fit.
@@ -101,18 +111,21 @@ class BackgroundWriter:
             return None
         return copies
 
-    def start(self, target: Path, write: Callable[[Peers], None]) -> None:
-        """Write the checkpoint `target`; nothing is being written.
+    def start(self, opened: OpenCheckpoint, write: Callable[[Peers], None]) -> None:
+        """Write a checkpoint; nothing is being written.
 
         Args:
-            target: for messages.
-            write: called in another thread; it reaches the other processes' through the `Peers` that it is given.
+            opened: the checkpoint.
+            write: called in another thread; it reaches those of the other processes through the `Peers` that it is given.
         """
         assert self._running is None, "one at a time"
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "zero_plugin save")
-        connect = _connection() if self._peers is None else None
-        self._running = target, self._threads.submit(self._run, target, connect, write)
+        connect = None
+        if self._peers is None:
+            connect = _connection()
+            atexit.register(self._disconnect)  # of a script that fails; its threads end before that
+        self._running = opened.target, self._threads.submit(self._run, opened, connect, write)
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written; the checkpoint that was, if any.
@@ -128,7 +141,7 @@ class BackgroundWriter:
         try:
             all_or_none(future.result)
         except Exception:
-            self._peers = None  # its connections may be broken
+            self._disconnect()  # the group may be broken
             raise
         return target
 
@@ -143,22 +156,32 @@ class BackgroundWriter:
         finally:
             if self._threads is not None:
                 self._threads.shutdown()
-            self._threads = self._peers = None
+            self._threads = None
+            self._disconnect()
             self.memory.release()
 
-    def _run(self, target: Path, connect: Callable[[], Peers] | None, write: Callable[[Peers], None]) -> None:
+    def _disconnect(self) -> None:
+        atexit.unregister(self._disconnect)
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+
+    def _run(
+        self, opened: OpenCheckpoint, connect: Callable[[], GlooPeers] | None, write: Callable[[Peers], None]
+    ) -> None:
         try:
             if connect is not None:
                 self._peers = connect()
             assert self._peers is not None, "connected before, or now"
             write(self._peers)
         except Exception as error:
-            message = f"saving {target} in the background: {describe_error(error)}"
+            opened.discard(SCRIPT)  # where it could not even connect
+            message = f"saving {opened.target} in the background: {describe_error(error)}"
             self._say(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
             raise CheckpointError(message) from error
 
 
-def _connection() -> Callable[[], Peers]:
+def _connection() -> Callable[[], GlooPeers]:
     """How a thread gets to the other processes; it waits there until theirs do."""
     if not dist.is_initialized():
         return partial(GlooPeers, None, 0, 1, timedelta())

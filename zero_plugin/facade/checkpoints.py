@@ -161,7 +161,7 @@ class CheckpointCalls:
                 opened.write(copies, peers)
                 self._rotate(target, keep, peers)
 
-            self._background.start(target, write)
+            self._background.start(opened, write)
         if project.automatic_checkpoint_naming:
             project.iteration += 1
         if copies is None:
