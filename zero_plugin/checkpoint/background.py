@@ -116,7 +116,7 @@ class BackgroundWriter:
 
         Args:
             opened: the checkpoint.
-            write: called in another thread; it reaches those of the other processes through the `Peers` that it is given.
+            write: called in another thread; it reaches the other processes by the `Peers` that it gets.
         """
         assert self._running is None, "one at a time"
         if self._threads is None:
