@@ -28,13 +28,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from offload_checks import files_of
-from paths import global_batch, loss_of, running, weights
+from paths import global_batch, loss_of, running
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zero_plugin import collectives
 from zero_plugin.checkpoint.nested_file import read_nested
-from zero_plugin.strategies.named_tensors import shared_names
 
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU optimizers ask, a second each time
 
@@ -156,6 +155,11 @@ def optimizer_tensors(module: nn.Module, optimizer: Any, layout: str) -> dict[st
     return found
 
 
+def whole_weights(optimizer: Any) -> dict[str, Tensor]:
+    """Every weight and buffer, frozen ones too. Collective."""
+    return {name: tensor.clone() for name, tensor in optimizer.session.named_tensors()}
+
+
 def described(checkpoint: Path) -> tuple[Any, ...]:
     """Steps, settings and members of the optimizer's groups."""
     optimizer = read_nested(checkpoint / "training")["models"][0]["optimizer"]
@@ -164,12 +168,10 @@ def described(checkpoint: Path) -> tuple[Any, ...]:
     return optimizer["scalars"], optimizer["applied_steps"], groups
 
 
-def find_problems(accelerator: Any, model: Any, optimizer: Any, task: dict[str, Any], folder: Path) -> list[str]:
+def find_problems(accelerator: Any, module: nn.Module, optimizer: Any, task: dict[str, Any], folder: Path) -> list[str]:
     """What is other than in the checkpoint that was loaded just now; the main process looks. Collective."""
     source, again = folder / task["load"] / "checkpoint", folder / task["name"] / "again"
-    module = accelerator.unwrap_model(model)
-    tied = shared_names(module)
-    states = {"model": {name: t for name, t in weights(accelerator, model).items() if name not in tied}}
+    states = {"model": whole_weights(optimizer)}
     if not (task["layout"] == "zero0" and task["precision"] == "bf16"):  # DeepSpeed's wrapper there shows no names
         states |= optimizer_tensors(module, optimizer.optimizer, task["layout"])
     accelerator.save_state(again)
@@ -219,7 +221,7 @@ def run_task(task: dict[str, Any], folder: Path) -> None:
             problems += [line for line in report.not_restored if not line.startswith("the random states of process")]
             first = report.steps
             assert first == SAVED_AFTER
-            problems += find_problems(accelerator, model, optimizer, task, folder)
+            problems += find_problems(accelerator, net, optimizer, task, folder)
         losses = []
         for step in range(first, STEPS):
             if step == SAVED_AFTER and task["load"] is None:
@@ -232,7 +234,7 @@ def run_task(task: dict[str, Any], folder: Path) -> None:
             losses.append(float(collectives.reduce(loss.detach())))
         if task["layout"] == "zero3-nvme":
             problems += find_unswapped(net, task["precision"], swap)
-        state = weights(accelerator, model)
+        state = whole_weights(optimizer)
         everyones = [problem for found in collectives.gather_object([problems]) for problem in found]
         if accelerator.is_main_process:
             result = {

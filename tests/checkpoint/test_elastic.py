@@ -178,10 +178,10 @@ def check_continuation(pair: Pair, folder: Path) -> None:
     by_kernel = any(run.layout.endswith(("-cpu", "-nvme")) for run in pair)
     tolerance = 1e-2 if pair[0].precision == "bf16" else 1e-4 if by_kernel else 1e-6
     assert went_on["losses"] == pytest.approx(whole["losses"], rel=tolerance)
-    if pair[0] == pair[1]:
+    # DDP adds up a run's first gradients in one bucket, later ones in others: of three numbers, in another order.
+    if pair[0] == pair[1] and not (pair[0].layout == "ddp" and pair[0].world > 2):
         assert went_on["losses"] == whole["losses"]
-        # DDP adds up the first step's gradients in one bucket, later ones in others: three numbers in another order.
-        assert went_on["digests"] == whole["digests"] or (pair[0].layout == "ddp" and pair[0].world > 2)
+        assert went_on["digests"] == whole["digests"]
 
 
 def check_files(folder: Path, sources: Iterable[Run]) -> None:
