@@ -5,7 +5,6 @@ from __future__ import annotations
 from rows import Row
 
 AGREEMENT = "tests/agreement/test_agreement.py"
-END = "tests/strategies/test_end.py"
 
 ROWS = [
     Row(
@@ -103,7 +102,8 @@ ROWS = [
         "accelerator.py",
         "        self._at_exit = call_at_exit(self.end_training)",
         "        self._at_exit = lambda: None",
-        (f"{END}::test_a_run_ends_with_0[nvme-keep]",),
-        "== []",
+        (f"{AGREEMENT}::test_more_steps_on_one_process[ddp:more_steps]",),
+        "[1, 1]",
+        processes=1,
     ),
 ]

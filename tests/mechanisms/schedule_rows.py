@@ -139,6 +139,6 @@ ROWS = [
         "    _move_schedules(request.schedules, replacement)\n",
         "",
         checks("schedule", "real_schedules_stay_attached", "zero2-cpu"),
-        "Error",
+        "schedule.scheduler.optimizer is optimizer.optimizer",
     ),
 ]

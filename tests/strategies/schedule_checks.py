@@ -38,6 +38,8 @@ def _train(path: str, build: Callable[[Any], Any], *, counts: str, when: str, **
         optimizer: Any = _adamw(model)
         if when == "together":
             model, optimizer, schedule = accelerator.prepare(model, optimizer, build(optimizer))
+            # And not its groups alone, which load_state_dict() replaces.
+            assert schedule.scheduler.optimizer is optimizer.optimizer
         else:
             model, optimizer = accelerator.prepare(model, optimizer)
             schedule = build(optimizer)
