@@ -7,6 +7,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ class DividedAmongAll(Lines):
 class Files(IterableDataset):
     """Several files; gives a shard of them when asked, with the epoch's number in front of each sample."""
 
-    read = set[Path]()  # by this process
+    read: ClassVar[set[Path]] = set()  # by this process
 
     def __init__(self, paths: list[Path], epoch: int = 0) -> None:
         self.paths, self.epoch = paths, epoch
