@@ -81,3 +81,11 @@ def test_unknown_precision_is_refused(resolved):
     """What this package does not compute in is named with the legal values."""
     with pytest.raises(ConfigError, match="no, fp16, bf16, auto"):
         resolved({}, {"mixed_precision": "fp8"}, machine=GPU)
+
+
+@pytest.mark.parametrize(("stage", "said"), [(0, True), (1, True), (2, False), (3, True)])
+def test_an_overflow_check_that_stays_on_is_said(resolved, stage, said):
+    """DeepSpeed can leave it out at stage 2 alone."""
+    config = {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": stage}}
+    lines = resolved(config, machine=GPU, strategy="deepspeed").said_aloud
+    assert any("check_grad_overflow = false has no effect" in line for line in lines) is said

@@ -72,6 +72,13 @@ def settle_engine(draft: Draft) -> None:
         draft.put(path, "fp32", why, aloud=True)
     elif draft.is_open(*path):
         draft.put(path, None, "gradients accumulate in the model's own type", "default")
+    unchecked = draft.value("bf16", "enabled") and draft.value("bf16", "check_grad_overflow") is False
+    flat = _stage(draft) == 2 or (_stage(draft) == 1 and draft.value(*path) != "fp32")
+    if unchecked and not flat:
+        draft.say(
+            f"bf16.check_grad_overflow = false has no effect at stage {_stage(draft)} in this DeepSpeed: a step whose "
+            "gradients are not finite is skipped all the same."
+        )
 
 
 def _require_unmanaged(draft: Draft) -> None:
