@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment
 from zero_plugin.errors import ConfigError
@@ -171,6 +172,13 @@ def test_what_is_refused_before_anything_starts(keys: dict[str, Any], parts: lis
         build(**keys)
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_the_hostfile_counts_the_machines() -> None:
+    """Where num_machines is not written, a rank is not measured by its default of one."""
+    check_document(document(deepspeed_hostfile="hosts", deepspeed_multinode_launcher="nossh", machine_rank=1))
+    with pytest.raises(ConfigError, match="num_machines is 1"):
+        check_document(document(machine_rank=1))
 
 
 def test_one_machine_needs_no_hostfile() -> None:

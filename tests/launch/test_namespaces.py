@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,8 @@ def hosts(tmp_path: Path, environment: dict[str, str]) -> Iterator[tuple[Host, H
             for process in host.started:
                 process.kill()
                 process.communicate()
+            for number in subprocess.run(["ip", "netns", "pids", host.name], capture_output=True).stdout.split():
+                os.kill(int(number), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
     assert not left, "processes are left on the machines"
 

@@ -32,7 +32,8 @@ def _machines(asked: Asked) -> Iterator[Problem]:
     launch = asked.document.launch
     machines = launch.value("num_machines", default=1)
     rank, processes = launch.get("machine_rank"), launch.get("num_processes")
-    if is_count(machines) and rank is not None and isinstance(rank.value, int) and rank.value >= machines:
+    counted = launch.get("num_machines") is not None or launch.value("deepspeed_hostfile") in (None, AUTO, "", "none")
+    if counted and is_count(machines) and rank is not None and isinstance(rank.value, int) and rank.value >= machines:
         message = f"{rank.value}, but num_machines is {machines} and ranks count from 0"
         yield Problem(rank.origin.where, "machine_rank", message, f"Write at most {machines - 1}.")
     if processes is not None and is_count(machines) and is_count(processes.value) and processes.value % machines:
