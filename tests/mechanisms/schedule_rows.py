@@ -72,7 +72,7 @@ ROWS = [
         "    if line is not None:\n        say(line)\n",
         "",
         checks("schedule", "rates_and_lengths_are_told", "ddp", "zero2"),
-        "start (step 0)",
+        "rates: 0 lines",
     ),
     Row(
         "both ends of a placeholder are told",
@@ -89,7 +89,7 @@ ROWS = [
         "    return line + (_other_end(",
         "    return line\n    return line + (_other_end(",
         checks("schedule", "rates_and_lengths_are_told", "ddp", "zero2"),
-        "len(both)",
+        "both ends: 0 lines",
     ),
     Row(
         "a schedule that ends before the loop is told",
@@ -97,7 +97,7 @@ ROWS = [
         "            announce(line)\n",
         "            pass\n",
         checks("schedule", "rates_and_lengths_are_told", "single", "ddp", "zero2"),
-        "len(lengths)",
+        "lengths: 0 lines",
         processes=3,
     ),
     Row(
@@ -106,7 +106,7 @@ ROWS = [
         "training.describe_end()",
         "()",
         checks("schedule", "rates_and_lengths_are_told", "single", "ddp", "zero2"),
-        "len(lengths)",
+        "lengths: 0 lines",
         processes=3,
     ),
     Row(
