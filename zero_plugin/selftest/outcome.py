@@ -1,0 +1,71 @@
+"""What came of one check of the self-test, and how it travels from the workers to the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+__all__ = ["STEPS", "CheckError", "LeftOut", "Outcome", "note", "read_outcomes"]
+
+_LINKS: Final = (
+    "Set NCCL_P2P_DISABLE=1: if it passes then, the links between the GPUs, or ACS in the BIOS, are wrong."
+)
+# What runs, in this order, and what to do where it fails.
+STEPS: Final = {
+    "processes": "Read the error above; `zero-plugin doctor` looks at this machine and names what is missing.",
+    "barrier": "Set NCCL_DEBUG=INFO (on CPUs TORCH_DISTRIBUTED_DEBUG=DETAIL) and start again: it tells who waits.",
+    "all_reduce": _LINKS,
+    "all_gather": _LINKS,
+    "broadcast": _LINKS,
+    "data loader": "Report it with the output of `zero-plugin env`: every sample must come once.",
+    "optimizer step": "Add --mixed_precision no, then --zero_stage 0, to see which part differs; report it.",
+    "checkpoint": "Name a folder with room on a local disk, or on all machines: zero-plugin test --folder FOLDER.",
+    "host and device": "Look at `nvidia-smi -q -d ECC` and `dmesg` for a broken card or slot.",
+    "NVMe": "Run `zero-plugin doctor`: it measures the folder, and looks for libaio and the op that reads by it.",
+}
+
+
+class CheckError(Exception):
+    """A check ran and found something wrong; the text says what."""
+
+
+class LeftOut(Exception):  # noqa: N818 - nothing is wrong
+    """A check has nothing to do in this run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One line of the table.
+
+    Attributes:
+        check: a name of `STEPS`.
+        status: `begun` is what stays of a check that nobody ended.
+        said: what was measured, what is wrong, or why it was left out.
+        seconds: how long it took.
+    """
+
+    check: str
+    status: Literal["begun", "ok", "wrong", "left out"]
+    said: str = ""
+    seconds: float = 0.0
+
+    @property
+    def fix(self) -> str:
+        """What to do about it; empty where nothing is wrong."""
+        return STEPS[self.check] if self.status in ("begun", "wrong") else ""
+
+
+def note(outcome: Outcome, file: Path) -> None:
+    """Append an outcome; what was written before a crash stays."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def read_outcomes(file: Path) -> list[Outcome]:
+    """The last word on each check, in the order of their beginnings; empty where no worker came to its first."""
+    if not file.exists():
+        return []
+    outcomes = [Outcome(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    return list({outcome.check: outcome for outcome in outcomes}.values())
