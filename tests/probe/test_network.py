@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from zero_plugin.probe.network import address_towards, host_of, interface_towards, is_loopback, is_own_address
@@ -22,6 +24,15 @@ def test_a_name_that_nobody_has() -> None:
     assert not is_own_address("no-such-host.invalid")
     assert not is_loopback("no-such-host.invalid")
     assert not is_own_address("192.0.2.1")  # reserved for documentation
+
+
+def test_a_name_of_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a system's own name leads to, as 127.0.1.1 in its list of hosts, is no network that others reach it by."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: real("127.0.0.1", *rest, **more))
+    assert address_towards("my-name") is None
+    assert interface_towards("my-name") is None
+    assert is_own_address("my-name")
 
 
 @pytest.mark.parametrize(
