@@ -18,7 +18,7 @@ _IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
 def address_towards(host: str) -> str | None:
     """The address of this machine that `host` sees; None where that is not known.
 
-    Many systems give their own name the loopback's address, which says nothing of the network: that is not known either.
+    Many systems give their own name the loopback's address, which says nothing of the network: not known either.
     """
     found = _resolve(host)
     if found is None or (is_loopback(host) and found[1] != host and host != "localhost"):
