@@ -44,12 +44,12 @@ def test_a_run_ends_with_0(torchrun: Torchrun, path: str, how: str, tmp_path: Pa
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("path", ["ddp", "zero2", "zero3", "nvme"])
 @pytest.mark.parametrize("how", ["end", "fall", "exit", "keep"])
 def test_runs_always_end_with_0(torchrun: Torchrun, path: str, how: str, tmp_path: Path) -> None:
-    """The same fifty times each: a gloo process that still holds its group aborts about once in three times."""
-    for _ in range(50):
+    """Over all paths and ways to end, 64 runs: a gloo process that still holds its group aborts once in three times."""
+    for _ in range(4):
         assert_clean(torchrun, path, how, tmp_path)
 
 
