@@ -92,6 +92,7 @@ class DeepSpeedStrategy(Strategy):
         deepspeed = _import_deepspeed(processes)
         refuse_stale_build_locks()
 
+        from zero_plugin.strategies.deepspeed.initialization_shortcuts import initialization_shortcuts
         from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
@@ -111,7 +112,7 @@ class DeepSpeedStrategy(Strategy):
                 parameters = request.optimizer.params
             else:
                 config.pop("optimizer", None)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), initialization_shortcuts():
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             engine, *_ = deepspeed.initialize(
                 model=request.model,
