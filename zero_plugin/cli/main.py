@@ -23,6 +23,7 @@ _COMMANDS = {
     "check": ("zero_plugin.cli.check", "check", False),
     "explain": ("zero_plugin.cli.explain", "explain", False),
     "test": ("zero_plugin.cli.selftest", "selftest", False),
+    "doctor": ("zero_plugin.cli.doctor", "doctor", False),
     "env": ("zero_plugin.cli.env", "env", False),
     "demo": ("zero_plugin.cli.demo", "demo", False),
 }

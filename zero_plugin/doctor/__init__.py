@@ -1,0 +1,1 @@
+"""What `zero-plugin doctor` looks at on a machine: small checks from facts to findings."""

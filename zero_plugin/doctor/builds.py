@@ -1,0 +1,83 @@
+"""DeepSpeed's ops: which a configuration needs, which are built, and building them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from zero_plugin.doctor.finding import Finding
+
+__all__ = ["build_folder", "check_builds", "check_locks", "missing_builds"]
+
+_SHOWN_LINES: Final = 12
+_LIMIT_S: Final = 1200
+_FIX: Final = "zero-plugin doctor --build   (else the first run builds it, while all processes wait)"
+
+
+def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
+    """Where torch keeps the ops of this Python and this torch."""
+    if root := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(root)
+    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    kind = f"cu{torch_cuda.replace('.', '')}" if torch_cuda else "cpu"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(caches, "torch_extensions", f"{python}_{kind}")
+
+
+def missing_builds(ops: Sequence[str], folder: Path) -> list[str]:
+    """Those of `ops` that are not built in `folder`."""
+    return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
+
+
+def check_locks(stale: Sequence[Path]) -> Finding:
+    """Locks of killed builds, on which DeepSpeed waits silently.
+
+    Args:
+        stale: those that no process holds.
+    """
+    if not stale:
+        return Finding("op build locks", "ok", "none is left over")
+    found = f"a build was killed and left {', '.join(map(str, stale))}: every run that needs the op waits forever"
+    return Finding("op build locks", "wrong", found, f"rm {' '.join(map(str, stale))}")
+
+
+def check_builds(ops: Sequence[str], folder: Path, environ: Mapping[str, str], *, build: bool) -> Iterator[Finding]:
+    """One finding for each op.
+
+    Args:
+        ops: what the configuration needs.
+        folder: where they are built.
+        environ: of a build.
+        build: whether to build what is missing.
+    """
+    if not ops:
+        yield Finding("ops", "ok", "this config needs none of DeepSpeed's C++ ops")
+    missing = missing_builds(ops, folder)
+    for op in ops:
+        if op not in missing:
+            yield Finding(f"op {op}", "ok", f"built in {folder}")
+        elif not build:
+            yield Finding(f"op {op}", "warning", "not built yet", _FIX)
+        else:
+            yield _build(op, folder, environ)
+
+
+def _build(op: str, folder: Path, environ: Mapping[str, str]) -> Finding:
+    """Build in a process of its own: DeepSpeed's import takes seconds, and prints."""
+    command = [sys.executable, "-m", "zero_plugin.strategies.deepspeed.build_op", op]
+    try:
+        done = subprocess.run(  # noqa: S603 - this package's own module
+            command, env=dict(environ), capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(f"op {op}", "wrong", f"not built within {_LIMIT_S} s", f"rm -r {folder / op}, and once more")
+    if done.returncode == 0:
+        return Finding(f"op {op}", "ok", f"built in {folder}")
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    first = next((n for n, line in enumerate(lines) if "error" in line.lower()), max(0, len(lines) - _SHOWN_LINES))
+    shown = "\n".join(dict.fromkeys([*lines[first : first + _SHOWN_LINES], *lines[-1:]]))
+    fix = f"{' '.join(command)}   (shows all of it; what is missing is named above, or in the lines on the compiler)"
+    return Finding(f"op {op}", "wrong", f"does not compile:\n{shown}", fix)

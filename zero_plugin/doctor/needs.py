@@ -1,0 +1,106 @@
+"""What a configuration needs of the machine that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
+from zero_plugin.config.tree import AUTO, Tree
+from zero_plugin.resolve.defaults import deepspeed_default
+
+__all__ = ["Needs", "find_needs"]
+
+_CPU_OPS: Final = {"adam": "cpu_adam", "adamw": "cpu_adam", "adagrad": "cpu_adagrad", "lion": "cpu_lion"}
+_GPU_OPS: Final = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion", "lamb": "fused_lamb"}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a run takes from one machine.
+
+    Attributes:
+        deepspeed: whether it is a ZeRO run.
+        on_gpu: whether it computes on GPUs.
+        processes: workers of this machine.
+        ops: DeepSpeed's C++ and CUDA ops, by the names of their builders.
+        nvme_folders: where offload keeps its files.
+        locked_bytes: memory that all workers of the machine lock for NVMe offload at the least.
+        offloads_to_host: whether weights or optimizer states lie in host memory.
+        binds_cores: whether processes are bound to cores.
+    """
+
+    deepspeed: bool = False
+    on_gpu: bool = False
+    processes: int = 1
+    ops: tuple[str, ...] = ()
+    nvme_folders: tuple[str, ...] = ()
+    locked_bytes: int = 0
+    offloads_to_host: bool = False
+    binds_cores: bool = False
+
+    @property
+    def cuda_ops(self) -> tuple[str, ...]:
+        """Those of `ops` that nvcc compiles."""
+        return tuple(op for op in self.ops if op in ("fused_adam", "fused_lion", "fused_lamb", "quantizer"))
+
+
+def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs:
+    """Read the needs off a checked document.
+
+    Args:
+        document: what would run.
+        settings: its launch part.
+        gpus: of this machine.
+    """
+    on_gpu = bool(gpus) and not asks_for_cpu(settings)
+    processes = max(1, (settings.num_processes or (gpus if on_gpu else 1)) // settings.num_machines)
+    if not asks_for_deepspeed(document, settings):
+        return Needs(on_gpu=on_gpu, processes=processes, binds_cores=settings.enable_cpu_affinity)
+    training = document.deepspeed
+    zero = training.section("zero_optimization")
+    devices = {what: zero.value(f"offload_{what}", "device") for what in ("optimizer", "param")}
+    folders = [zero.value(f"offload_{what}", "nvme_path") for what, device in devices.items() if device == "nvme"]
+    return Needs(
+        deepspeed=True,
+        on_gpu=on_gpu,
+        processes=processes,
+        ops=tuple(_ops(training, on_gpu=on_gpu)),
+        nvme_folders=tuple(dict.fromkeys(str(folder) for folder in folders if folder not in (None, AUTO))),
+        locked_bytes=processes * _swap_buffer_bytes(training) if devices["param"] == "nvme" else 0,
+        offloads_to_host="cpu" in devices.values(),
+        binds_cores=settings.enable_cpu_affinity,
+    )
+
+
+def _ops(training: Tree, *, on_gpu: bool) -> list[str]:
+    zero = training.section("zero_optimization")
+    devices = [zero.value(f"offload_{what}", "device", default="none") for what in ("optimizer", "param")]
+    kind = training.value("optimizer", "type")
+    kind = "" if kind in (None, AUTO) else str(kind).lower()
+    by_torch = bool(training.value("optimizer", "params", "torch_adam"))
+    ops = []
+    if devices[0] in ("cpu", "nvme"):
+        # Without a section the loop brings its own optimizer: nearly always an Adam.
+        ops += [] if by_torch else [_CPU_OPS[kind or "adamw"]] if (kind or "adamw") in _CPU_OPS else []
+    elif on_gpu and kind in _GPU_OPS and not by_torch:
+        ops.append(_GPU_OPS[kind])
+    if on_gpu and any(zero.value(f"zero_quantized_{what}") is True for what in ("weights", "gradients")):
+        ops.append("quantizer")
+    return [*ops, "pin_memory", "async_io"] if "nvme" in devices else ops
+
+
+def _swap_buffer_bytes(training: Tree) -> int:
+    """Of the parameters' swap buffers in one process: their number and size are in the configuration."""
+
+    def number(key: str) -> int:
+        path = ("zero_optimization", "offload_param", key)
+        value: Any = training.value(*path)
+        if value in (None, AUTO):
+            default = deepspeed_default(path)
+            value = 0 if default is None else default[0]
+        return int(value)
+
+    half = any(training.value(name, "enabled") is not False and training.has_section(name) for name in ("bf16", "fp16"))
+    return number("buffer_count") * number("buffer_size") * (2 if half else 4)

@@ -1,0 +1,34 @@
+"""`python -m zero_plugin.strategies.deepspeed.build_op NAME`: builds one op, under the lock of torch's builder."""
+
+from __future__ import annotations
+
+import sys
+
+from deepspeed.accelerator import get_accelerator
+
+__all__ = ["main"]
+
+_BUILDERS = {
+    "async_io": "AsyncIO",
+    "cpu_adagrad": "CPUAdagrad",
+    "cpu_adam": "CPUAdam",
+    "cpu_lion": "CPULion",
+    "fused_adam": "FusedAdam",
+    "fused_lamb": "FusedLamb",
+    "fused_lion": "FusedLion",
+    "pin_memory": "PinMemory",
+    "quantizer": "Quantizer",
+}
+
+
+def main(name: str) -> None:
+    """Build an op and load it.
+
+    Args:
+        name: as its builder calls it, e.g. `cpu_adam`.
+    """
+    get_accelerator().create_op_builder(f"{_BUILDERS[name]}Builder").load(verbose=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
