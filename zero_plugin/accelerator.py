@@ -46,6 +46,7 @@ from zero_plugin.facade.loop import LoopCalls
 from zero_plugin.facade.prepare import PrepareCalls
 from zero_plugin.facade.processes import ProcessCalls
 from zero_plugin.facade.restoring import LoadHook, RestoringCalls
+from zero_plugin.facade.resuming import ResumingCalls
 from zero_plugin.facade.settings import SettingCalls
 from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
@@ -64,6 +65,7 @@ from zero_plugin.plugins import (
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.state import AcceleratorState, show_run
+from zero_plugin.stop_request import StopRequest
 from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
 from zero_plugin.trackers.base import GeneralTracker
@@ -86,6 +88,7 @@ class Accelerator(
     LoadingCalls,
     CheckpointCalls,
     RestoringCalls,
+    ResumingCalls,
     TrackingCalls,
 ):
     """Trains a model on ZeRO 0-3, DDP or one device, as the configuration says, with one and the same loop.
@@ -204,6 +207,8 @@ class Accelerator(
         self._untrained: list[Training] = []
         self._waiting: list[AcceleratedOptimizer] = []  # for their models
         self._background = BackgroundWriter(self._say)
+        self._must_resume = launch_settings(self.document).auto_resume  # before it trains
+        self._stop = StopRequest()
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, LoadHook] = OrderedDict()
@@ -281,6 +286,7 @@ class Accelerator(
         try:
             self._background.close()
         finally:
+            self._stop.forget()
             self._finish_trackers()
             self._loading.close()
             for training in self._trained:

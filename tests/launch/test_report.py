@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from zero_plugin.launch.report import describe_failure, find_first_failure, shell_code
+from zero_plugin.launch.memory import MemoryWatch
+from zero_plugin.launch.report import FirstFailure, describe_failure, describe_idle, find_first_failure, shell_code
 from zero_plugin.launch.worker import FIRST_FAILURE
 
 
@@ -39,18 +44,82 @@ def test_first_failure(failures: dict[int, Ended], mark: str | None, first: tupl
         attempt = tmp_path / "run_x" / "attempt_0"
         attempt.mkdir(parents=True)
         (attempt / FIRST_FAILURE).write_text(mark)
-    assert find_first_failure(failures, tmp_path) == first
+    assert find_first_failure(failures, tmp_path) == FirstFailure(*first)
+
+
+class Seen(MemoryWatch):
+    """Memory as it might have been seen."""
+
+    def __init__(self, kills: int | None) -> None:
+        super().__init__()
+        self.available, self.resident, self._kills = 2**28, {41: 3 * 2**30, 42: 2**30}, kills
+
+    @property
+    def kills(self) -> int | None:
+        return self._kills
 
 
 def test_sigkill_is_explained_as_host_memory() -> None:
     """-9 names host memory, this machine's size, and what lowers the use; other ends do not."""
-    text = describe_failure(2, -9)
-    assert "rank 2" in text
-    assert "host memory" in text
+    text = describe_failure(FirstFailure(2, -9))
+    assert f"rank 2 was ended by signal 9 (SIGKILL), on {socket.gethostname()}" in text
+    assert "nearly always the kernel, because host memory ran out" in text
     assert "GiB" in text
-    assert "host memory" not in describe_failure(2, -11)
-    assert "SIGSEGV" in describe_failure(2, -11)
-    assert "exit code 3" in describe_failure(2, 3)
+    assert "host memory" not in describe_failure(FirstFailure(2, -11))
+    assert "exit code 3" in describe_failure(FirstFailure(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("kills", "said", "unsaid"),
+    [(1, "it counts 1 more such kills", "Somebody"), (0, "Somebody else sent it", "fewer processes per machine")],
+)
+def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> None:
+    """Its counter tells a lack of memory from a `kill -9`; the ranks' parts are told, the largest first."""
+    text = describe_failure(FirstFailure(2, -9), memory=Seen(kills), processes={2: 42, 5: 41, 6: 43})
+    assert said in text
+    assert unsaid not in text
+    assert "0.2 GiB could be had; rank 5 had 3.0 GiB; rank 2 had 1.0 GiB." in text
+
+
+@pytest.mark.parametrize(
+    ("failure", "part"),
+    [
+        (FirstFailure(0, -7), "--shm-size"),
+        (FirstFailure(0, -11), "PYTHONFAULTHANDLER"),
+        (FirstFailure(0, -6), "time-out"),
+        (FirstFailure(0, -4), "torch_extensions"),
+        (FirstFailure(0, 137), "host memory"),
+        (FirstFailure(0, 1, "OutOfMemoryError"), "gradient_accumulation_steps"),
+    ],
+    ids=str,
+)
+def test_what_an_end_means(failure: FirstFailure, part: str) -> None:
+    """Signals, the exit code of a child that was killed, and a full GPU each have a sentence of what to do."""
+    assert part in describe_failure(failure)
+
+
+def test_ranks_that_could_not_run() -> None:
+    """A stopped rank is named beside the one that failed for want of it; several machines are told apart."""
+    (line,) = describe_idle({3: "stopped by a signal"})
+    assert "rank 3 did not run" in line
+    assert "of those on" in describe_failure(FirstFailure(0, -9), machines=2)
+
+
+def test_memory_is_watched() -> None:
+    """What is available, and what each child has, are seen within seconds; nobody was killed for memory."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; a = bytearray(2**26); time.sleep(60)"])
+    try:
+        with MemoryWatch() as memory:
+            deadline = time.monotonic() + 20
+            while memory.resident.get(child.pid, 0) < 2**26 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        assert 2**26 < memory.resident[child.pid] < 2**30
+        assert memory.available is not None
+        assert 0 < memory.available < 2**50
+        assert memory.kills == 0
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_shell_codes() -> None:

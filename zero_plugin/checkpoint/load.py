@@ -32,6 +32,7 @@ class LoadReport:
         restored: what was, a phrase each.
         not_restored: what was not, with the reason.
         batches: of each prepared loader, how many the interrupted epoch has given; 0 between epochs.
+        epochs: of each prepared loader, the number of the epoch that its coming loop goes on with, or begins.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class LoadReport:
     restored: list[str] = field(default_factory=list)
     not_restored: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: restored {', '.join(self.restored)}; {self.steps} steps were taken"]

@@ -37,6 +37,8 @@ _LAUNCH: Final[Mapping[str, str]] = {
     "enable_cpu_affinity": "true or false: bind each process to the cores of the memory near its GPU",
     "num_cpu_threads_per_process": "OMP_NUM_THREADS, 1 or more; without it, cores over processes",
     "max_restarts": "how often all workers start again after a crash, 0 or more",
+    "auto_resume": "true or false: accelerator.resume() loads the newest checkpoint at the first start too",
+    "grace_period": "seconds that the processes have to save and end after SIGTERM, 0 or more",
     "monitor_interval": "seconds between two looks at the workers, above 0",
     "log_dir": "folder for a log of each worker; without it, none",
     "tee": "streams of the workers to show and log: 0 none, 1 output, 2 errors, 3 both, or by worker: 0:3,1:2",

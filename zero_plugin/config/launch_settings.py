@@ -98,6 +98,11 @@ class LaunchSettings(BaseModel):
     """OMP_NUM_THREADS of each process. Default: cores divided by local processes."""
     max_restarts: int = Field(0, ge=0)
     """How often torchrun starts the group again after a crash. Default: 0."""
+    auto_resume: bool = False
+    """Whether `accelerator.resume()` loads the newest complete checkpoint at the first start too, and not only after
+    one of `max_restarts`. Default: false."""
+    grace_period: float = Field(30.0, ge=0)
+    """Seconds that the processes have to end, and to save, after SIGTERM reached the launcher. Default: 30."""
     monitor_interval: float = Field(0.1, gt=0)
     """Seconds between two looks of torchrun at its workers. Default: 0.1."""
     log_dir: str | None = None

@@ -32,6 +32,7 @@ class LoopCalls:
     _configurations: Configurations
     _first_steps: FirstSteps
     _loose: AccumulationWindow
+    _must_resume: bool
     _processes: Processes
     _say: Callable[[str], None]
     _strategy: Strategy
@@ -109,6 +110,7 @@ class LoopCalls:
             run_loose_backward(self._loose, loss, counts=bool(self._waiting), **kwargs)
             return
         if looks.is_due():
+            self._refuse_to_begin_anew()
             looks.look_at(loss, self._waiting)
         self._window = run_backward(self._trained, self._untrained, loss, **kwargs)[0].window
 
@@ -128,6 +130,13 @@ class LoopCalls:
         trained = self._named(models)
         self._window = trained[0].window
         return trained[0].window if len(trained) == 1 else TogetherWindows([t.window for t in trained])
+
+    def _refuse_to_begin_anew(self) -> None:
+        if self._must_resume:
+            raise LoopError(
+                "auto_resume asks that the run goes on from its newest checkpoint, but this script trains without "
+                "having loaded one.\nCall accelerator.resume() after prepare(), or leave auto_resume out."
+            )
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> NoReturn:  # noqa: ARG002
         """Refuse: LOMO updates weights within backward, where nothing is averaged, accumulated or clipped.

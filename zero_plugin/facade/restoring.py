@@ -54,6 +54,7 @@ class RestoringCalls:
     _custom_objects: list[Any]
     _dataloaders: list[DataLoaderAdapter]
     _load_model_state_pre_hook: OrderedDict[int, LoadHook]
+    _must_resume: bool
     _processes: Processes
     _say: Callable[[str], None]
     _trainings: list[Training]
@@ -102,6 +103,22 @@ class RestoringCalls:
             )
         self._background.wait()
         folder, passed_over = on_main(lambda: choose_checkpoint(self._find_checkpoint(input_dir)))
+        loaders_go_on = self.dataloader_config.use_stateful_dataloader
+        return self._go_on_from(
+            folder, passed_over, strict=strict, weights_only=weights_only, verify=verify, loaders_go_on=loaders_go_on
+        )
+
+    def _go_on_from(
+        self,
+        folder: Path,
+        passed_over: Sequence[str],
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        verify: bool = False,
+        loaders_go_on: bool,
+    ) -> LoadReport:
+        """As `load_state`; `loaders_go_on`: the interrupted epoch goes on where it stopped, by itself."""
         manifest = read_common_manifest(folder)
         if verify:
             verify_checksums(folder, manifest)
@@ -128,7 +145,8 @@ class RestoringCalls:
             report.steps = report.steps or optimizer.get("applied_steps", 0)
         report.restored.append("weights")
         if not weights_only:
-            all_or_none(lambda: self._restore(folder, saved, report))
+            all_or_none(lambda: self._restore(folder, saved, report, loaders_go_on=loaders_go_on))
+        self._must_resume = False
         self._say(str(report))
         return report
 
@@ -157,7 +175,7 @@ class RestoringCalls:
             for training, record in zip(self._trainings, saved["models"], strict=True):
                 refuse_other_optimizer(training, record)
 
-    def _restore(self, folder: Path, saved: dict[str, Any], report: LoadReport) -> None:
+    def _restore(self, folder: Path, saved: dict[str, Any], report: LoadReport, *, loaders_go_on: bool) -> None:
         """All but the models' tensors; random states last, since what comes before may draw."""
         project = self.project_configuration
         for training, record in zip(self._trainings, saved["models"], strict=True):
@@ -174,7 +192,7 @@ class RestoringCalls:
             for one, state in zip(running, states, strict=True):
                 one.load_state_dict(state)
             report.restored.extend([what] if states else [])
-        self._restore_loaders(saved["loaders"], report)
+        self._restore_loaders(saved["loaders"], report, go_on=loaders_go_on)
         self._restore_objects(read_nested(folder / "objects"), report)
         if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
             project.iteration = saved["iteration"] + 1
@@ -183,7 +201,7 @@ class RestoringCalls:
         report.restored.extend(["random states"] if states else [])
         report.not_restored.extend([] if problem is None else [problem])
 
-    def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport) -> None:
+    def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
         if len(states) != len(self._dataloaders):
             report.not_restored.append(
                 f"places of the loaders: {len(states)} in the checkpoint, {len(self._dataloaders)} here"
@@ -191,9 +209,9 @@ class RestoringCalls:
             return
         for loader, state in zip(self._dataloaders, states, strict=True):
             # Scripts skip by themselves what the interrupted epoch has had, unless loaders are asked to.
-            goes_on = self.dataloader_config.use_stateful_dataloader
-            loader.load_state_dict(state if goes_on else {**state, "batches": 0})
+            loader.load_state_dict(state if go_on else {**state, "batches": 0})
             report.batches.append(_batches_had(loader, state))
+            report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
         report.restored.extend(["orders of the loaders"] if states else [])
 
     def _restore_objects(self, stored: list[dict[str, Any]] | None, report: LoadReport) -> None:

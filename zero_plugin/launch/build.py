@@ -84,6 +84,7 @@ def build_spec(
         environment=environment,
         deepspeed_config=config_for_scripts(document, resolved) if on_deepspeed else None,
         max_restarts=settings.max_restarts,
+        grace_period=settings.grace_period,
         monitor_interval=settings.monitor_interval,
         log_dir=settings.log_dir,
         tee=settings.tee,

@@ -30,7 +30,16 @@ __all__ = ["asked_launcher", "build_hosts_spec"]
 
 _CHOOSE_HOSTS: Final = ("pdsh", "slurm", "nossh")  # the others start on all of the hostfile
 _PORT: Final = 29500
-_ONLY_TORCHRUN: Final = ("max_restarts", "log_dir", "tee", "role", "monitor_interval", "rdzv_backend", "rdzv_conf")
+_ONLY_TORCHRUN: Final = (
+    "max_restarts",
+    "grace_period",
+    "log_dir",
+    "tee",
+    "role",
+    "monitor_interval",
+    "rdzv_backend",
+    "rdzv_conf",
+)
 _NONE: Final = (None, "", "none")
 _BREAKS_PDSH: Final = frozenset(" \t\n\"'\\$`&|;<>()*?[]{}~#!")
 

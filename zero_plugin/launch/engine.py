@@ -17,13 +17,27 @@ from pathlib import Path
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import worker_command
 from zero_plugin.launch.contact import Contact
+from zero_plugin.launch.ending import Ended, end_workers_so
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.meeting import meet_machines, try_store
+from zero_plugin.launch.memory import MemoryWatch
 from zero_plugin.launch.on_hosts import run_on_hosts
-from zero_plugin.launch.report import Failure, describe_failure, find_first_failure, shell_code
+from zero_plugin.launch.report import (
+    Failure,
+    describe_failure,
+    describe_idle,
+    find_first_failure,
+    shell_code,
+    tell_end,
+)
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
 
 __all__ = ["run_workers"]
+
+# torch has the workers of an elastic restart meet in the store of those before them, where they read the addresses of
+# processes that are gone. This has it make another one; not at the first start, since a port is chosen for it that
+# another launch could take just then.
+_NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 # Loggers whose warnings repeat what the report says.
 _NOISE = (
@@ -64,7 +78,20 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
 
     set_log_level(debug=spec.debug)
     contact = Contact(spec.rendezvous, spec.machines)
-    with log_folder(spec.log_dir) as folder, configuration_file(spec), contact:
+    restarts = 0
+    if spec.machines > 1 and spec.max_restarts:
+        os.environ[_NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
+
+    def tell_restart(failures: Mapping[int, Ended]) -> None:
+        nonlocal restarts
+        restarts += 1
+        if restarts <= spec.max_restarts:
+            os.environ[_NEW_STORE] = "1"
+            told = tell_end(find_first_failure(failures, Path(folder)))
+            print(f"{told}; all workers start again (restart {restarts} of {spec.max_restarts})", file=sys.stderr)  # noqa: T201
+
+    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, tell_restart)
+    with log_folder(spec.log_dir) as folder, configuration_file(spec), contact, memory, ending as idle:
         config = LaunchConfig(
             min_nodes=spec.machines,
             max_nodes=spec.machines,
@@ -90,9 +117,11 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
             elastic_launch(config, executable)(*arguments)
         except ChildFailedError as error:
             _end_stragglers(error.failures)
-            rank, code = find_first_failure(error.failures, Path(folder))
-            print(describe_failure(rank, code), file=sys.stderr)  # noqa: T201
-            return shell_code(code)
+            first = find_first_failure(error.failures, Path(folder))
+            processes = {rank: failure.pid for rank, failure in error.failures.items()}
+            told = describe_failure(first, machines=spec.machines, memory=memory, processes=processes)
+            print("\n".join([told, *describe_idle(idle)]), file=sys.stderr)  # noqa: T201
+            return shell_code(first.exitcode)
         except SignalException as error:
             if contact.lost:
                 return 1

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.engine import log_folder, set_log_level
-from zero_plugin.launch.report import describe_failure
+from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
 from zero_plugin.launch.worker import die_with_launcher
 
@@ -235,6 +235,6 @@ def _describe(failures: Any, folder: Path) -> str:
     files = attempts[-1].glob(f"*/{_TRACEBACK}") if attempts else ()
     first = min(files, key=lambda file: file.stat().st_mtime_ns, default=None)
     if first is None or failure.exitcode < 0:
-        return describe_failure(rank, failure.exitcode)
+        return describe_failure(FirstFailure(rank, failure.exitcode))
     number, _, text = first.read_text().partition("\n")
     return f"process {number} failed first; all are stopped.\n\n{text.rstrip()}"

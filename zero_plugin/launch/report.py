@@ -1,20 +1,56 @@
-"""After a failed run: which rank failed first, and what its exit means."""
+"""After a failed run: which rank failed first, and what its end means."""
 
 from __future__ import annotations
 
+import shutil
 import signal
+import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from zero_plugin.launch.machine import host_memory_bytes
+from zero_plugin.launch.memory import MemoryWatch
 from zero_plugin.launch.worker import FIRST_FAILURE
 
-__all__ = ["Failure", "describe_failure", "find_first_failure", "shell_code"]
+__all__ = [
+    "Failure",
+    "FirstFailure",
+    "describe_failure",
+    "describe_idle",
+    "find_first_failure",
+    "shell_code",
+    "tell_end",
+]
 
 # A process ended by these dies without a word, and its peers then fail for want of it.
-_SUDDEN = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
-_SAME_MOMENT_S = 5  # longer after the first failure, a SIGKILL is the launcher's own
+_SUDDEN: Final = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
+_SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
+_KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
+_GIB: Final = 2**30
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
+_NATIVE: Final = (
+    "An error in compiled code (torch, an extension, a driver), not in Python. PYTHONFAULTHANDLER=1 shows the Python "
+    "line where it happens."
+)
+_MEANINGS: Final[Mapping[int, str]] = {
+    signal.SIGSEGV: _NATIVE,
+    signal.SIGFPE: _NATIVE,
+    signal.SIGABRT: "The process ended itself, from compiled code that found an error and said which, above. NCCL does "
+    "so when an operation waits for longer than the process group's time-out.",
+    signal.SIGILL: "The processor does not know an instruction: something was compiled for another one. Delete the "
+    "built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",
+}
+_GPU_MEMORY: Final = (
+    "GPU memory ran out. What lowers it, the cheapest first: a smaller batch per process with as many more\n"
+    "gradient_accumulation_steps; activation checkpointing; a higher zero_stage; offload_optimizer_device: cpu;\n"
+    "at stage 3 offload_param_device: cpu."
+)
+_LOWERS_HOST_MEMORY: Final = (
+    "What lowers it: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
+    "`pin_memory: false` in the offload sections. Errors that other ranks printed only follow from this one."
+)
 
 
 class Failure(Protocol):
@@ -25,8 +61,23 @@ class Failure(Protocol):
     pid: int
 
 
-def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> tuple[int, int]:
-    """The rank whose failure caused the others, and its exit code (negative: the signal that ended it).
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """The failure that caused the others.
+
+    Attributes:
+        rank: among all processes.
+        exitcode: of its process; negative: the signal that ended it.
+        kind: class of the exception, "" where there was none.
+    """
+
+    rank: int
+    exitcode: int
+    kind: str = ""
+
+
+def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> FirstFailure:
+    """Which failure on this machine caused the others.
 
     Args:
         failures: by rank, of this machine.
@@ -35,35 +86,95 @@ def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> tuple[i
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
         if failure.exitcode in _SUDDEN and failure.timestamp - earliest <= _SAME_MOMENT_S:
-            return rank, failure.exitcode
+            return FirstFailure(rank, failure.exitcode)
     marks = sorted(folder.glob(f"*/attempt_*/{FIRST_FAILURE}"), key=lambda mark: mark.stat().st_mtime_ns)
     if marks:
         # The mark, not the exit code: torchrun may have stopped that rank while it was still on its way out.
-        marked, code = map(int, marks[-1].read_text().split())
-        if marked in failures:
-            return marked, code
+        marked, code, *kind = marks[-1].read_text().split()
+        if int(marked) in failures:
+            return FirstFailure(int(marked), int(code), *kind)
     stopped = {-signal.SIGTERM, -signal.SIGKILL}
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in stopped, item[1].timestamp, item[0]))
-    return rank, failure.exitcode
+    return FirstFailure(rank, failure.exitcode)
 
 
-def describe_failure(rank: int, exitcode: int) -> str:
-    """A few lines for people: who failed first, how, and for SIGKILL the likely cause with this machine's memory."""
-    if exitcode > 0:
-        return f"rank {rank} failed first, with exit code {exitcode}; its output is above. All workers are stopped."
-    text = f"rank {rank} was ended by signal {-exitcode} ({signal.Signals(-exitcode).name}). All workers are stopped."
-    if -exitcode != signal.SIGKILL:
-        return text
-    memory = host_memory_bytes()
-    size = "" if memory is None else f" ({memory / 2**30:.1f} GiB here, for all processes together)"
-    return (
-        f"{text}\n"
-        f"On Linux that is nearly always the kernel, because host memory ran out{size}; `dmesg` tells.\n"
-        "What lowers it: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
-        "`pin_memory: false` in the offload sections. Errors that other ranks printed only follow from this one."
-    )
+def describe_failure(
+    first: FirstFailure,
+    *,
+    machines: int = 1,
+    memory: MemoryWatch | None = None,
+    processes: Mapping[int, int] | None = None,
+) -> str:
+    """A few lines for people: who failed first, where, how, what that means and what to do.
+
+    Args:
+        first: the failure.
+        machines: of the run; with several, a failure on another one may have come before.
+        memory: what was seen of host memory while the workers ran.
+        processes: the process id of each rank that failed, to find its part of that.
+    """
+    host = socket.gethostname()
+    where = f"on {host}" if machines == 1 else f"of those on {host}"
+    output = "" if first.exitcode < 0 else "; its output is above"
+    lines = [f"{tell_end(first)}, {where}{output}. All workers are stopped."]
+    if first.kind == "OutOfMemoryError":
+        lines.append(_GPU_MEMORY)
+    elif first.exitcode in (-signal.SIGKILL, _KILLED_IN_SHELL):
+        lines.append(_explain_kill(memory, processes or {}))
+    elif first.exitcode == -signal.SIGBUS:
+        lines.append(_explain_bus_error())
+    elif -first.exitcode in _MEANINGS:
+        lines.append(_MEANINGS[-first.exitcode])
+    return "\n".join(lines)
+
+
+def tell_end(first: FirstFailure) -> str:
+    """Who failed first and how, in half a sentence."""
+    if first.exitcode >= 0:
+        return f"rank {first.rank} failed first, with exit code {first.exitcode}"
+    return f"rank {first.rank} was ended by signal {-first.exitcode} ({signal.Signals(-first.exitcode).name})"
+
+
+def describe_idle(idle: Mapping[int, str]) -> list[str]:
+    """A line for each rank that could not run when another one failed, by why it could not."""
+    return [
+        f"rank {rank} did not run at that time: it was {why}. Others that waited for it have failed for that."
+        for rank, why in sorted(idle.items())
+    ]
 
 
 def shell_code(exitcode: int) -> int:
     """A worker's exit code as a shell shows it: 128 + n for signal n."""
     return 128 - exitcode if exitcode < 0 else exitcode
+
+
+def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> str:
+    size = host_memory_bytes()
+    whole = "" if size is None else f" ({size / _GIB:.1f} GiB here, for all processes together)"
+    kills = None if memory is None else memory.kills
+    if kills:
+        lines = [f"The kernel did it, because host memory ran out{whole}: it counts {kills} more such kills."]
+    elif kills == 0:
+        lines = [f"Not because host memory ran out{whole}: the kernel counts no such kill. Somebody else sent it,"]
+        lines.append("a person, a scheduler, or a watchdog.")
+    else:
+        lines = [f"On Linux that is nearly always the kernel, because host memory ran out{whole}; `dmesg` tells."]
+    if memory is not None and memory.available is not None:
+        shares = sorted((-memory.resident.get(pid, 0), rank) for rank, pid in processes.items())
+        largest = "".join(f"; rank {rank} had {-share / _GIB:.1f} GiB" for share, rank in shares[:4] if share)
+        lines.append(f"At the last look {memory.available / _GIB:.1f} GiB could be had{largest}.")
+    return "\n".join(lines if kills == 0 else [*lines, _LOWERS_HOST_MEMORY])
+
+
+def _explain_bus_error() -> str:
+    try:
+        space = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:
+        room = ""
+    else:
+        room = f" ({space.free / _GIB:.1f} of {space.total / _GIB:.1f} GiB are free now)"
+    return (
+        f"Nearly always {_SHARED_MEMORY} is full{room}: data loader workers and NCCL pass tensors there.\n"
+        "Make it larger (docker run --shm-size=16g, or --ipc=host), or use fewer data loader workers. Else a file that "
+        "is mapped into memory was cut short."
+    )

@@ -88,6 +88,7 @@ class LaunchSpec:
         environment: variables added for the workers, by name.
         deepspeed_config: for scripts that read a DeepSpeed JSON, a file while the run lasts; None without ZeRO.
         max_restarts: how often the whole group is started again after a failure.
+        grace_period: seconds that the workers have to end after a signal to the launcher.
         monitor_interval: seconds between two looks at the workers.
         log_dir: folder for a log of each worker beside what it prints; None writes none.
         tee: torchrun's word for which streams of which workers are shown and logged; None takes all with a `log_dir`.
@@ -108,6 +109,7 @@ class LaunchSpec:
     deepspeed_config: Mapping[str, Any] | None = None
     local_processes_reason: str = ""
     max_restarts: int = 0
+    grace_period: float = 30.0
     monitor_interval: float = 0.1
     log_dir: str | None = None
     tee: str | None = None

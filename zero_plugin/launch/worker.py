@@ -24,7 +24,7 @@ from types import ModuleType, TracebackType
 
 __all__ = ["FIRST_FAILURE", "bind_to_cores", "die_with_launcher", "leave_group", "main", "run_module", "run_script"]
 
-FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, and its exit code
+FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, exit code and exception
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _INTERRUPTED = 130  # 128 + SIGINT
@@ -134,7 +134,7 @@ def _report_exception(error: Exception) -> int:
     ours = errors is not None and isinstance(error, errors.ZeroPluginError)
     code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
     sys.last_value = error  # as python sets it, for what runs at exit
-    if _claim_first_failure(code):
+    if _claim_first_failure(code, type(error).__name__):
         trace = _user_frames(error.__traceback__, stop_at_package=ours)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     else:
@@ -159,14 +159,14 @@ def _file(trace: TracebackType) -> str:
     return trace.tb_frame.f_code.co_filename
 
 
-def _claim_first_failure(code: int) -> bool:
+def _claim_first_failure(code: int, kind: str = "") -> bool:
     """Whether no rank of this attempt failed before on this machine; torchrun's error files share a folder."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not error_file:
         return True
     try:
         with (Path(error_file).parents[1] / FIRST_FAILURE).open("x") as marker:
-            marker.write(f"{os.environ['RANK']} {code}")
+            marker.write(f"{os.environ['RANK']} {code} {kind}")
     except FileExistsError:
         return False
     except OSError:  # no room, or no such folder: better one traceback too many than none

@@ -140,7 +140,7 @@ class _OwnGroup:
             self._groups += 1  # one group follows another in the same store, and would read what that one left there
             dist.init_process_group(
                 backend,
-                store=c10d.PrefixStore(f"zero_plugin/group/{self._groups}", store),
+                store=c10d.PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{self._groups}", store),
                 rank=rank,
                 world_size=world,
                 timeout=timeout,
@@ -260,6 +260,12 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
 def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
     """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
     return next(iter(rendezvous(init_method, rank, world)))[0]
+
+
+def _restarts_of_store() -> str:
+    """How often processes before these have met in the launcher's store; 0 where the store is new with each start."""
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
 
 
 def _share_cores(processes: int) -> None:
