@@ -13,10 +13,11 @@ import pytest
 
 import zero_plugin.cli
 import zero_plugin.config
+import zero_plugin.doctor
 import zero_plugin.launch
 import zero_plugin.resolve
 
-COLD_PACKAGES = [zero_plugin.config, zero_plugin.resolve, zero_plugin.launch, zero_plugin.cli]
+COLD_PACKAGES = [zero_plugin.config, zero_plugin.resolve, zero_plugin.launch, zero_plugin.doctor, zero_plugin.cli]
 
 COLD_MODULES = [
     name
@@ -46,6 +47,8 @@ ABOVE = {
     "checkpoint": ("facade", "accelerator", "launch", "cli"),
     "facade": ("launch", "cli"),
     "launch": ("facade", "cli"),
+    "doctor": ("facade", "accelerator", "cli"),
+    "selftest": ("launch", "cli"),
 }
 ROOT = Path(zero_plugin.config.__file__).parents[1]
 

@@ -90,7 +90,6 @@ class DeepSpeedStrategy(Strategy):
         if not request.is_placed:
             request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
         deepspeed = _import_deepspeed(processes)
-        refuse_stale_build_locks()
 
         from zero_plugin.strategies.deepspeed.initialization_shortcuts import initialization_shortcuts
         from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer
@@ -241,7 +240,12 @@ def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
 
 
 def _import_deepspeed(processes: Processes) -> Any:
-    """DeepSpeed, set up for this process' device, on the process group that exists, and quiet."""
+    """DeepSpeed, set up for this process' device, on the process group that exists, and quiet.
+
+    Raises:
+        MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
+    """
+    refuse_stale_build_locks()
     kind = processes.device.type
     os.environ.setdefault("DS_ACCELERATOR", kind)
     import deepspeed

@@ -1,0 +1,59 @@
+"""Host memory, locked memory and /dev/shm."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_plugin.doctor.memory import check_host_memory, check_locked_memory, check_shared_memory
+from zero_plugin.doctor.needs import Needs
+
+GIB = 2**30
+TWO = Needs(deepspeed=True, processes=2)
+NVME = Needs(deepspeed=True, processes=2, nvme_folders=("/nvme",), locked_bytes=4 * GIB)
+CPU = Needs(deepspeed=True, processes=2, offloads_to_host=True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "needs", "level"),
+    [
+        (None, NVME, "ok"),
+        (1 * GIB, NVME, "warning"),
+        (3 * GIB, NVME, "ok"),
+        (64 * 2**10, Needs(nvme_folders=("/nvme",)), "warning"),
+        (64 * 2**10, TWO, "ok"),
+    ],
+    ids=str,
+)
+def test_locked_memory(limit: int | None, needs: Needs, level: str) -> None:
+    """The limit of each process against its share of what is locked; the fix raises it."""
+    found = check_locked_memory(limit, needs)
+    assert found.level == level
+    assert level == "ok" or "ulimit -l unlimited" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "needs", "level"),
+    [
+        (8 * GIB, 8 * GIB, TWO, "ok"),
+        (64 * 2**20, 64 * 2**20, TWO, "warning"),
+        (8 * GIB, 2**20, TWO, "warning"),
+        (None, 0, TWO, "wrong"),
+        (None, 0, Needs(), "warning"),
+    ],
+    ids=str,
+)
+def test_shared_memory(size: int | None, free: int, needs: Needs, level: str) -> None:
+    """Docker's 64 MiB is too small, and a full one is as bad; several processes need it."""
+    found = check_shared_memory(size, free, needs)
+    assert found.level == level
+    assert bool(found.fix) == (level != "ok")
+
+
+def test_host_memory() -> None:
+    """What is left counts where states are offloaded to it."""
+    assert check_host_memory(64 * GIB, 2 * GIB, TWO).level == "ok"
+    assert check_host_memory(64 * GIB, 32 * GIB, CPU).level == "ok"
+    scarce = check_host_memory(64 * GIB, 2 * GIB, CPU)
+    assert scarce.level == "warning"
+    assert "nvme" in scarce.fix
+    assert check_host_memory(None, None, CPU).level == "ok"
