@@ -1,6 +1,7 @@
-"""Trains two epochs, saves often, goes on from where it was; OUT STAGE PAUSE_SECONDS [FAULT RANK STEP].
+"""Trains two epochs, saves often, goes on from where it was; OUT STAGE PAUSE [kill RANK STEP].
 
-The fault comes over one rank, the first time that it has taken so many steps: `exception`, `exit` or `kill`.
+The fault, SIGKILL, comes over one rank the first time that it has taken so many steps. With `again` in place of a fault
+the same is trained once more, from the start.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zero_plugin import Accelerator, ProjectConfiguration
 
 
-def main(out: Path, stage: int, pause: float, fault: str = "", rank: int = -1, at: int = -1) -> None:
+def main(out: Path, stage: int, pause: float, rank: int = -1, at: int = -1) -> None:
     """Write the last weights' sum, bit by bit, and the number of steps of each start."""
     section = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True} if stage else None
     project = ProjectConfiguration(out, automatic_checkpoint_naming=True, total_limit=2)
@@ -42,10 +43,6 @@ def main(out: Path, stage: int, pause: float, fault: str = "", rank: int = -1, a
             time.sleep(pause)
             if accelerator.process_index == rank and steps == at and not (out / "fault").exists():
                 (out / "fault").touch()
-                if fault == "exception":
-                    raise ValueError("boom")
-                if fault == "exit":
-                    os._exit(137)
                 os.kill(os.getpid(), 9)
             if accelerator.stop_requested():
                 accelerator.save_state()
@@ -62,4 +59,7 @@ def main(out: Path, stage: int, pause: float, fault: str = "", rank: int = -1, a
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:5], *map(int, sys.argv[5:]))
+    folder, stage, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    main(folder, stage, pause, *map(int, sys.argv[5:]))
+    if "again" in sys.argv:
+        main(folder / "again", stage, pause)

@@ -54,6 +54,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
 
     def end(workers: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:  # noqa: ARG001
         processes = {int(workers.envs[k]["RANK"]): handler.proc for k, handler in workers.subprocess_handlers.items()}
+        alive = [process for process in processes.values() if process.poll() is None]
         failed: dict[int, Ended] = {}
         if death_sig is None:
             codes = {rank: process.poll() for rank, process in processes.items()}
@@ -63,14 +64,14 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
             failed = {rank: Ended(code, now, processes[rank].pid) for rank, code in codes.items() if code}
             close(workers, None, _AFTER_FAILURE_S)
         else:
-            alive = [process for process in processes.values() if process.poll() is None]
             for process in alive:
                 process.send_signal(death_sig)
             deadline = time.monotonic() + grace_s
             while any(process.poll() is None for process in alive) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
             close(workers, signal.SIGKILL, _AFTER_FAILURE_S)
-        for process in processes.values():
+        # What processes that have ended well left running was meant to stay.
+        for process in processes.values() if death_sig is None else alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # each worker leads a group of its own
         if failed:

@@ -23,7 +23,6 @@ from zero_plugin.launch.meeting import meet_machines, try_store
 from zero_plugin.launch.memory import MemoryWatch
 from zero_plugin.launch.on_hosts import run_on_hosts
 from zero_plugin.launch.report import (
-    Failure,
     describe_failure,
     describe_idle,
     find_first_failure,
@@ -116,7 +115,6 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
                 try_store(spec.rendezvous, float(spec.rendezvous.options.get("read_timeout", 60)))
             elastic_launch(config, executable)(*arguments)
         except ChildFailedError as error:
-            _end_stragglers(error.failures)
             first = find_first_failure(error.failures, Path(folder))
             processes = {rank: failure.pid for rank, failure in error.failures.items()}
             told = describe_failure(first, machines=spec.machines, memory=memory, processes=processes)
@@ -197,10 +195,3 @@ def set_log_level(*, debug: bool) -> None:
     names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")] if debug else _NOISE
     for name in names:
         logging.getLogger(name).setLevel(logging.INFO if debug else logging.CRITICAL)
-
-
-def _end_stragglers(failures: Mapping[int, Failure]) -> None:
-    # torchrun stops the workers; what a dead worker had started itself (data loader processes) is still there.
-    for failure in failures.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(failure.pid, signal.SIGKILL)

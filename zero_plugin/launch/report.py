@@ -25,7 +25,8 @@ __all__ = [
 ]
 
 # A process ended by these dies without a word, and its peers then fail for want of it.
-_SUDDEN: Final = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
+_SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
 _GIB: Final = 2**30
@@ -85,7 +86,7 @@ def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> FirstFa
     """
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
-        if failure.exitcode in _SUDDEN and failure.timestamp - earliest <= _SAME_MOMENT_S:
+        if failure.exitcode in _SUDDEN_CODES and failure.timestamp - earliest <= _SAME_MOMENT_S:
             return FirstFailure(rank, failure.exitcode)
     marks = sorted(folder.glob(f"*/attempt_*/{FIRST_FAILURE}"), key=lambda mark: mark.stat().st_mtime_ns)
     if marks:

@@ -1,0 +1,225 @@
+"""Runs that are disturbed: each ends in bounded time with the right code and word; no process and no port is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.launch.machine import port_is_free
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),
+]
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+TRAIN = Path(__file__).parent / "train_interrupted.py"
+BOUND_S = 60  # of any run, from the fault on; the group's time-out and the time to stop are seconds
+
+# The fault, its rank and its moment come as arguments, beside a mark to find the processes by.
+LOOP = """
+import os, sys, time
+from datetime import timedelta
+fault, rank, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+import torch, torch.distributed as dist
+began = time.monotonic()
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+while True:
+    dist.all_reduce(torch.ones(1000))
+    time.sleep(0.01)
+    if dist.get_rank() == rank and time.monotonic() - began > seconds:
+        if fault == "exception":
+            raise ValueError("boom")
+        if fault == "exit":
+            os._exit(137)
+"""
+FAULTS = ("kill", "terminate", "stop", "exception", "exit")
+CODES = {"kill": 137, "terminate": 143, "stop": 1, "exception": 1, "exit": 137}
+
+
+@dataclass
+class Workers:
+    """The worker processes of a launch, found by a mark on their command lines."""
+
+    mark: str
+
+    def find(self) -> dict[int, tuple[int, dict[str, str]]]:
+        """By rank: process id and environment; without the launcher, and without what has ended."""
+        own = [
+            entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and self.mark in read(entry / "cmdline")
+        ]
+        found = {}
+        for entry in own:
+            words = read(entry / "environ").split("\0")
+            environment = dict(word.partition("=")[::2] for word in words)
+            if "RANK" in environment:
+                found[int(environment["RANK"])] = int(entry.name), environment
+        return found
+
+    def wait_for(self, count: int) -> dict[int, tuple[int, dict[str, str]]]:
+        """All of them, as soon as they are there."""
+        deadline = time.monotonic() + 60
+        while len(found := self.find()) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return found
+
+
+def read(file: Path) -> str:
+    """Of a process; "" where it has ended."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def finish(launcher: subprocess.Popen[str], workers: Workers, ports: set[int]) -> str:
+    """Wait for the end, within the bound; no process and no port is left then. What was printed to stderr."""
+    _, errors = launcher.communicate(timeout=BOUND_S)
+    assert workers.find() == {}, errors
+    assert [port for port in ports if not port_is_free(port)] == []
+    return errors
+
+
+def disturb(start: Start, tmp_path: Path, fault: str, world: int, rank: int, seconds: float) -> None:
+    """One run with one fault over one rank, some seconds after the processes came up; what has to be true of it."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    workers = Workers(uuid.uuid4().hex)
+    launcher = start(
+        *("--cpu", "--num_processes", str(world), "loop.py", fault, str(rank), str(seconds), workers.mark),
+        OMP_NUM_THREADS="1",
+    )
+    found = workers.wait_for(world)
+    if fault in ("kill", "terminate", "stop"):
+        time.sleep(seconds)
+        if fault == "terminate":
+            launcher.terminate()
+        else:
+            os.kill(found[rank][0], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    errors = finish(launcher, workers, {int(environment["MASTER_PORT"]) for _, environment in found.values()})
+    assert launcher.returncode == CODES[fault], errors
+    assert {
+        "kill": f"rank {rank} was ended by signal 9 (SIGKILL)",
+        "terminate": "stopped by SIGTERM",
+        "stop": f"rank {rank} did not run at that time: it was stopped by a signal",
+        "exception": f"rank {rank} failed first, with exit code 1",
+        "exit": f"rank {rank} failed first, with exit code 137",
+    }[fault] in errors, errors
+    if fault == "exception":
+        assert errors.count("ValueError: boom") == 1
+        assert errors.count("Traceback") == 1
+
+
+class Training:
+    """Starts of the training script in a folder of their own, one after another.
+
+    Args:
+        start: starts a launcher.
+        folder: where the launcher runs.
+        stage: of ZeRO; 0 is DDP.
+    """
+
+    def __init__(self, start: Start, folder: Path, stage: int) -> None:
+        self._start, self._stage = start, stage
+        self.out = folder / uuid.uuid4().hex
+        self.workers = Workers(self.out.name)
+
+    def start(self, *flags: str, pause: float = 0.15, fault: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        """Start it once more; `pause` seconds after each of its 16 steps."""
+        script = (str(TRAIN), self.out.name, str(self._stage), str(pause), *fault)
+        return self._start("--cpu", "--num_processes", "2", *flags, *script, OMP_NUM_THREADS="1")
+
+    def finish(self, launcher: subprocess.Popen[str]) -> tuple[int, str]:
+        """Exit code, and what was printed to stderr."""
+        errors = finish(launcher, self.workers, set())
+        return launcher.returncode, errors
+
+    def result(self) -> Any:
+        """Steps, losses and sums of weights at the end, bit by bit."""
+        return json.loads((self.out / "final.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, Any]:
+    """What a training without a fault ends with, by stage, once it is known."""
+    return {}
+
+
+def expect_same_end(training: Training, stage: int, undisturbed: dict[int, Any], start: Start, folder: Path) -> None:
+    """The disturbed training ended bit by bit as one without a fault."""
+    if stage not in undisturbed:
+        plain = Training(start, folder, stage)
+        assert plain.finish(plain.start(pause=0))[0] == 0
+        undisturbed[stage] = plain.result()
+    assert training.result() == undisturbed[stage]
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("stop", 0), ("exit", 1)])
+def test_a_fault(fault: str, rank: int, start: Start, tmp_path: Path) -> None:
+    """A rank that is stopped, or leaves as one whose child was killed, is named within seconds; nothing is left."""
+    disturb(start, tmp_path, fault, 2, rank, 0.3)
+
+
+def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path) -> None:
+    """After a kill the run goes on from its checkpoint; after SIGTERM the next start does; the end is the same bits."""
+    training = Training(start, tmp_path, 0)
+    launcher = training.start("--max_restarts", "1", fault=("kill", "1", "7"))
+    assert launcher.stdout is not None
+    started = [launcher.stdout.readline() for _ in range(4)]
+    assert started == ["started at 0\n"] * 2 + ["started at 6\n"] * 2
+    time.sleep(0.5)
+    launcher.terminate()
+    code, errors = training.finish(launcher)
+    assert code == 143
+    assert "rank 1 was ended by signal 9 (SIGKILL); all workers start again (restart 1 of 1)" in errors
+    assert "stopped by SIGTERM" in errors
+    assert not (training.out / "final.json").exists()
+    code, errors = training.finish(training.start("--auto_resume", pause=0, fault=("again",)))
+    assert (code, "restored weights, optimizers, orders of the loaders, random states" in errors) == (0, True), errors
+    assert training.result() == json.loads((training.out / "again" / "final.json").read_text())
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(35))
+def test_any_fault_at_any_moment(seed: int, start: Start, tmp_path: Path) -> None:
+    """A random fault over a random rank of two or three, while they start, meet or compute."""
+    draw = random.Random(seed)
+    fault, world = FAULTS[seed % len(FAULTS)], draw.choice((2, 3))
+    disturb(start, tmp_path, fault, world, draw.randrange(world), draw.choice((0.0, draw.uniform(0, 6))))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(12))
+def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path, undisturbed: dict[int, Any]) -> None:
+    """Ranks killed at random moments, SIGTERM at another, then --auto_resume: the end is the undisturbed one's."""
+    draw = random.Random(100 + seed)
+    stage = (0, 2)[seed % 2]
+    training = Training(start, tmp_path, stage)
+    launcher = training.start("--max_restarts", "2")
+    assert launcher.stdout is not None
+    for _ in range(2):
+        assert [launcher.stdout.readline()[:10] for _ in range(2)] == ["started at"] * 2
+        found = training.workers.wait_for(2)
+        time.sleep(draw.uniform(0, 2))
+        os.kill(found[draw.randrange(2)][0], signal.SIGKILL)
+    time.sleep(draw.uniform(0, 12))
+    launcher.terminate()
+    code, errors = training.finish(launcher)
+    assert code in (143, 0), errors  # 0: it was faster
+    assert errors.count("all workers start again") == 2
+    code, errors = training.finish(training.start("--auto_resume", pause=0))
+    assert code == 0, errors
+    expect_same_end(training, stage, undisturbed, start, tmp_path)
