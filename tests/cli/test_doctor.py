@@ -1,0 +1,112 @@
+"""`zero-plugin doctor` on this machine, and on one that is made to lack something."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zero_plugin", "doctor", *arguments],
+        cwd=folder,
+        env={**os.environ, "HF_HOME": str(folder), "TORCH_EXTENSIONS_DIR": str(folder / "ops"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    return {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+OFFLOAD = str(ROOT / "ds_configs" / "zero2_offload.yaml")
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    """Nothing that the default config needs is wrong; each line that is not well says what to do, and no other does."""
+    done = doctor(tmp_path, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["healthy"] is True
+    assert len(report["findings"]) > 15
+    assert all(bool(f["fix"]) == (f["level"] != "ok") or f["check"] == "locked memory" for f in report["findings"])
+
+
+def test_a_table_for_people(tmp_path: Path) -> None:
+    """One line for each check in a pipe, the way out below it."""
+    done = doctor(tmp_path, "--config_file", OFFLOAD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (at,) = [n for n, line in enumerate(lines) if "op cpu_adam" in line]
+    assert lines[at].startswith("warning")
+    assert "not built yet" in lines[at]
+    assert "zero-plugin doctor --build" in lines[at + 1]
+
+
+def test_without_compiler_and_ninja(tmp_path: Path) -> None:
+    """A PATH without them: wrong for a config that has an op to build, a warning for one that has none."""
+    nothing = str(tmp_path / "bin")
+    done = doctor(tmp_path, "--config_file", OFFLOAD, "--json", PATH=nothing)
+    assert done.returncode == 1
+    found = findings(done)
+    for check, fix in (("C++ compiler", "apt-get install g++"), ("ninja", "pip install ninja")):
+        assert found[check]["level"] == "wrong"
+        assert "cpu_adam" in found[check]["found"]
+        assert fix in found[check]["fix"]
+    done = doctor(tmp_path, "--config_file", str(ROOT / "ds_configs" / "cpu.yaml"), "--json", PATH=nothing)
+    assert done.returncode == 0
+    assert {findings(done)[check]["level"] for check in ("C++ compiler", "ninja")} == {"warning"}
+
+
+def test_a_killed_builds_lock(tmp_path: Path) -> None:
+    """It is wrong for every config, and the command removes it."""
+    lock = tmp_path / "ops" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    done = doctor(tmp_path, "--json")
+    assert done.returncode == 1
+    found = findings(done)["op build locks"]
+    assert found["fix"] == f"rm {lock}"
+    subprocess.run(found["fix"], shell=True, check=True)
+    assert doctor(tmp_path, "--json").returncode == 0
+
+
+def test_an_nvme_folder_on_a_ram_disk(tmp_path: Path) -> None:
+    """Measured as it is: /dev/shm is memory."""
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/dev/shm/zero_plugin"}},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    done = doctor(tmp_path, "--config_file", "ds.json", "--json")
+    assert done.returncode == 1
+    found = findings(done)["NVMe /dev/shm/zero_plugin"]
+    assert found["level"] == "wrong"
+    assert "tmpfs" in found["found"]
+    assert not Path("/dev/shm/zero_plugin").exists()
+
+
+def test_a_config_that_launch_would_refuse(tmp_path: Path) -> None:
+    """A folder that cannot be made is a line of the table; a file that cannot be read is an error as everywhere."""
+    (tmp_path / "a.yaml").write_text("log_dir: a.yaml/logs\n")
+    done = doctor(tmp_path, "--config_file", "a.yaml", "--json")
+    assert done.returncode == 1
+    assert "log_dir" in findings(done)["config"]["found"]
+    assert doctor(tmp_path, "--config_file", "absent.yaml").returncode == 2
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR"])
+def test_a_folder_that_takes_no_file(variable: str, tmp_path: Path) -> None:
+    """Named with its reason."""
+    found = findings(doctor(tmp_path, "--json", **{variable: "/proc"}))[variable]
+    assert found["level"] == "wrong"
+    assert f"export {variable}=" in found["fix"]

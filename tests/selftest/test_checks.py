@@ -1,0 +1,99 @@
+"""The checks find what they are for: each is run in one process against something that is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_plugin import Accelerator
+from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.selftest import offload, training
+from zero_plugin.selftest.collectives import check_all_reduce, check_barrier
+from zero_plugin.selftest.data import check_data_loader
+from zero_plugin.selftest.outcome import CheckError, LeftOut
+from zero_plugin.selftest.run import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """A run of one process on the CPU."""
+    accelerator = Accelerator(cpu=True)
+    yield Run(accelerator, tmp_path / "checkpoint")
+    accelerator.end_training()
+
+
+def test_one_process_passes(run: Run) -> None:
+    """The step, the checkpoint and the loader; what needs several processes or a GPU is left out with the reason."""
+    assert "as in one process" in training.check_optimizer_step(run)
+    assert "values equal" in training.check_checkpoint(run)
+    assert "each once" in check_data_loader(run)
+    for check in (check_barrier, check_all_reduce, offload.check_host_and_device, offload.check_nvme):
+        with pytest.raises(LeftOut, match=r"process|CPU|NVMe"):
+            check(run)
+
+
+def test_a_gradient_that_is_twice_as_large_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although Adam's first step hardly depends on its gradients' size."""
+    backward = run.accelerator.backward
+    monkeypatch.setattr(run.accelerator, "backward", lambda loss: backward(2 * loss))
+    with pytest.raises(CheckError, match="differs by"):
+        training.check_optimizer_step(run)
+
+
+def test_an_optimizer_whose_states_are_not_restored_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights alone are not enough."""
+    training.check_optimizer_step(run)
+    load = run.accelerator.load_state
+    monkeypatch.setattr(run.accelerator, "load_state", lambda folder: load(folder, weights_only=True))
+    with pytest.raises(CheckError, match="after load_state differs"):
+        training.check_checkpoint(run)
+
+
+def test_weights_that_are_not_restored_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are named."""
+    training.check_optimizer_step(run)
+    monkeypatch.setattr(run.accelerator, "load_state", lambda folder: None)
+    with pytest.raises(CheckError, match=r"weights differ after load_state: 0\.weight"):
+        training.check_checkpoint(run)
+
+
+def test_a_sample_that_comes_twice_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is missing for it."""
+    monkeypatch.setattr(run.accelerator, "gather_for_metrics", lambda batch: torch.cat([batch[:1], batch[:-1]]))
+    with pytest.raises(CheckError, match=r"missing and .* more than once"):
+        check_data_loader(run)
+
+
+def test_an_endless_overflow_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16 that overflows at every loss scale is told, not tried for ever."""
+    monkeypatch.setattr(type(run.accelerator), "optimizer_step_was_skipped", True)
+    monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self: None)
+    with pytest.raises(CheckError, match="overflowed"):
+        training.check_optimizer_step(run)
+
+
+def test_a_wrong_sum_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place and the values are told."""
+
+    def spoil(tensor: torch.Tensor) -> Any:
+        tensor[12345] += 1
+
+    monkeypatch.setattr(Run, "processes", 2)
+    monkeypatch.setattr(dist, "all_reduce", spoil)
+    with pytest.raises(CheckError, match="values are wrong, the first at"):
+        check_all_reduce(run)
+
+
+def test_the_checkpoint_needs_the_step_and_a_folder(run: Run) -> None:
+    """Without either it is left out, with the reason."""
+    with pytest.raises(LeftOut, match="optimizer step"):
+        training.check_checkpoint(run)
+    training.check_optimizer_step(run)
+    run.folder = None
+    with pytest.raises(LeftOut, match="--folder"):
+        training.check_checkpoint(run)
