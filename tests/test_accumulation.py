@@ -322,6 +322,27 @@ def test_zero_grad_drops_only_between_backward_and_step() -> None:
     assert not window.dropping_is_meant
 
 
+def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> None:
+    """Not those of another model's loss, nor any after they were dropped: a checkpoint at such a place lacks nothing."""
+    window = AccumulationWindow(2)
+    assert not window.holds_gradients
+    with window:
+        window.count_backward()
+        assert window.holds_gradients
+        assert not window.count_step()
+    assert window.holds_gradients
+    with window:
+        window.count_backward()
+        assert window.count_step()
+    assert not window.holds_gradients
+    window.count_stray()
+    assert not window.holds_gradients
+    window.count_backward()
+    assert window.holds_gradients
+    window.restart()
+    assert not window.holds_gradients
+
+
 def test_zero_grad_never_drops_inside_accumulate() -> None:
     """Inside accumulate() gradients of earlier micro-batches are kept."""
     window = AccumulationWindow(2)

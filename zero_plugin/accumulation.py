@@ -87,6 +87,11 @@ class AccumulationWindow:
         return self._stepped and self._since_step == 0
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether the model has gradients of its own micro-batches that no step has applied yet."""
+        return self._backwards > 0 and not self._stepped
+
+    @property
     def correction(self) -> float:
         """Factor on the window's gradients that makes their divisor the true number of micro-batches."""
         return self._size / self._batches if self._batches else 1.0

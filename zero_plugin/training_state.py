@@ -78,7 +78,7 @@ def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]
 
 def is_inside_window(training: Training) -> bool:
     """Whether gradients wait for the window's step: they are in no checkpoint."""
-    return training.optimizer is not None and (not training.window.ends_here or training.window.dropping_is_meant)
+    return training.optimizer is not None and training.window.holds_gradients
 
 
 def schedules_of(trainings: Iterable[Training], waiting: Iterable[AcceleratedOptimizer]) -> list[AcceleratedScheduler]:
