@@ -133,6 +133,22 @@ def test_replaced_ones_are_candidates(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path)[0] == tmp_path / "checkpoint_1"
 
 
+def test_other_things_stay_when_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """Files and links that were no part of the older checkpoint are in the newer one's folder, as they were."""
+    target = tmp_path / "out"
+    save(target, "old")
+    (tmp_path / "data").mkdir()
+    (target / "logs").mkdir()
+    (target / "logs" / "run.txt").write_text("mine")
+    (target / "to_folder").symlink_to("../data")
+    (target / "to_nothing").symlink_to("gone")
+    save(target, "newer")
+    assert (target / "file").read_text() == "newer"
+    assert (target / "logs" / "run.txt").read_text() == "mine"
+    assert (target / "to_folder").readlink() == Path("../data")
+    assert (target / "to_nothing").readlink() == Path("gone")
+
+
 def test_a_failing_replacement_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the second of two renames is refused, the older checkpoint has its name back."""
     save(tmp_path / "out", "old")

@@ -231,7 +231,8 @@ def _keep_other_files(old: Path, new: Path) -> None:
         known = set()
     for path in sorted(old.rglob("*")):
         place = new / path.relative_to(old)
-        if path.is_file() and str(path.relative_to(old)) not in known and not place.exists():
+        is_kept = path.is_symlink() or not path.is_dir()
+        if is_kept and str(path.relative_to(old)) not in known and not os.path.lexists(place):
             place.parent.mkdir(parents=True, exist_ok=True)
             path.rename(place)
 
