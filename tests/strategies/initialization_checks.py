@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from offload_checks import prepared, train, zero3
 from paths import checks_on, loss_of, own_batch, raised, running, same, weights
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,6 +80,24 @@ def check_nothing_is_gathered(path: str) -> None:
         assert same(found, wanted)
 
 
+def check_weights_on_nvme(folder: Path) -> None:
+    """Weights there are gathered no more than others, and train the same."""
+    from zero_plugin.strategies.deepspeed import initialization_shortcuts as shortcuts
+
+    found = []
+    for shortens in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shortcuts, "_is_as_known", lambda: shortens)  # noqa: B023
+            with running("zero3", deepspeed=zero3(folder, optimizer="nvme", param="nvme")) as accelerator:
+                with Gathers() as gathers:
+                    model, optimizer = prepared(accelerator)
+                assert gathers.count == (0 if shortens else len(list(model.parameters())))
+                for step in range(2):
+                    train(accelerator, model, optimizer, step)
+                found.append(weights(accelerator, model))
+    assert same(*found)
+
+
 def check_a_weight_that_is_twice_in_the_optimizer(path: str) -> None:
     """It is refused by its name, as by DeepSpeed."""
     from zero_plugin.strategies.deepspeed.initialization_shortcuts import _refuse_duplicates
@@ -92,3 +112,4 @@ def check_a_weight_that_is_twice_in_the_optimizer(path: str) -> None:
 CHECKS = checks_on(["zero3", "zero3-cpu"], [check_nothing_is_gathered]) | checks_on(
     ["zero3"], [check_a_weight_that_is_twice_in_the_optimizer]
 )
+CHECKS["zero3-weights_on_nvme"] = ([2], check_nothing_is_read_from_nvme)

@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -62,19 +62,28 @@ def _is_as_known() -> bool:
 def _make_hooks_ungathered(optimizer: Any) -> None:
     """DeepSpeed gathers the whole model, one parameter at a time, for hooks that ask for no more than its shape.
 
-    A parameter that is there already is not gathered, and one that has a partition is dropped unread when the hook is
-    made: until then each is one element, in the shape of the whole. Where nodes hold a second copy of the partitions
-    (zero_hpz_partition_size), that is made from what was gathered here.
+    Each parameter is one element in that shape until DeepSpeed drops it, unread since its partition exists. Where nodes
+    hold a second copy of the partitions (zero_hpz_partition_size), that is made here of what was gathered.
     """
-    for parameter in (p for group in optimizer.fp16_groups for p in group):
-        if (
-            parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE
-            and parameter.ds_tensor is not None
-            and parameter.ds_zero_param_process_group is None
-        ):
-            parameter.data = parameter.data.new_empty(()).expand(parameter.ds_shape)
-            parameter.ds_status = ZeroParamStatus.AVAILABLE
-    _make_hooks(optimizer)
+    gathering = [
+        (parameter, parameter.all_gather)
+        for group in optimizer.fp16_groups
+        for parameter in group
+        if parameter.ds_tensor is not None and parameter.ds_zero_param_process_group is None
+    ]
+    for parameter, _ in gathering:
+        parameter.all_gather = partial(_give_shape, parameter)
+    try:
+        _make_hooks(optimizer)
+    finally:
+        for parameter, all_gather in gathering:
+            parameter.all_gather = all_gather
+
+
+def _give_shape(parameter: Any) -> None:
+    if parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+        parameter.data = parameter.data.new_empty(()).expand(parameter.ds_shape)
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def _make_states_if_needed(optimizer: Any) -> None:
@@ -90,7 +99,7 @@ def _join_in_one_buffer(tensors: list[Tensor]) -> Tensor:
         return _defragment(tensors)  # type: ignore[no-any-return]
     (dtype,) = {tensor.dtype for tensor in tensors}
     buffer = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
-    for tensor, part in zip(tensors, buffer.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(buffer, [tensor.numel() for tensor in tensors]), strict=True):
         part.copy_(tensor)
         tensor.data = part
     return buffer
