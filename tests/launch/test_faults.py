@@ -36,7 +36,7 @@ from datetime import timedelta
 fault, rank, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 import torch, torch.distributed as dist
 began = time.monotonic()
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+dist.init_process_group("gloo", timeout=timedelta(seconds=4))
 while True:
     dist.all_reduce(torch.ones(1000))
     time.sleep(0.01)
@@ -167,10 +167,9 @@ def expect_same_end(training: Training, stage: int, undisturbed: dict[int, Any],
     assert training.result() == undisturbed[stage]
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("stop", 0), ("exit", 1)])
-def test_a_fault(fault: str, rank: int, start: Start, tmp_path: Path) -> None:
-    """A rank that is stopped, or leaves as one whose child was killed, is named within seconds; nothing is left."""
-    disturb(start, tmp_path, fault, 2, rank, 0.3)
+def test_a_stopped_rank(start: Start, tmp_path: Path) -> None:
+    """It is named beside the one that waited for it in vain, and is ended although it does not run."""
+    disturb(start, tmp_path, "stop", 2, 0, 0.3)
 
 
 def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path) -> None:
