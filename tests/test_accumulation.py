@@ -323,7 +323,7 @@ def test_zero_grad_drops_only_between_backward_and_step() -> None:
 
 
 def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> None:
-    """Not those of another model's loss, nor any after they were dropped: a checkpoint at such a place lacks nothing."""
+    """Not those of another model's loss, nor dropped ones: there a checkpoint lacks nothing."""
     window = AccumulationWindow(2)
     assert not window.holds_gradients
     with window:

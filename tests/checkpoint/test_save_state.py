@@ -158,16 +158,18 @@ def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> No
 
 
 def test_checksums_find_what_sizes_hide(make_training: Any, tmp_path: Path) -> None:
-    """One changed byte is found by `verify`, with the tensor and the file named."""
+    """One changed byte is found by `verify`; tensor, file and the checkpoint before it are named."""
     training = make_training()
     training.steps(training.loader, 1)
-    folder = training.accelerator.save_state(tmp_path / "saved")
+    older = training.accelerator.save_state(tmp_path / "step_1")
+    folder = training.accelerator.save_state(tmp_path / "step_2")
     file = folder / "optimizer" / "exp_avg.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"\(exp_avg\) in optimizer/exp_avg.safetensors differs"):
+    with pytest.raises(CheckpointError, match=r"\(exp_avg\) in optimizer/exp_avg.safetensors differs") as e:
         training.accelerator.load_state(folder, verify=True)
+    assert str(older) in str(e.value)
 
 
 def test_failure_leaves_the_older_one(make_training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

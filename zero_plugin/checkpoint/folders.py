@@ -19,6 +19,7 @@ __all__ = [
     "automatic_folder",
     "choose_checkpoint",
     "numbered_checkpoints",
+    "offer_previous",
     "open_draft",
     "publish_draft",
     "rotate_checkpoints",
@@ -164,9 +165,13 @@ def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
     if numbered:
         lines = [f"no checkpoint in {folder} is complete:", *(f"  {line}" for line in damages)]
         raise CheckpointError("\n".join(lines))
+    raise CheckpointError(f"{damages[0]}\n{offer_previous(folder)}")
+
+
+def offer_previous(folder: Path) -> str:
+    """A sentence: which checkpoint to load in the place of a damaged one."""
     previous = next(_complete_before(folder), None)
-    offer = f"The newest complete one before it is {previous}." if previous else _no_other(folder)
-    raise CheckpointError(f"{damages[0]}\n{offer}")
+    return f"The newest complete one before it is {previous}." if previous else _no_other(folder)
 
 
 def _replace(target: Path, draft: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from zero_plugin import collectives
+from zero_plugin.checkpoint.folders import offer_previous
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
 from zero_plugin.checkpoint.place import Place
 from zero_plugin.checkpoint.ranges import open_reader
 from zero_plugin.checkpoint.session_tensors import session_fragments
-from zero_plugin.checkpoint.together import all_or_none
+from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment, share_of
@@ -128,11 +129,16 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
         for ((kind, name), place, model), pair in zip(places, found, strict=True)
         if tuple(pair) != model.sums[kind, name]
     ]
-    damaged += [
+    damaged += on_main(lambda: _damaged_files(folder, manifest))
+    if damaged:
+        offer = on_main(lambda: offer_previous(folder))
+        raise CheckpointError(f"{folder} is damaged: {', '.join(damaged)} differs from its checksum.\n{offer}")
+
+
+def _damaged_files(folder: Path, manifest: Manifest) -> list[str]:
+    return [
         path for path, (_, crc) in manifest.files.items() if crc is not None and checksum_of_file(folder / path) != crc
     ]
-    if damaged:
-        raise CheckpointError(f"{folder} is damaged: {', '.join(damaged)} differs from its checksum.")
 
 
 def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str]:
