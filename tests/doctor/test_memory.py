@@ -17,7 +17,7 @@ CPU = Needs(deepspeed=True, processes=2, offloads_to_host=True)
     ("limit", "needs", "level"),
     [
         (None, NVME, "ok"),
-        (1 * GIB, NVME, "warning"),
+        (1 * GIB, NVME, "wrong"),
         (3 * GIB, NVME, "ok"),
         (64 * 2**10, Needs(nvme_folders=("/nvme",)), "warning"),
         (64 * 2**10, TWO, "ok"),

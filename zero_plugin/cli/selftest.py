@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -46,7 +47,7 @@ def selftest(
     """Try collectives, one optimizer step, offload, a checkpoint and a data loader, as the config says.
 
     Launch flags change how it runs, as with `launch`. It takes well under a minute, unless DeepSpeed has ops to build
-    first. Exit code: 1 where something fails. With several machines, start it on each; machine 0 shows the table.
+    first. Exit code: 1 where something fails. With several machines, start it on each; the first shows the table.
     """
     flags = typed_flags(ctx)
     endpoint = flags.get("rdzv_endpoint")
@@ -66,9 +67,9 @@ def selftest(
             return
         code = run_workers(spec, quiet=True)
         found = read_outcomes(outcomes)
-    if not found and spec.machines > 1 and not code:
-        print("passed here; machine 0 shows the table")
-        return
+    if not found and (spec.machines > 1 or spec.hosts is not None):
+        print(f"{'failed' if code else 'passed'} here; the table is where rank 0 runs", file=sys.stderr)
+        raise typer.Exit(1 if code else 0)
     _show(found or [Outcome("processes", "begun")], code, as_json=as_json)
 
 

@@ -31,7 +31,7 @@ class Verdict:
 
 
 def print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """Print to a terminal in colour and within its width; to a pipe one line each, so that it can be searched."""
+    """Print to a terminal in colour and within its width; to a pipe one line each, so that they can be searched."""
     marks = max((len(verdict.mark) for verdict in verdicts), default=0)
     names = max((len(verdict.name) for verdict in verdicts), default=0)
     if not sys.stdout.isatty():
@@ -44,14 +44,13 @@ def print_verdicts(verdicts: Sequence[Verdict]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    console = Console(highlight=False)
     for verdict in verdicts:
-        style = _STYLES[verdict.mark]
-        dim = "dim" if verdict.mark == "left out" else ""
-        table.add_row(Text(verdict.mark, style), Text(verdict.name, dim), Text(verdict.said, dim))
-        for line in verdict.fix.splitlines():
-            table.add_row("", "", Text(f"→ {line}", style))
-    Console(highlight=False).print(table)
+        style, dim = _STYLES[verdict.mark], "dim" if verdict.mark == "left out" else ""
+        row = Table.grid(padding=(0, 2, 0, 0))
+        for width in (marks, names, None):
+            row.add_column(min_width=width, overflow="fold")
+        row.add_row(Text(verdict.mark, style), Text(verdict.name, dim), Text(verdict.said, dim))
+        console.print(row)
+        for line in verdict.fix.splitlines():  # never broken, so that it can be copied
+            console.print(Text(f"{'':{marks}}  → {line}", style), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ __all__ = ["build_folder", "check_builds", "check_locks", "missing_builds"]
 
 _SHOWN_LINES: Final = 12
 _LIMIT_S: Final = 1200
-_FIX: Final = "zero-plugin doctor --build   (else the first run builds it, while all processes wait)"
 
 
 def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
@@ -44,7 +44,9 @@ def check_locks(stale: Sequence[Path]) -> Finding:
     return Finding("op build locks", "wrong", found, f"rm {' '.join(map(str, stale))}")
 
 
-def check_builds(ops: Sequence[str], folder: Path, environ: Mapping[str, str], *, build: bool) -> Iterator[Finding]:
+def check_builds(
+    ops: Sequence[str], folder: Path, environ: Mapping[str, str], *, build: bool, config: str = ""
+) -> Iterator[Finding]:
     """One finding for each op.
 
     Args:
@@ -52,6 +54,7 @@ def check_builds(ops: Sequence[str], folder: Path, environ: Mapping[str, str], *
         folder: where they are built.
         environ: of a build.
         build: whether to build what is missing.
+        config: the file that asks for them, for the command that builds them.
     """
     if not ops:
         yield Finding("ops", "ok", "this config needs none of DeepSpeed's C++ ops")
@@ -60,7 +63,9 @@ def check_builds(ops: Sequence[str], folder: Path, environ: Mapping[str, str], *
         if op not in missing:
             yield Finding(f"op {op}", "ok", f"built in {folder}")
         elif not build:
-            yield Finding(f"op {op}", "warning", "not built yet", _FIX)
+            command = shlex.join(["zero-plugin", "doctor", *(["--config_file", config] if config else []), "--build"])
+            fix = f"{command}   (else the first run builds it, while all processes wait)"
+            yield Finding(f"op {op}", "warning", "not built yet", fix)
         else:
             yield _build(op, folder, environ)
 

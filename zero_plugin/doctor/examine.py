@@ -63,7 +63,8 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     yield check_libaio(environ, needed=bool(needs.nvme_folders))
     yield check_locks(stale)
     of_build = {**environ, **({} if needs.on_gpu else {"DS_ACCELERATOR": "cpu"})}
-    yield from check_builds(needs.ops, folder, of_build, build=build and not stale)
+    config = document.sources[0] if document.sources else ""
+    yield from check_builds(needs.ops, folder, of_build, build=build and not stale, config=config)
     yield check_gpus(names, environ, driver=has_gpu_driver(), torch_cuda=cuda is not None, asked=_gpus_asked(settings))
     yield check_host_memory(host_memory_bytes(), _available_bytes(), needs)
     yield check_locked_memory(_locked_limit(), needs)

@@ -8,7 +8,12 @@ from zero_plugin.doctor.needs import Needs
 __all__ = ["check_host_memory", "check_locked_memory", "check_shared_memory"]
 
 _SHARED = "/dev/shm"  # noqa: S108 - the check's name
+_SMALL_LOCKED = 1 << 30  # bytes: a swapped gradient or weight of a model that needs NVMe
 _SMALL_SHARED = 1 << 30  # bytes; docker gives 64 MiB unless told otherwise
+_UNLIMITED = (
+    "ulimit -l unlimited   (as root: two lines `* soft memlock unlimited`, `* hard memlock unlimited` in "
+    "/etc/security/limits.conf; docker run --ulimit memlock=-1)"
+)
 _LITTLE_LEFT = 4 << 30  # bytes for a process that offloads to host memory
 
 
@@ -24,17 +29,12 @@ def check_locked_memory(limit: int | None, needs: Needs) -> Finding:
         return Finding("locked memory", "ok", "no limit")
     if each > limit:
         found = f"{_size(limit)} per process, and the swap buffers of offload_param lock {_size(each)}"
-        return Finding("locked memory", "warning", found, _UNLIMITED)
+        return Finding("locked memory", "wrong", found, _UNLIMITED)  # DeepSpeed gets no buffer at all
     if needs.nvme_folders:
         found = f"{_size(limit)} per process; NVMe offload locks its buffers, as much as the model's largest weights"
-        return Finding("locked memory", "warning" if limit < 1 << 30 else "ok", found, _UNLIMITED)
+        scarce = limit < _SMALL_LOCKED
+        return Finding("locked memory", "warning" if scarce else "ok", found, _UNLIMITED if scarce else "")
     return Finding("locked memory", "ok", f"{_size(limit)} per process; only NVMe offload locks more")
-
-
-_UNLIMITED = (
-    "ulimit -l unlimited   (as root: two lines `* soft memlock unlimited`, `* hard memlock unlimited` in "
-    "/etc/security/limits.conf; docker run --ulimit memlock=-1)"
-)
 
 
 def check_shared_memory(size: int | None, free: int, needs: Needs) -> Finding:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 __all__ = ["STEPS", "CheckError", "LeftOut", "Outcome", "note", "read_outcomes"]
 
-_LINKS: Final = (
-    "Set NCCL_P2P_DISABLE=1: if it passes then, the links between the GPUs, or ACS in the BIOS, are wrong."
-)
+_LINKS: Final = "Set NCCL_P2P_DISABLE=1: if it passes then, the links between the GPUs, or ACS in the BIOS, are wrong."
 # What runs, in this order, and what to do where it fails.
 STEPS: Final = {
     "processes": "Read the error above; `zero-plugin doctor` looks at this machine and names what is missing.",
@@ -21,7 +20,7 @@ STEPS: Final = {
     "broadcast": _LINKS,
     "data loader": "Report it with the output of `zero-plugin env`: every sample must come once.",
     "optimizer step": "Add --mixed_precision no, then --zero_stage 0, to see which part differs; report it.",
-    "checkpoint": "Name a folder with room on a local disk, or on all machines: zero-plugin test --folder FOLDER.",
+    "checkpoint": "If the disk is at fault: zero-plugin test --folder FOLDER; else report it, with `zero-plugin env`.",
     "host and device": "Look at `nvidia-smi -q -d ECC` and `dmesg` for a broken card or slot.",
     "NVMe": "Run `zero-plugin doctor`: it measures the folder, and looks for libaio and the op that reads by it.",
 }
@@ -58,7 +57,14 @@ class Outcome:
 
 
 def note(outcome: Outcome, file: Path) -> None:
-    """Append an outcome; what was written before a crash stays."""
+    """Append an outcome; what was written before a crash stays.
+
+    On another host than the command's the folder is not there: the outcome is then told on standard error.
+    """
+    if not file.parent.is_dir():
+        if outcome.status != "begun":
+            sys.stderr.write(f"{outcome.status}: {outcome.check}: {outcome.said}\n")
+        return
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(asdict(outcome)) + "\n")
 
