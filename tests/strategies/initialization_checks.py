@@ -112,4 +112,4 @@ def check_a_weight_that_is_twice_in_the_optimizer(path: str) -> None:
 CHECKS = checks_on(["zero3", "zero3-cpu"], [check_nothing_is_gathered]) | checks_on(
     ["zero3"], [check_a_weight_that_is_twice_in_the_optimizer]
 )
-CHECKS["zero3-weights_on_nvme"] = ([2], check_nothing_is_read_from_nvme)
+CHECKS["zero3-weights_on_nvme"] = ([2], check_weights_on_nvme)
