@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 import uuid
@@ -20,14 +21,14 @@ from zero_plugin.launch.machine import port_is_free
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),
 ]
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
 TRAIN = Path(__file__).parent / "train_interrupted.py"
-BOUND_S = 60  # of any run, from the fault on; the group's time-out and the time to stop are seconds
+BOUND_S = 120  # of any run, from the fault on; the group's time-out and the time to stop are seconds
 
 # The fault, its rank and its moment come as arguments, beside a mark to find the processes by.
 LOOP = """
@@ -222,3 +223,36 @@ def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path,
     code, errors = training.finish(training.start("--auto_resume", pause=0))
     assert code == 0, errors
     expect_same_end(training, stage, undisturbed, start, tmp_path)
+
+
+@pytest.mark.campaign
+def test_a_machine_that_is_lost_and_comes_back(start: Start, tmp_path: Path, undisturbed: dict[int, Any]) -> None:
+    """Of two launchers one is killed and started again: the other waits for it, and both go on from the checkpoint."""
+    training = Training(start, tmp_path, 0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = ("--num_machines", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--max_restarts", "2")
+
+    def join() -> subprocess.Popen[str]:
+        return training.start(*flags, pause=0.5)
+
+    stays = join()
+    deadline = time.monotonic() + 60
+    while port_is_free(int(endpoint.rpartition(":")[2])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    lost = join()
+    assert lost.stdout is not None
+    assert lost.stdout.readline() == "started at 0\n"
+    while not (training.out / "checkpoints" / "checkpoint_1").exists():
+        assert lost.poll() is None
+        time.sleep(0.05)
+    lost.kill()
+    lost.communicate()
+    back = join()
+    assert back.wait(BOUND_S) == 0
+    code, errors = training.finish(stays)
+    assert code == 0, errors
+    assert "all workers start again (restart 1 of 2)" in errors
+    expect_same_end(training, 0, undisturbed, start, tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from zero_plugin.launch import worker
 
 WORKER = str(Path(worker.__file__))
+FIRST_FAILURE = worker.FIRST_FAILURE
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -145,3 +146,16 @@ def test_a_group_that_a_script_leaves_is_ended(tmp_path: Path) -> None:
     module = run(tmp_path, WORKER, "-m", "script")
     assert module.returncode == 0, module.stderr
     assert module.stdout.endswith("group gone\n")
+
+
+def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
+    """Its rank, exit code and kind of exception, in the folder of the attempt; only the first one's."""
+    (tmp_path / "script.py").write_text("class OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError('CUDA')")
+    for rank in (3, 1):
+        own = {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / str(rank) / "error.json")}
+        done = subprocess.run(
+            [sys.executable, WORKER, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+    assert "rank 1 failed later: OutOfMemoryError: CUDA" in done.stderr
+    assert (tmp_path / FIRST_FAILURE).read_text() == "3 1 OutOfMemoryError"
