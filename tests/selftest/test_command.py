@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,9 +39,9 @@ def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("config", ["cpu", "zero2"])
 def test_two_processes(config: str, tmp_path: Path, run_launcher: Run) -> None:
     """All passes, with numbers; what the run has no use for is left out; nothing is left on the disk."""
-    done = run_launcher(
-        command("--config_file", str(CONFIGS / f"{config}.yaml")), seconds=120, cwd=tmp_path, env=environment(tmp_path)
-    )
+    (tmp_path / "shared").mkdir()
+    arguments = ("--config_file", str(CONFIGS / f"{config}.yaml"), "--folder", "shared")
+    done = run_launcher(command(*arguments), seconds=120, cwd=tmp_path, env=environment(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = checks(done)
     assert list(found) == list(STEPS)
@@ -49,6 +50,7 @@ def test_two_processes(config: str, tmp_path: Path, run_launcher: Run) -> None:
     assert "GB/s" in found["all_reduce"]["said"]
     assert ("ZeRO-2, bf16" if config == "zero2" else "DDP, fp32") in found["processes"]["said"]
     assert not list(tmp_path.glob("zero_plugin*"))
+    assert not list((tmp_path / "shared").iterdir())
 
 
 DIES = """
@@ -73,6 +75,32 @@ def test_a_process_that_dies_is_a_line_of_the_table(tmp_path: Path, run_launcher
     assert "exit code 7" in found["data loader"]["said"]
     assert found["data loader"]["fix"]
     assert list(found)[-1] == "data loader"
+
+
+@pytest.mark.campaign
+def test_two_machines(tmp_path: Path) -> None:
+    """Started on each, it shows the same table on each; the checkpoint is tried in a folder of both."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    meeting = ("--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port))
+    started = []
+    for machine in ("0", "1"):
+        arguments = (*meeting, "--cpu", "--num_processes", "2", "--machine_rank", machine, "--folder", "shared")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command(*arguments), cwd=tmp_path, env=environment(tmp_path), **pipes))
+    try:
+        outputs = [process.communicate(timeout=150) for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait(60)
+    assert [process.returncode for process in started] == [0, 0], outputs
+    tables = [
+        {row["check"]: (row["result"], row["said"]) for row in json.loads(output)["checks"]} for output, _ in outputs
+    ]
+    assert tables[0] == tables[1]
+    assert tables[0]["checkpoint"][0] == "ok"
 
 
 @pytest.mark.campaign

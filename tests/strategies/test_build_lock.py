@@ -53,3 +53,28 @@ def test_without_a_cache_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.
     """No folder, no lock."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "missing"))
     refuse_stale_build_locks()
+
+
+INIT = """
+from zero_plugin import Accelerator
+accelerator = Accelerator(config={"zero_optimization": {"stage": 3}})
+with accelerator.init_model():
+    pass
+"""
+
+
+def test_a_model_that_is_built_in_partitions_does_not_wait_either(tmp_path: Path) -> None:
+    """NVMe offload of weights loads its op while the model is built, before any engine."""
+    lock = tmp_path / "async_io" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", INIT],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "MachineError" in done.stderr
+    assert f"rm {lock}" in done.stderr

@@ -1,8 +1,9 @@
-"""One process of the self-test: runs every check, and has the main process write down what came of them."""
+"""One process of the self-test: runs every check, and one of each machine writes down what came of them."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -41,19 +42,21 @@ def main() -> None:
     outcomes, folder = sys.argv[1:]
     os.dup2(2, 1)  # what libraries print is no part of the command's own output
     began = time.perf_counter()
-    main_process = os.environ.get("RANK", "0") == "0"
-    if main_process:
+    tells = os.environ.get("LOCAL_RANK", "0") == "0"  # to the command, which runs on each machine
+    if tells:
         note(Outcome("processes", "begun"), Path(outcomes))
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)])
     run = Run(accelerator, Path(folder) if folder else None)
-    if main_process:
+    if tells:
         note(Outcome("processes", "ok", _describe(run), time.perf_counter() - began), Path(outcomes))
     for name, check in _CHECKS.items():
-        if main_process:
+        if tells:
             note(Outcome(name, "begun"), Path(outcomes))
         outcome = _run(name, check, run)
-        if main_process:
+        if tells:
             note(outcome, Path(outcomes))
+    if accelerator.is_main_process and run.folder is not None:
+        shutil.rmtree(run.folder, ignore_errors=True)
     accelerator.end_training()
 
 
