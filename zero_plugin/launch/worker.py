@@ -50,7 +50,7 @@ def main() -> None:
             run_script(sys.argv[1], sys.argv[2:])
     except SystemExit as end:
         if end.code not in (None, 0):
-            _claim_first_failure(end.code if isinstance(end.code, int) else 1)
+            _claim_first_failure(int(end.code) if isinstance(end.code, int) else 1)  # True is an int too
         raise
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None  # the launcher says what happened
