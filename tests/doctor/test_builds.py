@@ -56,6 +56,29 @@ def test_a_build_that_fails_shows_why(tmp_path: Path) -> None:
     assert found.fix.startswith(f"{sys.executable} -m zero_plugin.strategies.deepspeed.build_op cpu_lion")
 
 
+BROKEN = """#!/bin/sh
+case "$1" in
+--version | -v) echo "c++ (GCC) 12.2.0" ;;
+*) echo "cc1plus: fatal error: immintrin.h: No such file or directory" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.campaign
+def test_a_compiler_that_lacks_a_header(tmp_path: Path) -> None:
+    """Its errors are shown, without the command lines and the traceback around them."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(BROKEN)
+    compiler.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    (found,) = check_builds(["cpu_lion"], tmp_path, environ, build=True)
+    assert found.level == "wrong"
+    assert "immintrin.h" in found.found
+    assert len(found.found.splitlines()) < 10
+    assert all(len(line) < 300 for line in found.found.splitlines())
+
+
 @pytest.mark.campaign
 def test_a_build_that_works(tmp_path: Path) -> None:
     """The smallest op, from nothing; a second look finds it."""

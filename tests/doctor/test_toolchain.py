@@ -32,7 +32,7 @@ CLANG = "Debian clang version 14.0.6"
 
 @pytest.mark.parametrize(("line", "level"), [(GCC_12, "ok"), (CLANG, "ok"), (GCC_7, "wrong")])
 def test_the_compilers_version(line: str, level: str, environ: dict[str, str]) -> None:
-    """torch's headers are C++17: an older compiler is wrong where an op is to be built."""
+    """torch compiles C++20: an older compiler is wrong where an op is to be built."""
     program(Path(environ["PATH"]), "c++", line)
     found = check_compiler(environ, ["cpu_adam"])
     assert found.level == level

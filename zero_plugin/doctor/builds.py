@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from zero_plugin.doctor.finding import Finding
 
 __all__ = ["build_folder", "check_builds", "check_locks", "missing_builds"]
 
-_SHOWN_LINES: Final = 12
+_SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200
 
 
@@ -81,8 +82,15 @@ def _build(op: str, folder: Path, environ: Mapping[str, str]) -> Finding:
         return Finding(f"op {op}", "wrong", f"not built within {_LIMIT_S} s", f"rm -r {folder / op}, and once more")
     if done.returncode == 0:
         return Finding(f"op {op}", "ok", f"built in {folder}")
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    first = next((n for n, line in enumerate(lines) if "error" in line.lower()), max(0, len(lines) - _SHOWN_LINES))
-    shown = "\n".join(dict.fromkeys([*lines[first : first + _SHOWN_LINES], *lines[-1:]]))
+    shown = "\n".join(_telling_lines(done.stdout + done.stderr))
     fix = f"{' '.join(command)}   (shows all of it; what is missing is named above, or in the lines on the compiler)"
     return Finding(f"op {op}", "wrong", f"does not compile:\n{shown}", fix)
+
+
+def _telling_lines(output: str) -> list[str]:
+    """The first errors, else the end; neither command lines of the compiler nor the traceback around them."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [
+        line for line in lines if re.search(r"\berror\s*:|: not found|Error: ", line) and "CalledProcess" not in line
+    ]
+    return list(dict.fromkeys(errors))[:_SHOWN_LINES] or lines[-_SHOWN_LINES:]

@@ -13,8 +13,7 @@ from zero_plugin.doctor.finding import Finding, Level
 
 __all__ = ["check_compiler", "check_cuda", "check_ninja", "nvcc_version", "torch_cuda"]
 
-_LEAST_GCC: Final = 9  # C++17, in which torch's headers are written
-_LEAST_CLANG: Final = 9
+_LEAST_VERSION: Final = 10  # of GCC and of clang: the first that know -std=c++20, with which torch 2.13 compiles
 
 
 def check_compiler(environ: Mapping[str, str], to_build: Collection[str]) -> Finding:
@@ -33,11 +32,11 @@ def check_compiler(environ: Mapping[str, str], to_build: Collection[str]) -> Fin
         return Finding("C++ compiler", wrong, f"{name} is not on the PATH{why}", install)
     line = (_output([file, "--version"], environ).splitlines() or [""])[0]
     version = re.search(r"(\d+)\.\d+", line.rpartition(")")[2] or line)
-    least = _LEAST_CLANG if "clang" in line else _LEAST_GCC
     if version is None:
         return Finding("C++ compiler", wrong, f"{file} does not run{why}", install)
-    if int(version[1]) < least:
-        return Finding("C++ compiler", wrong, f"{line}: too old for torch's headers (C++17){why}", install)
+    if int(version[1]) < _LEAST_VERSION:
+        found = f"{line}: torch compiles C++20, which needs {_LEAST_VERSION} at least{why}"
+        return Finding("C++ compiler", wrong, found, install)
     return Finding("C++ compiler", "ok", line)
 
 
