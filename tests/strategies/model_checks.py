@@ -70,6 +70,31 @@ def check_tied_and_frozen_weights(path: str) -> None:
                 assert torch.equal(found[name], Tied().state_dict()[name]), name
 
 
+class Shapes(nn.Module):
+    """A parameter of no dimension, as CLIP's logit_scale, and a convolution whose weights are in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.convolution = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x.view(-1, 2, 2, 2)).flatten(1) * self.gain
+
+
+def check_parameters_of_any_shape(path: str) -> None:
+    """One of no dimension and one that is not contiguous train as in plain torch, keep their shape, and can be set."""
+    with running(path) as accelerator:
+        model, _ = _train(accelerator, Shapes())
+        found = weights(accelerator, model)
+        assert_near(found, _train_plain(Shapes))
+        assert found["gain"].shape == ()
+        with accelerator.whole_weights(model), torch.no_grad():
+            model.gain.fill_(2.0)
+        assert float(weights(accelerator, model)["gain"]) == 2.0
+
+
 def check_state_dict(path: str) -> None:
     """`get_state_dict` is the module's own on the main process, in host memory and apart; None on the others."""
     with running(path) as accelerator:
@@ -268,6 +293,7 @@ def check_overflow_skips_the_step(path: str) -> None:
 
 _ON_PATHS = [
     check_tied_and_frozen_weights,
+    check_parameters_of_any_shape,
     check_state_dict,
     check_unwrap_model,
     check_attributes_of_the_module,

@@ -71,7 +71,7 @@ class OptimizedPiece:
         return self.of(WEIGHT, self.stepped)
 
     def of(self, kind: str, tensor: Tensor) -> Fragment:
-        """The same piece of a tensor that lies beside `stepped`, such as a state; no values while that is swapped out."""
+        """The same piece of a tensor beside `stepped`, such as a state; no values while that is swapped out."""
         if self.is_whole:
             return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), self.written)
         values = tensor.detach().view(-1)[self.offset : self.offset + self.count]

@@ -42,6 +42,7 @@ def refuse_unreachable(engine: Any) -> None:
     causes = {
         "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
         "zenflow": getattr(wrapper, "zenflow", False),
+        "super_offload": type(wrapper).__name__ == "SuperOffloadOptimizer_Stage3",  # another process has its states
         "Muon at stage 3": getattr(wrapper, "use_muon", False),
         "mics_shard_size": type(wrapper).__name__ == "MiCS_Optimizer",
         "torch_autocast in fp16": engine.torch_autocast_enabled() and engine.fp16_enabled(),

@@ -267,6 +267,10 @@ def _import_deepspeed(processes: Processes) -> Any:
     # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+
+    from zero_plugin.strategies.deepspeed.any_shape import send_any_shape
+
+    send_any_shape()
     return deepspeed
 
 
