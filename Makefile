@@ -18,7 +18,7 @@ demo: $(VENV)/.installed libaio
 
 test: check libaio iproute2
 	$(BIN)/python -m pytest -m "not campaign and not processes" --numprocesses 2
-	$(BIN)/python -m pytest -m "not campaign and processes"
+	$(BIN)/python -m pytest -m "not campaign and processes" --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +62,13 @@ def built_ops() -> None:
     """DeepSpeed's C++ ops for offload, built before a test's own time limit starts: minutes on a new machine."""
     if "ZERO_PLUGIN_TESTS_BUILT_OPS" in os.environ:
         return  # a test that starts pytest itself has had them built
+    with Path(tempfile.gettempdir(), f"zero_plugin_ops_{os.getuid()}.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # pytest runs in several processes: the first one builds
+        _build_ops()
+    os.environ["ZERO_PLUGIN_TESTS_BUILT_OPS"] = "1"
+
+
+def _build_ops() -> None:
     for lock in find_stale_build_locks():
         lock.unlink()  # of a test run that was killed
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
@@ -71,7 +80,6 @@ def built_ops() -> None:
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:  # a compiler takes up to 2 GB
         list(pool.map(build, _OPS))
-    os.environ["ZERO_PLUGIN_TESTS_BUILT_OPS"] = "1"
 
 
 @pytest.fixture(scope="session")
