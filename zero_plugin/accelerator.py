@@ -48,6 +48,7 @@ from zero_plugin.facade.processes import ProcessCalls
 from zero_plugin.facade.restoring import LoadHook, RestoringCalls
 from zero_plugin.facade.resuming import ResumingCalls
 from zero_plugin.facade.settings import SettingCalls
+from zero_plugin.facade.stop_request import StopRequest
 from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
 from zero_plugin.first_steps import FirstSteps
@@ -65,7 +66,6 @@ from zero_plugin.plugins import (
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.state import AcceleratorState, show_run
-from zero_plugin.stop_request import StopRequest
 from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
 from zero_plugin.trackers.base import GeneralTracker

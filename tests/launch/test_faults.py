@@ -219,7 +219,7 @@ def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path,
     launcher.terminate()
     code, errors = training.finish(launcher)
     assert code in (143, 0), errors  # 0: it was faster
-    assert errors.count("all workers start again") == 2
+    assert errors.count("all workers start again") in (1, 2), errors  # 1: SIGTERM came before the second
     code, errors = training.finish(training.start("--auto_resume", pause=0))
     assert code == 0, errors
     expect_same_end(training, stage, undisturbed, start, tmp_path)

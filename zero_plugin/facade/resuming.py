@@ -15,7 +15,7 @@ from zero_plugin.checkpoint.manifest import MANIFEST_NAME
 from zero_plugin.checkpoint.together import on_main
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.stop_request import StopRequest
+from zero_plugin.facade.stop_request import StopRequest
 
 __all__ = ["ResumingCalls"]
 
