@@ -80,6 +80,7 @@ def test_a_compiler_that_lacks_a_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(1200)  # a compiler on a busy machine
 def test_a_build_that_works(tmp_path: Path) -> None:
     """The smallest op, from nothing; a second look finds it."""
     environ = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
