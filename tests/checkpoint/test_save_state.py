@@ -271,8 +271,11 @@ def test_registered_objects_come_back(make_training: Any, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="Item at index 1: int"):
         training.accelerator.register_for_checkpointing(kept, 5)
     training.accelerator.register_for_checkpointing(Holder({}))
+    training.steps(training.loader, 1)
+    before = [p.clone() for p in training.model.parameters()]
     with pytest.raises(CheckpointError, match=r"1 registered objects \(Holder\), here 2"):
         training.accelerator.load_state(folder)
+    assert all(map(torch.equal, before, training.model.parameters())), "what does not fit is refused first"
 
 
 def test_hooks(make_training: Any, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class RestoringCalls:
         manifest = read_common_manifest(folder)
         if verify:
             verify_checksums(folder, manifest)
-        saved = all_or_none(lambda: read_nested(folder / "training"))
+        saved = all_or_none(lambda: {**read_nested(folder / "training"), "objects": read_nested(folder / "objects")})
         report = LoadReport(folder, not_restored=[f"a newer checkpoint: {damage}" for damage in passed_over])
         all_or_none(lambda: self._refuse_unfitting(manifest, saved, weights_only=weights_only))
         loaded_by_hooks = self._run_load_hooks(folder)
@@ -174,6 +174,7 @@ class RestoringCalls:
         if not weights_only:
             for training, record in zip(self._trainings, saved["models"], strict=True):
                 refuse_other_optimizer(training, record)
+            self._refuse_other_objects(saved["objects"])
 
     def _restore(self, folder: Path, saved: dict[str, Any], report: LoadReport, *, loaders_go_on: bool) -> None:
         """All but the models' tensors; random states last, since what comes before may draw."""
@@ -193,7 +194,7 @@ class RestoringCalls:
                 one.load_state_dict(state)
             report.restored.extend([what] if states else [])
         self._restore_loaders(saved["loaders"], report, go_on=loaders_go_on)
-        self._restore_objects(read_nested(folder / "objects"), report)
+        self._restore_objects(saved["objects"], report)
         if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
             project.iteration = saved["iteration"] + 1
         states = read_nested(folder / "random")
@@ -214,17 +215,19 @@ class RestoringCalls:
             report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
         report.restored.extend(["orders of the loaders"] if states else [])
 
-    def _restore_objects(self, stored: list[dict[str, Any]] | None, report: LoadReport) -> None:
-        if stored is None:
-            if self._custom_objects:
-                report.not_restored.append("registered objects: an imported checkpoint has none")
-            return
-        if len(stored) != len(self._custom_objects):
+    def _refuse_other_objects(self, stored: list[dict[str, Any]] | None) -> None:
+        if stored is not None and len(stored) != len(self._custom_objects):
             names = ", ".join(entry["class"] for entry in stored) or "none"
             raise CheckpointError(
                 f"the checkpoint has {len(stored)} registered objects ({names}), here {len(self._custom_objects)} are "
                 "registered; register the same ones in the same order before load_state()."
             )
+
+    def _restore_objects(self, stored: list[dict[str, Any]] | None, report: LoadReport) -> None:
+        if stored is None:
+            if self._custom_objects:
+                report.not_restored.append("registered objects: an imported checkpoint has none")
+            return
         for o, entry in zip(self._custom_objects, stored, strict=True):
             o.load_state_dict(entry["state"])
         report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
