@@ -57,8 +57,7 @@ ACCELERATOR = """
     profile_handler project_dir reduce register_for_checkpointing register_load_state_pre_hook
     register_save_state_pre_hook resume save save_iteration save_model save_state scaler scaler_handler set_trigger
     should_save_model skip_first_batches split_batches split_between_processes stop_requested sync_gradients
-    torch_device_mesh
-    trigger_sync_in_backward unscale_gradients unwrap_model use_distributed use_seedable_sampler
+    torch_device_mesh trigger_sync_in_backward unscale_gradients unwrap_model use_distributed use_seedable_sampler
     use_stateful_dataloader verify_device_map wait_for_everyone wait_for_save whole_weights
 """
 

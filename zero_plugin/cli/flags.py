@@ -81,9 +81,7 @@ LAUNCH_FLAGS: Final = (
     LaunchFlag("module", "The program is a module, as with `python -m`.", _ENGINE, switch=True, short=("-m",)),
     LaunchFlag("no_python", "The program is an executable.", _ENGINE, switch=True),
     LaunchFlag("max_restarts", "Start all workers again after a failure, this often.", _ENGINE),
-    LaunchFlag(
-        "auto_resume", "accelerator.resume() goes on from the newest checkpoint at once.", _ENGINE, switch=True
-    ),
+    LaunchFlag("auto_resume", "accelerator.resume() goes on from the newest checkpoint at once.", _ENGINE, switch=True),
     LaunchFlag("grace_period", "Seconds that the workers have to save and end after SIGTERM.", _ENGINE),
     LaunchFlag("dry_run", "Print the environment and the torchrun command; start nothing.", _ENGINE, switch=True),
     LaunchFlag("quiet", "Say only what goes wrong.", _ENGINE, switch=True, short=("-q",)),
