@@ -233,3 +233,18 @@ def test_an_unknown_deepspeed_is_said_once(tmp_path: Path, monkeypatch: pytest.M
         ("DeepSpeed 0.99 is installed", "note")
     ]
     assert read_document(path, "0.19.8").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("above", "wanted"),
+    [
+        (None, {"offload_optimizer": {"device": "cpu"}}),
+        ({}, {"offload_optimizer": {"device": "cpu"}}),
+        ("cpu", {"offload_optimizer": "cpu", "cpu_offload": True}),
+    ],
+)
+def test_an_old_key_beside_the_section_that_it_belongs_to(above: object, wanted: dict[str, object]) -> None:
+    """Where null or nothing stands for the section, the old key fills it; any other value is left to the check."""
+    zero = {"offload_optimizer": above, "cpu_offload": True}
+    document = document_from_mapping({"deepspeed_config": {"zero_optimization": zero}}, "Accelerator(config=…)")
+    assert document.deepspeed.nested() == {"zero_optimization": wanted}

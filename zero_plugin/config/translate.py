@@ -94,24 +94,31 @@ def translate_short_fields(fields: Mapping[Path, Entry]) -> dict[Path, Entry]:
 def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
     """Every key under the one spelling that the rest of the package looks for, and a finding for each that was moved.
 
-    A key that stands beside its other spelling is left where it is: the check refuses it as unknown.
+    A key that stands beside its other spelling is left where it is: the check refuses it as unknown. So is one whose
+    place is taken by a value in its section's stead, unless that is null or empty and says nothing.
     """
     entries: dict[Path, Entry] = {}
+    moved: dict[Path, Entry] = {}
     notes: list[Problem] = []
     for path, entry in tree.entries.items():
         read, value, old = path, entry.value, path
         if path == (_ZERO,) and isinstance(value, bool):  # how a file said it before ZeRO had stages
             read, value = (_ZERO, "stage"), int(value)
         for other, (new, convert) in _OTHER_SPELLINGS.items():
-            if path[: len(other)] == other and not tree.has_section(*new):
+            if path[: len(other)] == other and not tree.has_section(*new) and not _is_taken(tree, new):
                 read, value, old = new + path[len(other) :], convert(value), other
                 break
-        entries[read] = Entry(value, entry.origin)
+        (entries if read == path else moved)[read] = Entry(value, entry.origin)
         if read != path:
             severity: Severity = "warning" if old in _DEPRECATED else "note"
             fix, shown = f"Write {dotted(read)}: {show(value)}.", show(entry.value)
             notes.append(Problem(entry.origin.where, dotted(path), f"read as {dotted(read)}", fix, shown, severity))
-    return Tree(entries), notes
+    return Tree(entries).replace(moved), notes
+
+
+def _is_taken(tree: Tree, path: Path) -> bool:
+    above = [tree.entries[path[:n]].value for n in range(1, len(path)) if path[:n] in tree.entries]
+    return any(value is not None and value != {} for value in above)
 
 
 def precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
