@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
@@ -166,7 +168,7 @@ def check_a_schedule_of_another_optimizer(path: str) -> None:
 
 
 def check_memory_is_freed(path: str) -> None:
-    """After `free_memory` nothing is prepared, and the next model trains as the first."""
+    """After `free_memory` nothing is prepared, nothing keeps the model, and the next one trains as the first."""
     with running(path) as accelerator:
         for call in (accelerator.free_memory, accelerator.clear):
             model, optimizer, schedule = accelerator.prepare(*_unprepared())
@@ -178,11 +180,15 @@ def check_memory_is_freed(path: str) -> None:
             _train(accelerator, model, optimizer, schedule)
             assert copy.deepcopy({"of": accelerator})["of"] is accelerator
             kept = optimizer
+            module = weakref.ref(accelerator.unwrap_model(model))
             model, optimizer, schedule, loader = call(model, optimizer, schedule, loader)
             assert (model, optimizer, schedule, loader) == (None, None, None, None)
             assert accelerator._models == accelerator._optimizers == accelerator._schedulers == []
             assert accelerator._dataloaders == []
             raised(LoopError, "has ended", by=kept.step)
+            del kept
+            gc.collect()
+            assert module() is None
 
 
 def check_gradients_of_a_model_alone(path: str) -> None:

@@ -25,6 +25,7 @@ from zero_plugin.strategies.base import (
 )
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
+from zero_plugin.strategies.deepspeed.leftovers import forget_module
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
@@ -328,6 +329,7 @@ class EngineSession(Session):
         for hook in self._hooks:
             hook.remove()
         self.engine.destroy()
+        forget_module(self.module)
         self.engine.optimizer = None
         self.engine.basic_optimizer = None
         self.model = self.module
