@@ -26,6 +26,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 campaign: $(VENV)/.installed-dev libaio iproute2
+	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest tests/cli/test_questionnaire.py
 	$(BIN)/python -m pytest -m campaign
 
 benchmarks: $(VENV)/.installed

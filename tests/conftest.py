@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from zero_plugin.strategies.deepspeed.build_lock import find_stale_build_locks
 
 _OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
+# The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("campaign", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
 _BUILD_OP = """
 import sys
 from deepspeed.accelerator import get_accelerator

@@ -330,7 +330,7 @@ def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_
     person.answer("Which ZeRO stage?", "down", "enter")
     person.answer("offload optimizer states?", "up", "enter")
     person.answer("optimizer states:", "enter")
-    person.answer("Type the path of a folder", "/nvme/a b", "enter")
+    person.answer("Type a name or a path", "/nvme/a b", "enter")
     person.answer("offload weights?", "down", "down", "enter")
     person.answer("weights: [/nvme/a b]", "enter")
     person.answer("whole 16-bit", "enter")

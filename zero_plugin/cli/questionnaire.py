@@ -89,7 +89,7 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
     answers |= _ask_precision(prompts, device, document, precision)
     if device == "tpu":
         answers["main_training_function"] = prompts.read(
-            "Function of the script that each process calls:", _text, "main"
+            "Function of the script that each process calls:", _named, "main"
         )
     if prompts.confirm("Set rarer things too: logs, threads, restarts, the compiler?", default=False):
         answers |= _ask_rare(prompts)
@@ -149,7 +149,7 @@ def _ask_zero(prompts: Prompts) -> tuple[dict[str, Any], Document]:
         if not prompts.confirm("Have transformers' from_pretrained build partitioned models?", default=True):
             answers["zero3_init_flag"] = False
         if prompts.confirm("Name mixture-of-experts layers beside those found by their structure?", default=False):
-            names = prompts.read("Their class names, comma-separated:", _text)
+            names = prompts.read("Their class names, comma-separated:", _named)
             answers["deepspeed_moe_layer_cls_names"] = names
     return answers, document
 
@@ -166,7 +166,7 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
         place = prompts.choose(f"Where to offload {what}?", places, "none")
         answers[f"offload_{name}_device"] = place
         if place == "nvme":
-            path = prompts.read(f"Folder on the NVMe disk for {what}:", _folder, path)
+            path = prompts.read(f"Folder on the NVMe disk for {what}:", _named, path)
             answers[f"offload_{name}_nvme_path"] = path
     if stage == 3:
         whole = prompts.confirm("Save models with whole 16-bit weights, gathered from all processes?", default=True)
@@ -183,11 +183,11 @@ def _ask_launcher(prompts: Prompts) -> dict[str, Any]:
     answers = {"deepspeed_multinode_launcher": launcher}
     if launcher == "standard":
         return answers
-    answers["deepspeed_hostfile"] = prompts.read("Hostfile, with a line `host slots=GPUS` for each machine:", _text)
+    answers["deepspeed_hostfile"] = prompts.read("Hostfile, with a line `host slots=GPUS` for each machine:", _named)
     choices = {"all": "all of it", "inclusion": "only some of it", "exclusion": "all but some of it"}
     way = prompts.choose("Which hosts of the file?", choices, "all")
     if way != "all":
-        answers[f"deepspeed_{way}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _text)
+        answers[f"deepspeed_{way}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _named)
     return answers
 
 
@@ -205,7 +205,7 @@ def _ask_meeting(prompts: Prompts, machines: int, launcher: str) -> dict[str, An
         answers["machine_rank"] = prompts.read(
             f"Which machine is this, 0 to {machines - 1}?", _whole(0, machines - 1), "0"
         )
-    answers["main_process_ip"] = prompts.read("Address of machine 0, as the others reach it:", _text)
+    answers["main_process_ip"] = prompts.read("Address of machine 0, as the others reach it:", _named)
     answers["main_process_port"] = prompts.read("A free port on machine 0:", _whole(1, 65535), "29500")
     return answers
 
@@ -277,9 +277,9 @@ def _text(line: str) -> str:
     return line
 
 
-def _folder(line: str) -> str:
-    if line.lower() in ("", "none", "auto"):  # these words do not mean a folder in the file
-        raise ValueError("Type the path of a folder.")
+def _named(line: str) -> str:
+    if line.lower() in ("", "none", "auto"):  # in the file these words name no folder, hostfile or host
+        raise ValueError("Type a name or a path here; none and auto stand for nothing.")
     return line
 
 
