@@ -1,0 +1,195 @@
+"""What the plan is made of: a model's sizes, its activations, the machines, and one way of training on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zero_plugin.resolve.facts import Precision
+
+__all__ = ["Activations", "Affine", "Cluster", "Device", "ModelSizes", "OptimizerSizes", "ParameterSize", "Setup"]
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSize:
+    """Parameter tensors of one kind.
+
+    Attributes:
+        elements: of each tensor.
+        count: how many tensors are like that; one that several modules share counts once.
+        trainable: whether they require gradients.
+        expert: whether they belong to an expert of a mixture, which not every sample passes.
+    """
+
+    elements: int
+    count: int = 1
+    trainable: bool = True
+    expert: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What a model is made of.
+
+    Attributes:
+        name: for people, e.g. "gpt2" or "LlamaForCausalLM".
+        parameters: all of them.
+        buffer_bytes: bytes of its buffers.
+        largest_module: elements of the parameters that one module's forward uses at once, at most; 0 where unknown.
+        hidden_size, layers, vocabulary: None where unknown.
+        source: how all this is known, e.g. "config.json" or "--params 7B".
+    """
+
+    name: str
+    parameters: tuple[ParameterSize, ...]
+    buffer_bytes: int = 0
+    largest_module: int = 0
+    hidden_size: int | None = None
+    layers: int | None = None
+    vocabulary: int | None = None
+    source: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(p.elements * p.count for p in self.parameters)
+
+    @property
+    def trainable(self) -> int:
+        """Elements that require gradients."""
+        return sum(p.elements * p.count for p in self.parameters if p.trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A number of bytes that grows with the micro-batch: `fixed + per_sample × samples`."""
+
+    fixed: int = 0
+    per_sample: int = 0
+
+    def at(self, samples: int) -> int:
+        """Bytes for a micro-batch of `samples`."""
+        return self.fixed + self.per_sample * samples
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What one forward keeps for its backward, in one precision, and what the backward works in.
+
+    Attributes:
+        saved: bytes kept from the forward to the backward, logits and loss included.
+        transient: the largest working space on top of them.
+        checkpointed, checkpointed_transient: the same with activation checkpointing of every block; None where the
+            model has no blocks to checkpoint.
+        flops_per_sample: floating-point operations of one forward of one sample (a multiplication and an addition are
+            two).
+        sample_length: tokens of one sample, 1 where a sample is no sequence.
+        source: how all this is known, e.g. "traced at micro-batches 1 and 2".
+    """
+
+    saved: Affine
+    transient: Affine = field(default_factory=Affine)
+    checkpointed: Affine | None = None
+    checkpointed_transient: Affine | None = None
+    flops_per_sample: float = 0.0
+    sample_length: int = 1
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSizes:
+    """What an optimizer keeps.
+
+    Attributes:
+        name: DeepSpeed's type name in lower case, e.g. `adamw`.
+        states: tensors of a parameter's size that it keeps for each (Adam 2, Lion 1, SGD with momentum 1).
+    """
+
+    name: str = "adamw"
+    states: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines, all alike. Bytes are bytes, bandwidths bytes per second of one device or one node.
+
+    Attributes:
+        nodes, devices: machines, and devices (processes) on each.
+        device_name: e.g. "NVIDIA A100 80GB"; "" where only its memory is stated.
+        device_bytes: memory of one device.
+        host_bytes: memory of one node that the processes may use.
+        nvme_bytes: free bytes on one node's NVMe disk, 0 without one.
+        memlock_bytes: what one process may pin, None without a limit.
+        flops: floating-point operations per second that one device reaches in training, by precision.
+        memory_bandwidth: of one device's memory.
+        link_bandwidth: between two devices of a node.
+        network_bandwidth: between two nodes, of each node.
+        pcie_bandwidth: between host and one device, each way.
+        adam_bandwidth: bytes per second of host memory that DeepSpeed's CPU optimizer moves on one node, all its
+            processes together.
+        nvme_read, nvme_write: of one node's disk.
+        sources: where each constant comes from, by its name here.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    nodes: int = 1
+    devices: int = 1
+    device_name: str = ""
+    nvme_bytes: int = 0
+    memlock_bytes: int | None = None
+    flops: Mapping[Precision, float] = field(default_factory=dict)
+    memory_bandwidth: float = 0.0
+    link_bandwidth: float = 0.0
+    network_bandwidth: float = 0.0
+    pcie_bandwidth: float = 0.0
+    adam_bandwidth: float = 0.0
+    nvme_read: float = 0.0
+    nvme_write: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def processes(self) -> int:
+        """Data-parallel world size."""
+        return self.nodes * self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way of training.
+
+    Attributes:
+        stage: the ZeRO stage; None is plain DDP (one device alone included).
+        precision: computation type.
+        gradient_bytes: bytes of one element where gradients accumulate (2 or 4).
+        offload_optimizer, offload_param: where optimizer states and parameters live; `none` is the device.
+        ratio: the share of the optimizer's elements that is updated on the host, 1.0 for all.
+        sub_group_size: elements that stage 3's optimizer updates at a time.
+        micro_batch: samples per process and backward.
+        accumulation: micro-batches per optimizer step.
+        activation_checkpointing: whether every block is recomputed in the backward.
+        reduce_bucket, allgather_bucket, prefetch_bucket: elements.
+        persistence_threshold: stage 3 keeps parameters with fewer elements whole on every device.
+        overlap_comm: whether reductions run beside the backward, with a second bucket.
+        pin_memory: whether offloaded tensors are pinned.
+    """
+
+    stage: Literal[0, 1, 2, 3] | None = 2
+    precision: Precision = "bf16"
+    gradient_bytes: int = 4
+    offload_optimizer: Device = "none"
+    offload_param: Device = "none"
+    ratio: float = 1.0
+    sub_group_size: int = 1_000_000_000
+    micro_batch: int = 1
+    accumulation: int = 1
+    activation_checkpointing: bool = False
+    reduce_bucket: int = 25_000_000
+    allgather_bucket: int = 25_000_000
+    prefetch_bucket: int = 25_000_000
+    persistence_threshold: int = 10_000
+    overlap_comm: bool = False
+    pin_memory: bool = True
