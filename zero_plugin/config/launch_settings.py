@@ -11,7 +11,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 
-__all__ = ["LaunchSettings", "asks_for_cpu", "asks_for_deepspeed", "dropped_zero", "launch_schema", "launch_settings"]
+__all__ = [
+    "LaunchSettings",
+    "asks_for_cpu",
+    "asks_for_deepspeed",
+    "asks_for_tpu",
+    "dropped_zero",
+    "launch_schema",
+    "launch_settings",
+]
 
 
 def _names(value: Any) -> Any:
@@ -158,6 +166,11 @@ def asks_for_cpu(settings: LaunchSettings) -> bool:
     return settings.use_cpu or settings.distributed_type == "MULTI_CPU"
 
 
+def asks_for_tpu(settings: LaunchSettings) -> bool:
+    """Whether a document asks for a TPU; `XLA` is Accelerate's newer word for it."""
+    return settings.distributed_type in ("TPU", "XLA")
+
+
 def asks_for_deepspeed(document: Document, settings: LaunchSettings) -> bool:
     """Whether a document asks for ZeRO: by its `distributed_type` or, where that is open, by a ZeRO section."""
     kind = settings.distributed_type
@@ -165,7 +178,8 @@ def asks_for_deepspeed(document: Document, settings: LaunchSettings) -> bool:
 
 
 def dropped_zero(document: Document, settings: LaunchSettings) -> str:
-    """What of the ZeRO section a `distributed_type` without ZeRO drops, and where that is written; "" for nothing."""
+    """What of the ZeRO section a `distributed_type` without ZeRO drops, where that is written, and what a TPU does in
+    its place; "" for nothing."""
     if asks_for_deepspeed(document, settings):
         return ""
     zero = document.deepspeed.section("zero_optimization")
@@ -177,4 +191,6 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
             parts.append(f"{what} offload to {device}")
     if not parts:
         return ""
-    return f"{' and '.join(parts)} dropped, as {document.launch.entries[('distributed_type',)].origin.where} asks"
+    told = f"{' and '.join(parts)} dropped, as {document.launch.entries[('distributed_type',)].origin.where} asks"
+    whole = "; each TPU device holds the whole model, its gradients and optimizer states"
+    return told + whole if asks_for_tpu(settings) else told

@@ -1,0 +1,119 @@
+"""torch_xla and the devices that it finds, or a sentence that says what is wrong with them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from packaging.version import InvalidVersion, Version
+
+from zero_plugin.errors import LaunchError, MachineError
+from zero_plugin.installed import installed_version
+from zero_plugin.probe.tpu import PJRT_DEVICE
+
+__all__ = ["check_world_size", "find_version_problem", "import_torch_xla", "start_runtime"]
+
+_INSTALL: Final = "pip install 'zero-plugin[tpu]'"
+_RUNTIMES: Final = ("TPU", "CPU")
+
+
+def find_version_problem(version: Callable[[str], str | None] = installed_version) -> str:
+    """What is wrong with the installed torch_xla, without importing it, and the command that mends it; "" for nothing.
+
+    torch_xla names no torch that it needs, and is built for exactly one: of the same major and minor number.
+
+    Args:
+        version: the version of an installed package, None where it is missing.
+    """
+    xla, torch = version("torch_xla"), version("torch")
+    if xla is None:
+        return f"a TPU needs torch_xla, which is not installed: {_INSTALL}"
+    if torch is None or _minor(xla) == _minor(torch):
+        return ""
+    wanted = ".".join(map(str, _minor(xla)))
+    return (
+        f"torch_xla {xla} is built for torch {wanted}, and this is torch {torch}: {_INSTALL}\n"
+        "In an environment of its own, if others need the newer torch."
+    )
+
+
+def import_torch_xla() -> Any:
+    """The package.
+
+    Raises:
+        MachineError: it is missing, or is built for another torch than the installed one.
+    """
+    if problem := find_version_problem():
+        raise MachineError(problem)
+    try:
+        return importlib.import_module("torch_xla")
+    except ImportError as error:  # an undefined symbol of another torch, or a Python without a shared library
+        versions = f"torch_xla {installed_version('torch_xla')}, torch {installed_version('torch')}"
+        raise MachineError(
+            f"torch_xla cannot be imported ({versions}): {error}\nIt is built for one torch and for a Python with a "
+            f"shared libpython. Install the pair that belongs together: {_INSTALL}"
+        ) from error
+
+
+def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
+    """Start the XLA runtime of this process, and return its name, `TPU` or `CPU`.
+
+    Before any `backward`: torch's autograd engine counts devices once, and crashes over those that come later.
+
+    Args:
+        environ: whether the user has chosen the CPU, to try things there.
+
+    Raises:
+        LaunchError: it runs on something else than a TPU, which nobody has asked for.
+        MachineError: torch_xla or the runtime does not work here.
+    """
+    import_torch_xla()
+    runtime = importlib.import_module("torch_xla.runtime")
+    asked = environ.get(PJRT_DEVICE, "")
+    found = str(runtime.device_type())
+    if found not in _RUNTIMES or (found == "CPU" and not asked):
+        told = f"{PJRT_DEVICE} is {asked}" if asked else f"torch_xla found no TPU and took {found}"
+        raise LaunchError(
+            f"the run is to train on a TPU, but {told}.\nSet {PJRT_DEVICE}=TPU on a machine with a TPU, or "
+            f"{PJRT_DEVICE}=CPU to try the same path without one; for GPUs leave --tpu and distributed_type out."
+        )
+    try:
+        runtime.addressable_device_count()
+    except RuntimeError as error:
+        raise MachineError(
+            f"the XLA runtime does not start with {PJRT_DEVICE}={asked or found}: {error}\n"
+            f"Another process may hold the TPU, which serves one at a time; or libtpu is missing: {_INSTALL}"
+        ) from error
+    return found
+
+
+def check_world_size(found: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Compare the replicas that the XLA runtime sees with those that the launcher meant to start.
+
+    Without it, processes that do not see each other train each by itself: their all-reduce does nothing, silently.
+
+    Args:
+        found: `torch_xla.runtime.world_size()`.
+        environ: `WORLD_SIZE` is what the launcher meant; absent where it left that to the runtime.
+
+    Raises:
+        LaunchError: they differ.
+    """
+    meant = environ.get("WORLD_SIZE", "")
+    if not meant or int(meant) == found:
+        return
+    devices = f"{found} device{'s' if found != 1 else ''}"
+    raise LaunchError(
+        f"{meant} processes were started, but the XLA runtime connects {devices} "
+        f"({PJRT_DEVICE}={environ.get(PJRT_DEVICE, '')}): gradients would not be averaged.\n"
+        f"Start the script by `zero-plugin launch --tpu`, not by torchrun, with --num_processes {found} or without it."
+    )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        return ()
