@@ -88,6 +88,8 @@ class Activations:
             two).
         sample_length: tokens of one sample, 1 where a sample is no sequence.
         source: how all this is known, e.g. "traced at micro-batches 1 and 2".
+        autocast: the same where weights stay fp32 and operations run under autocast, as DDP does it in 16 bits; None
+            where that is no other.
     """
 
     saved: Affine
@@ -97,6 +99,11 @@ class Activations:
     flops_per_sample: float = 0.0
     sample_length: int = 1
     source: str = ""
+    autocast: Activations | None = None
+
+    def under(self, stage: Literal[0, 1, 2, 3] | None) -> Activations:
+        """As a ZeRO stage runs the model, in its computation type throughout, or as DDP (None) does, under autocast."""
+        return self.autocast if stage is None and self.autocast else self
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,185 @@
+"""A decoder-only language model's sizes and activations by closed formulas, from its widths alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.plan.situation import Activations, Affine, ModelSizes, ParameterSize
+from zero_plugin.resolve.facts import Precision
+
+__all__ = ["decoder_activations", "decoder_sizes"]
+
+_VOCABULARY: Final = 32_000  # Llama's and Llama 2's
+_HEAD_SIZE: Final = 128  # Llama's at every size
+_WIDTH_PER_LAYER: Final = 128  # Llama 7B: 4096 / 32; 13B: 5120 / 40
+_INDEX_BYTES: Final = 8  # token ids and labels are int64
+
+
+def decoder_sizes(
+    *,
+    parameters: int | None = None,
+    hidden_size: int | None = None,
+    layers: int | None = None,
+    vocabulary: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    intermediate: int | None = None,
+    tied: bool | None = None,
+) -> ModelSizes:
+    """The tensors of a decoder as Llama's (RMSNorm, grouped-query attention, gated MLP, no biases; arXiv:2302.13971).
+
+    Each layer has `h·(2h + 2·kv + 3m) + 2h` parameters, where `kv` is the width of the keys and `m` the intermediate
+    size; the embedding and, unless tied, the output have `V·h` each.
+
+    Args:
+        parameters: of all; the intermediate size follows from it. Without it, that is 8/3 of the hidden size.
+        hidden_size, layers: where one is absent it follows from the other, or from `parameters`, at 128 wide per layer.
+        vocabulary: 32,000 where absent.
+        heads: of 128 each where absent.
+        kv_heads: as many as `heads` where absent.
+        intermediate: width of the MLP.
+        tied: whether embedding and output are one tensor; absent, only where `parameters` leave no room for two.
+
+    Raises:
+        ConfigError: neither parameters nor a width is given, or the numbers contradict each other.
+    """
+    if not (parameters or hidden_size or layers):
+        raise _error("nothing tells the model's size", "Give --params, or --hidden_size and --layers.")
+    hidden = hidden_size or (_WIDTH_PER_LAYER * layers if layers else _usual_width(parameters or 0))
+    depth = layers or max(1, round(hidden / _WIDTH_PER_LAYER))
+    words = vocabulary or _VOCABULARY
+    query_heads = heads or max(1, hidden // _HEAD_SIZE)
+    kv_width = hidden * (kv_heads or query_heads) // query_heads
+    attention = 2 * hidden * (hidden + kv_width)
+
+    def solved(outputs: int) -> int:
+        """The intermediate size that fills up the parameters, with that many matrices over the vocabulary."""
+        blocks = (parameters or 0) - outputs * words * hidden - hidden
+        return (blocks // depth - attention - 2 * hidden) // (3 * hidden)
+
+    is_tied = bool(tied)
+    width = intermediate or 0
+    if not width and parameters:
+        width = solved(1 if is_tied else 2)
+        if tied is None and width < hidden:
+            is_tied, width = True, solved(1)
+        if width < 1:
+            raise _error(
+                f"{parameters:,} parameters are too few for {depth} layers of width {hidden:,} and {words:,} tokens",
+                "Give the model's own --hidden_size, --layers and --vocabulary.",
+            )
+    width = width or 256 * -(-8 * hidden // 768)  # 2/3 of 4h, rounded up to a multiple of 256: Llama's own rule
+    matrices = (
+        ParameterSize(words * hidden, 1 if is_tied else 2),
+        ParameterSize(hidden * hidden, 2 * depth),
+        ParameterSize(hidden * kv_width, 2 * depth),
+        ParameterSize(hidden * width, 3 * depth),
+        ParameterSize(hidden, 2 * depth + 1),
+    )
+    given = {"params": parameters, "hidden_size": hidden_size, "layers": layers, "vocabulary": vocabulary}
+    given |= {"heads": heads, "kv_heads": kv_heads, "intermediate": intermediate}
+    sizes = ModelSizes(
+        name=f"decoder of {hidden:,} × {depth}",
+        parameters=matrices,
+        largest_module=max(words, width) * hidden,
+        hidden_size=hidden,
+        layers=depth,
+        vocabulary=words,
+        source=" ".join(f"--{name} {value:,}" for name, value in given.items() if value),
+    )
+    if parameters and abs(sizes.elements - parameters) > 0.05 * parameters:
+        raise _error(
+            f"these widths make {sizes.elements:,} parameters, not {parameters:,}",
+            "Leave out --params, or the width that is not the model's.",
+        )
+    return sizes
+
+
+def decoder_activations(
+    model: ModelSizes,
+    sequence_length: int,
+    precision: Precision = "bf16",
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    intermediate: int | None = None,
+) -> Activations:
+    """What a forward of such a decoder keeps, tensor by tensor, with attention as a fused kernel.
+
+    Per token and layer, with `e` bytes per element of the computation type, counted as in Korthikanti et al. 2022
+    (arXiv:2205.05198, section 4.1) on the operations of transformers' Llama:
+
+    * each of two norms: its input in fp32 `4h`, the normalised input `e·h`, its output (the projections' input) `e·h`;
+    * attention: queries and output `2·e·h`, keys and values `2·e·kv`, the soft-maxes' logarithms `4·heads` (Dao 2023,
+      arXiv:2307.08691: what FlashAttention-2 keeps);
+    * the gated MLP: both projections, the gate's activation, and their product: `4·e·m`.
+
+    Once: the last norm, the logits `e·V`, their log-softmax in fp32 `4·V`, ids and labels. The backward starts with the
+    logits' gradient in fp32 and in the computation type. Under autocast the norms work in fp32, each projection casts
+    its input for itself, and 16-bit copies of all matrices are kept until the backward.
+
+    Args:
+        model: with its hidden size, layers and vocabulary.
+        sequence_length: tokens of one sample.
+        precision: of the computation.
+        heads, kv_heads, intermediate: as for `decoder_sizes`; where absent, equal heads of 128, and the intermediate
+            size that the number of parameters leaves.
+
+    Raises:
+        ConfigError: the model's hidden size or layers are unknown.
+    """
+    if not (model.hidden_size and model.layers):
+        raise _error(f"the width and depth of {model.name} are unknown", "Give --hidden_size and --layers.")
+    hidden, depth, words = model.hidden_size, model.layers, model.vocabulary or 0
+    item = 4 if precision == "no" else 2
+    query_heads = heads or max(1, hidden // _HEAD_SIZE)
+    kv_width = hidden * (kv_heads or query_heads) // query_heads
+    embeddings = sum(p.elements * p.count for p in model.parameters if words and p.elements == words * hidden)
+    blocks = max(0, model.elements - embeddings)
+    width = intermediate or max(0, blocks // (depth * hidden) - 2 * (hidden + kv_width)) // 3
+
+    inner = item * (2 * hidden + 2 * kv_width + 4 * width) + 4 * query_heads
+    head = (item + 4) * words + 2 * _INDEX_BYTES
+    loss_gradient = (4 + item) * words
+
+    def activations(norm: int, last_norm: int, stream: int, copies: int, source: str) -> Activations:
+        """From the bytes per token of a layer's two norms, of the last norm, and of the residual stream."""
+        layer, ends = norm + inner, last_norm + head
+        checkpointed = stream * depth + ends
+        return Activations(
+            saved=Affine(copies, sequence_length * (depth * layer + ends)),
+            transient=Affine(0, sequence_length * loss_gradient),
+            checkpointed=Affine(copies, sequence_length * checkpointed),
+            checkpointed_transient=Affine(0, sequence_length * max(loss_gradient, layer - head + 2 * item * width)),
+            flops_per_sample=float(2 * (blocks + words * hidden) * sequence_length)
+            + 2.0 * depth * hidden * sequence_length**2,  # 4·T·h per token and layer, half of it masked (PaLM, app. B)
+            sample_length=sequence_length,
+            source=source,
+        )
+
+    found = activations(
+        2 * (4 + 2 * item) * hidden,
+        (4 + 2 * item) * hidden,
+        item * hidden,
+        0,
+        f"closed formula of a {precision} decoder",
+    )
+    if precision == "no":
+        return found
+    # Norms keep input and normalised input in fp32; three projections of the first and two of the second cast for
+    # themselves; the output projection's is the last.
+    copies = item * (blocks + words * hidden)
+    regime = activations((16 + 5 * item) * hidden, (8 + item) * hidden, 4 * hidden, copies, "closed formula, autocast")
+    return replace(found, autocast=regime)
+
+
+def _usual_width(parameters: int) -> int:
+    """The width at which 12·h² parameters per layer and 128 wide per layer make `parameters`, in whole heads."""
+    width: float = (parameters * _WIDTH_PER_LAYER / 12) ** (1 / 3)
+    return max(1, round(width / _HEAD_SIZE)) * _HEAD_SIZE
+
+
+def _error(message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("plan", "", message, fix)])

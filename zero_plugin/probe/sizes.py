@@ -1,0 +1,79 @@
+"""Reads a live model's sizes for the plan, without touching its data."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from zero_plugin.plan.situation import ModelSizes, ParameterSize
+from zero_plugin.probe.width import common_width, stated_width
+
+__all__ = ["is_expert", "model_sizes", "repeated_blocks"]
+
+_EXPERT: Final = re.compile(r"(^|[._])experts([._]|$)")
+_DEPTHS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+def model_sizes(module: nn.Module) -> ModelSizes:
+    """Sizes of `module`, on whatever device it is, `meta` and partitioned (`ds_shape`) included.
+
+    A parameter that several modules share counts once; tensors of one size, all trainable or all frozen, are one entry.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    kinds: Counter[tuple[int, bool, bool]] = Counter()
+    for name, parameter in module.named_parameters():
+        shapes[name] = _shape(parameter)
+        kinds[math.prod(shapes[name]), parameter.requires_grad, is_expert(name)] += 1
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    hidden, _ = stated_width(config, "model.config")
+    return ModelSizes(
+        name=type(module).__name__,
+        parameters=tuple(ParameterSize(size, count, *flags) for (size, *flags), count in kinds.items()),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
+        largest_module=max((_own_elements(part.parameters(recurse=False)) for part in module.modules()), default=0),
+        hidden_size=hidden or common_width(shapes.values())[0],
+        layers=len(repeated_blocks(module)) or _stated(text, _DEPTHS),
+        vocabulary=_stated(text, ("vocab_size",)),
+        source="the model",
+    )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of this name belongs to an expert of a mixture, e.g. `layers.0.mlp.experts.3.weight`."""
+    return _EXPERT.search(name) is not None
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The modules that activation checkpointing recomputes one by one: the outermost that stand in a row of their kind.
+
+    A row is a ModuleList or a Sequential that holds at least two modules of one class, which have modules of their own:
+    transformer layers, residual blocks.
+    """
+    found: list[nn.Module] = []
+    for child in module.children():
+        kinds = Counter(type(block) for block in child.children() if any(True for _ in block.children()))
+        is_row = isinstance(child, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
+        found += child.children() if is_row else repeated_blocks(child)
+    return found
+
+
+def _own_elements(parameters: Iterable[Tensor]) -> int:
+    return sum(math.prod(_shape(parameter)) for parameter in parameters)
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _stated(config: Any, names: Iterable[str]) -> int | None:
+    for name in names:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
