@@ -113,10 +113,12 @@ class OptimizerSizes:
     Attributes:
         name: DeepSpeed's type name in lower case, e.g. `adamw`.
         states: tensors of a parameter's size that it keeps for each (Adam 2, Lion 1, SGD with momentum 1).
+        step_copies: tensors of a parameter's size that its step on a device works in (torch's Adam 1, a fused one 0).
     """
 
     name: str = "adamw"
     states: int = 2
+    step_copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ class Setup:
     Attributes:
         stage: the ZeRO stage; None is plain DDP (one device alone included).
         precision: computation type.
-        gradient_bytes: bytes of one element where gradients accumulate (2 or 4).
+        gradient_bytes: bytes of one element where gradients accumulate: 4 in bf16, as this package settles it, 2 in
+            fp16; not read without ZeRO, at stage 0 and in fp32, where it is the weights' own.
         offload_optimizer, offload_param: where optimizer states and parameters live; `none` is the device.
         ratio: the share of the optimizer's elements that is updated on the host, 1.0 for all.
         sub_group_size: elements that stage 3's optimizer updates at a time.
@@ -179,7 +182,9 @@ class Setup:
         accumulation: micro-batches per optimizer step.
         activation_checkpointing: whether every block is recomputed in the backward.
         reduce_bucket, allgather_bucket, prefetch_bucket: elements.
-        persistence_threshold: stage 3 keeps parameters with fewer elements whole on every device.
+        persistence_threshold: stage 3 keeps parameters with no more elements whole on every device.
+        max_reuse_distance: stage 3 does not release parameters that come again within so many elements.
+        param_buffer: elements of each of the five buffers between host and NVMe for parameters.
         overlap_comm: whether reductions run beside the backward, with a second bucket.
         pin_memory: whether offloaded tensors are pinned.
     """
@@ -198,5 +203,7 @@ class Setup:
     allgather_bucket: int = 25_000_000
     prefetch_bucket: int = 25_000_000
     persistence_threshold: int = 10_000
+    max_reuse_distance: int = 1_000_000_000
+    param_buffer: int = 100_000_000
     overlap_comm: bool = False
     pin_memory: bool = True

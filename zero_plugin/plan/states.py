@@ -1,0 +1,205 @@
+"""The exact model states of one process between two steps: on the device, in host memory, on NVMe.
+
+The formulas are those of DeepSpeed 0.19's engine as this package sets it up, read off its source and compared with the
+live tensors of real engines (tests/plan/test_live_states.py).
+"""
+
+from __future__ import annotations
+
+from zero_plugin.plan.partitions import (
+    flat_elements,
+    persistent_elements,
+    sharded_elements,
+    sub_groups,
+    touched_elements,
+)
+from zero_plugin.plan.situation import ModelSizes, OptimizerSizes, Setup
+
+__all__ = [
+    "device_states",
+    "host_states",
+    "nvme_states",
+    "sub_groups_on_device",
+    "weight_bytes",
+    "window_gradients",
+]
+
+_FP32 = 4
+# DeepSpeed leaves what is smaller than this in memory, and writes files in blocks of 1 KiB for each of the threads:
+# MIN_AIO_BYTES and AIO_ALIGNED_BYTES of its swap_tensor/utils.py, with the `aio` section's defaults.
+NVME_LEAST = 2**20
+NVME_BLOCK = 1024
+
+
+def weight_bytes(setup: Setup) -> int:
+    """Bytes of one element of the weights: without ZeRO they stay fp32, and forwards run under autocast."""
+    return _FP32 if setup.stage is None or setup.precision == "no" else 2
+
+
+def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
+    """Bytes on one device that outlast a step: parameters, masters, optimizer states, gradient buffers that are kept.
+
+    Args:
+        model: its sizes.
+        optimizer: what it keeps.
+        setup: the way of training.
+        processes: data-parallel world size.
+    """
+    width, trained, frozen = weight_bytes(setup), model.trainable, model.elements - model.trainable
+    if setup.stage is None or (setup.stage == 0 and width == _FP32):
+        kept = trained * _FP32 if setup.stage is None and processes > 1 else 0  # DDP's buckets; else zero_grad frees
+        states = optimizer.states * trained * _FP32
+        return {"parameters": (trained + frozen) * width, "optimizer states": states, "gradients": kept}
+    if setup.stage == 0:
+        states = optimizer.states * trained * _FP32
+        return {"parameters": (trained + frozen) * width, "master weights": trained * _FP32, "optimizer states": states}
+    if setup.stage == 3:
+        return _stage3_device(model, optimizer, setup, processes)
+    flat = flat_elements(model.parameters, processes)
+    own = flat // processes
+    found = {"parameters": (flat + frozen) * width}
+    if setup.offload_optimizer == "none":
+        found |= {"master weights": own * _FP32, "optimizer states": optimizer.states * own * _FP32}
+        if _is_bf16_optimizer(setup):
+            found["gradients"] = flat * _FP32
+    else:
+        found["buckets"] = _largest_trained(model) * width  # temp_grad_buffer_for_gpu_offload
+    return found
+
+
+def _stage3_device(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
+    width = weight_bytes(setup)
+    own = sharded_elements(model.parameters, processes, trainable=True)
+    frozen = sharded_elements(model.parameters, processes, trainable=False)
+    found = {}
+    if setup.offload_param == "none":
+        found["parameters"] = (own + frozen) * width
+    if processes > 1 or setup.offload_param != "none":
+        found["persistent parameters"] = persistent_elements(model.parameters, setup.persistence_threshold) * width
+    found["buckets"] = setup.reduce_bucket * width
+    on_device = own
+    if setup.offload_optimizer == "none":
+        found["gradients"] = own * setup.gradient_bytes
+    else:
+        on_device = sum(sub_groups_on_device(model, setup, processes))
+        found["gradients"] = on_device * _FP32
+    # In fp32 the partitions themselves are what is optimized, where both live in one place.
+    if width != _FP32 or setup.offload_optimizer != "none" or setup.offload_param != "none":
+        found["master weights"] = on_device * _FP32
+    found["optimizer states"] = optimizer.states * on_device * _FP32
+    return found
+
+
+def sub_groups_on_device(model: ModelSizes, setup: Setup, processes: int) -> tuple[int, ...]:
+    """Elements of the sub-groups that a `ratio` below 1 leaves on the device: the first `int((1 - ratio) × groups)`."""
+    groups = sub_groups(model.parameters, processes, setup.sub_group_size)
+    if setup.stage != 3 or setup.offload_optimizer == "none":
+        return groups
+    return groups[: int((1 - setup.ratio) * len(groups))]
+
+
+def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes of gradients on one device at the end of a window that are not among the states kept."""
+    width, trained = weight_bytes(setup), model.trainable
+    if setup.stage is None:
+        return 0 if processes > 1 else trained * width
+    if setup.stage == 0:
+        return trained * width
+    if setup.stage == 3 or _is_bf16_optimizer(setup):
+        return 0
+    if setup.stage == 1:
+        return trained * setup.gradient_bytes
+    if setup.gradient_bytes == _FP32 != width:
+        return flat_elements(model.parameters, processes) // processes * _FP32  # also under offload, until the step
+    return 0 if setup.offload_optimizer != "none" else touched_elements(model.parameters, processes) * width
+
+
+def host_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
+    """Bytes of one process in host memory that outlast a step, without buffers of the NVMe drive."""
+    if setup.stage in (None, 0):
+        return {}
+    return {name: sum(sizes) for name, sizes in host_tensors(model, optimizer, setup, processes).items()}
+
+
+def host_tensors(
+    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
+) -> dict[str, tuple[int, ...]]:
+    """Bytes of each tensor of one process in host memory that outlasts a step."""
+    if setup.stage == 3:
+        return _stage3_host(model, optimizer, setup, processes)
+    if setup.stage in (None, 0) or setup.offload_optimizer == "none":
+        return {}
+    width = weight_bytes(setup)
+    own = flat_elements(model.parameters, processes) // processes
+    found = {
+        "master weights": (own * _FP32,),
+        "optimizer states": (own * _FP32,) * optimizer.states,
+        "gradients": (own * _FP32,),
+        "parameters": (own * width,),  # on their way back to the device
+        "buffers": (_largest_trained(model) * width,),
+    }
+    if setup.stage == 2 and setup.gradient_bytes == width:
+        # Every backward adds to a host copy, since only the step tells that the window ends.
+        found["gradients"] = (own * _FP32, touched_elements(model.parameters, processes) * width)
+    return found
+
+
+def _stage3_host(
+    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
+) -> dict[str, tuple[int, ...]]:
+    width = weight_bytes(setup)
+    own = sharded_elements(model.parameters, processes, trainable=True)
+    found: dict[str, tuple[int, ...]] = {}
+    if setup.offload_param != "none":
+        found["parameters"] = tuple(
+            size
+            for p in model.parameters
+            for size in (-(-p.elements // processes) * width,) * p.count
+            if setup.offload_param == "cpu" or not _is_swapped(size)
+        )
+    if setup.offload_optimizer != "none":
+        groups = sub_groups(model.parameters, processes, setup.sub_group_size)
+        in_host = [n * _FP32 for n in groups[len(sub_groups_on_device(model, setup, processes)) :]]
+        if setup.offload_optimizer == "nvme":
+            in_host = [size for size in in_host if not _is_swapped(size)]
+        found["master weights"] = tuple(in_host)
+        found["optimizer states"] = tuple(in_host) * optimizer.states
+        found["gradients"] = (own * setup.gradient_bytes, *in_host)
+    return found
+
+
+def nvme_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
+    """Bytes of one process' files on NVMe: tensors of 1 MiB or more."""
+    if setup.stage != 3:
+        return {}
+    width = weight_bytes(setup)
+    found = {}
+    if setup.offload_param == "nvme":
+        sizes = ((-(-p.elements // processes) * width, p.count) for p in model.parameters)
+        found["parameters"] = sum(_in_blocks(size) * count for size, count in sizes if _is_swapped(size))
+    if setup.offload_optimizer == "nvme":
+        groups = sub_groups(model.parameters, processes, setup.sub_group_size)
+        swapped = sum(_in_blocks(n * _FP32) for n in groups if _is_swapped(n * _FP32))
+        found["master weights"] = swapped
+        found["optimizer states"] = swapped * optimizer.states
+        gradients = ((-(-p.elements // processes) * _FP32, p.count) for p in model.parameters if p.trainable)
+        found["gradients"] = sum(size * count for size, count in gradients if _is_swapped(size))
+    return found
+
+
+def _is_bf16_optimizer(setup: Setup) -> bool:
+    """DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
+    sums_in_fp32 = setup.precision == "bf16" and setup.gradient_bytes == _FP32
+    return setup.stage == 1 and sums_in_fp32 and setup.offload_optimizer == "none"
+
+
+def _largest_trained(model: ModelSizes) -> int:
+    return max((p.elements for p in model.parameters if p.trainable), default=0)
+
+
+def _is_swapped(size: int) -> bool:
+    return size >= NVME_LEAST
+
+
+def _in_blocks(size: int) -> int:
+    return -(-size // NVME_BLOCK) * NVME_BLOCK
