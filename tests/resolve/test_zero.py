@@ -39,8 +39,8 @@ def test_buckets_come_from_the_model_within_bounds(resolved, model, key, expecte
     assert result.tree.get("zero_optimization", key).origin.reason
 
 
-def test_stage_and_device_wait_for_the_planner(resolved):
-    """`stage: auto` would be stage 0 inside DeepSpeed; until the planner fills it, it is refused with what to write."""
+def test_stage_and_device_need_a_plan(resolved):
+    """`stage: auto` would be stage 0 inside DeepSpeed: in a run without a plan it is refused with what to write."""
     config = {"zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}}}
     with pytest.raises(ConfigError) as caught:
         resolved(config)
@@ -48,7 +48,7 @@ def test_stage_and_device_wait_for_the_planner(resolved):
         "zero_optimization.stage",
         "zero_optimization.offload_param.device",
     ]
-    assert all("coming release" in problem.message for problem in caught.value.problems)
+    assert all("no plan of the memory" in problem.message for problem in caught.value.problems)
 
 
 def test_without_deepspeed_open_zero_fields_are_none(resolved):

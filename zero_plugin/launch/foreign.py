@@ -10,7 +10,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed
 from zero_plugin.config.tree import AUTO, Path
 from zero_plugin.launch.spec import Setting
-from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.resolve.resolved import PLACEMENT, Resolved
 
 __all__ = ["CONFIG_FILE_VARIABLE", "foreign_variables", "overridden"]
 
@@ -74,6 +74,10 @@ def _of_zero(document: Document, settings: LaunchSettings, resolved: Resolved) -
     prefix = "ACCELERATE_DEEPSPEED_"
     yield "ACCELERATE_USE_DEEPSPEED", Setting("true", "the configuration asks for ZeRO")
     stage = resolved.tree.entries[(_ZERO, "stage")]
+    if any(path in resolved.missing for path in PLACEMENT):  # such a script stops at that value, and must
+        why = "the plan waits for the model: a script that is built on Accelerate needs --model at the launch"
+        yield f"{prefix}ZERO_STAGE", Setting("auto", why)
+        return
     yield f"{prefix}ZERO_STAGE", Setting(str(stage.value), str(stage.origin))
     yield from _typed(document, ("gradient_clipping",), "ACCELERATE_GRADIENT_CLIPPING")
     for what in ("optimizer", "param"):

@@ -15,8 +15,8 @@ _ACCUMULATION: Path = ("gradient_accumulation_steps",)
 def settle_batch(draft: Draft) -> None:
     """Settle the three batch sizes, or refuse them with the arithmetic that does not work out."""
     settled_global = draft.value(*_GLOBAL)
-    if draft.get(*_MICRO) is None:
-        if draft.facts.loop.micro_batch is None and not draft.facts.complete:
+    if draft.get(*_MICRO) is None or _was_planned(draft):
+        if draft.facts.loop.micro_batch is None and not draft.facts.complete and _MICRO not in draft.facts.planned:
             _leave_open(draft)
             return
         draft.put(_MICRO, *_micro_batch(draft))
@@ -48,14 +48,28 @@ def _leave_open(draft: Draft) -> None:
 
 
 def _micro_batch(draft: Draft) -> tuple[int, str]:
-    """Samples per process and backward: the loader's, else what the global batch leaves, else 1."""
+    """Samples per process and backward: the loader's, else the plan's, else what the global batch leaves, else 1."""
     loop, world = draft.facts.loop, draft.facts.machine.processes
     total, steps = draft.value(*_GLOBAL), draft.value(*_ACCUMULATION, default=1)
     if loop.micro_batch is not None:
         return loop.micro_batch, loop.micro_batch_reason
+    if _MICRO in draft.facts.planned:
+        return draft.facts.planned[_MICRO]
     if total is not None and total >= steps * world:
         return total // (steps * world), f"train_batch_size {total} ÷ ({steps} accumulation × {world} processes)"
     return 1, "no training loader tells its batch size; training does not depend on it, only DeepSpeed's speed report"
+
+
+def _was_planned(draft: Draft) -> bool:
+    """Whether the micro-batch was chosen by a plan before the run, and a loader has come with another."""
+    entry, loop = draft.get(*_MICRO), draft.facts.loop
+    if entry is None or entry.origin.typed_by_user or loop.micro_batch in (None, entry.value):
+        return False
+    draft.say(
+        f"the plan was made for {entry.value} samples per process; the loop trains on {loop.micro_batch} "
+        f"({loop.micro_batch_reason})"
+    )
+    return True
 
 
 def _accumulation(draft: Draft) -> tuple[int, str]:

@@ -53,6 +53,10 @@ class Draft:
         """Whether the leaf says `auto`, as a whole or inside a list."""
         return path in self.tree and holds_auto(self.tree.value(*path))
 
+    def is_missing(self, *path: str) -> bool:
+        """Whether the leaf stays open, since a fact is not there; see `miss`."""
+        return path in self._missing
+
     def is_unsettled(self, *path: str) -> bool:
         """Whether a rule has still to find this value: it is absent or open."""
         return path not in self.tree or self.is_open(*path)
@@ -79,6 +83,13 @@ class Draft:
         self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
         if aloud:
             self.say(f"{dotted(path)} = {_shown(value)}: {reason}")
+
+    def put_planned(self, path: Path) -> bool:
+        """Settle `path` as the plan of the memory has chosen, and say so; False where it has chosen nothing there."""
+        found = self.facts.planned.get(path)
+        if found is not None:
+            self.put(path, *found, aloud=True)
+        return found is not None
 
     def drop(self, path: Path) -> None:
         """Take a leaf away."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from zero_plugin.config.tree import Path
+
 __all__ = ["Facts", "LoopFacts", "MachineFacts", "ModelFacts", "OptimizerFacts", "SchedulerFacts"]
 
 Precision = Literal["no", "fp16", "bf16"]
@@ -112,6 +114,8 @@ class Facts:
 
     Attributes:
         complete: false before a run, when a loop, a model or an optimizer that is absent here may still come.
+        planned: what the plan of the memory has chosen for open fields: by path, the value and why; empty where no plan
+            was made.
     """
 
     loop: LoopFacts = field(default_factory=LoopFacts)
@@ -122,3 +126,4 @@ class Facts:
     split_batches: bool = False
     strategy: StrategyName = "deepspeed"
     complete: bool = True
+    planned: Mapping[Path, tuple[Any, str]] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO, Path, Tree
 from zero_plugin.resolve.defaults import DEEPSPEED_AUTO, deepspeed_default
 from zero_plugin.resolve.draft import holds_auto
-from zero_plugin.resolve.resolved import Resolved, plain
+from zero_plugin.resolve.resolved import PLACEMENT, Resolved, plain
 
 __all__ = ["config_for_scripts"]
 
@@ -37,8 +37,9 @@ _FILLED_BY_SCRIPTS: Final = frozenset(
 )
 
 
-def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]:
-    """A DeepSpeed configuration in which `auto` stands only where such a script fills it.
+def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any] | None:
+    """A DeepSpeed configuration in which `auto` stands only where such a script fills it; None as long as the plan that
+    would choose the stage, or where to offload, waits for the model.
 
     It is what the user wrote, with our value for every other `auto`, and with all that was found for ZeRO. What this
     package sets so that DeepSpeed's engine keeps our loop's contract is left out: such a script has another one.
@@ -47,10 +48,14 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
         document: what was asked for, with ZeRO.
         resolved: the same, resolved as far as it can be before a run.
     """
+    if any(path in resolved.missing for path in PLACEMENT):
+        return None
     values: dict[Path, Any] = dict.fromkeys(_THE_LOOPS, AUTO)
     for path, entry in document.deepspeed.entries.items():
         if path == ("gradient_clipping",) and entry.value is None:
             values[path] = 0.0  # null is "none" here, and 1.0 in DeepSpeed
+        elif path in _THE_LOOPS and not entry.origin.typed_by_user:
+            values[path] = AUTO  # a plan's, which the script does not know
         elif entry.value is not None:
             values[path] = _value(path, entry.value, resolved.tree)
     for path, entry in resolved.tree.entries.items():

@@ -141,7 +141,10 @@ def _choose_adam(draft: Draft, facts: OptimizerFacts | None) -> None:
     given = facts.given if facts is not None and facts.placeholder else {}
     if not draft.is_unsettled(*path) or "torch_adam" in given:
         return
-    offloaded = draft.value("zero_optimization", "offload_optimizer", "device", default="none") != "none"
+    device = ("zero_optimization", "offload_optimizer", "device")
+    if draft.is_open(*device):  # before a run
+        return
+    offloaded = draft.value(*device, default="none") != "none"
     corrected = draft.value(*_PARAMS, "bias_correction", default=given.get("bias_correction", True))
     if draft.on_deepspeed and draft.facts.machine.accelerator == "cpu" and not offloaded and corrected:
         draft.put(path, True, "on a CPU, building DeepSpeed's fused kernel would take over a minute")

@@ -16,7 +16,7 @@ __all__ = ["find_hopeless", "resolve_before_run"]
 def find_hopeless(
     document: Document, *, accelerator: Literal["cpu", "cuda"], processes: int, strategy: StrategyName
 ) -> tuple[Problem, ...]:
-    """Problems that resolution will have whatever the script does: a stage of `auto`, fp16 under DeepSpeed on a CPU, …
+    """Problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
 
     Args:
         document: checked.

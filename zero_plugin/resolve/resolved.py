@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from zero_plugin.config.tree import AUTO, Path, Tree
 
-__all__ = ["OptimizerSection", "Resolved", "SchedulerSection", "plain"]
+__all__ = ["PLACEMENT", "OptimizerSection", "Resolved", "SchedulerSection", "plain"]
+
+# Where parameters, gradients and optimizer states are: what a plan of the memory chooses.
+PLACEMENT: Final[tuple[Path, ...]] = (
+    ("zero_optimization", "stage"),
+    ("zero_optimization", "offload_optimizer", "device"),
+    ("zero_optimization", "offload_param", "device"),
+)
 
 
 @dataclass(frozen=True, slots=True)

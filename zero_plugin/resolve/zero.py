@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Literal
 
+from zero_plugin.resolve.buckets import choose_bucket, choose_persistence_threshold
 from zero_plugin.resolve.defaults import deepspeed_default
 from zero_plugin.resolve.draft import Draft
 from zero_plugin.resolve.facts import ModelFacts
@@ -12,16 +14,9 @@ from zero_plugin.resolve.facts import ModelFacts
 __all__ = ["settle_engine", "settle_zero"]
 
 _ZERO: Final = "zero_optimization"
+_STAGE: Final = (_ZERO, "stage")
+_PLAN: Final = "plan of the memory, which needs the model"
 _OFFLOADS: Final[tuple[Literal["offload_optimizer", "offload_param"], ...]] = ("offload_optimizer", "offload_param")
-
-# A reduction of fewer elements than the floor is bound by latency, not bandwidth (h² is one million at h = 1024). Above
-# the ceiling, DeepSpeed's own default, nothing gets faster and the buffer only takes memory.
-_BUCKET_FLOOR: Final = 25_000_000
-_BUCKET_CEILING: Final = 500_000_000
-# Gathering a tensor below the floor costs a collective and saves nothing; each one below the threshold stays whole on
-# every device, so the ceiling bounds that.
-_PERSISTENT_FLOOR: Final = 10_000
-_PERSISTENT_CEILING: Final = 1_000_000
 
 Rule = Callable[[Draft], tuple[Any, str] | None]  # None: the model would tell, and a run will bring it
 
@@ -31,18 +26,23 @@ def settle_zero(draft: Draft) -> None:
     if not draft.on_deepspeed:
         _settle_without_engine(draft)
         return
-    if draft.is_open(_ZERO, "stage"):
-        _refuse_planned(draft, "stage", "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too.")
-    elif draft.get(_ZERO, "stage") is None:
-        draft.put((_ZERO, "stage"), 0, "no ZeRO stage is asked for", "default")
+    for path in draft.facts.planned:
+        if path[0] == _ZERO and draft.is_unsettled(*path):
+            draft.put_planned(path)
+    if draft.is_open(*_STAGE):
+        fix = "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too."
+        draft.miss(_STAGE, _PLAN, fix)
+    elif draft.get(*_STAGE) is None:
+        draft.put(_STAGE, 0, "no ZeRO stage is asked for", "default")
     for offload in _OFFLOADS:
         if draft.is_open(_ZERO, offload, "device"):
-            _refuse_planned(draft, f"{offload}.device", "Write none, cpu or nvme.")
+            draft.miss((_ZERO, offload, "device"), _PLAN, "Write none, cpu or nvme.")
+            _leave_open(draft, offload)
         elif draft.value(_ZERO, offload, "device", default="none") != "none":
             _settle_offload(draft, offload)
     for key, rule in _RULES.items():
         path = (_ZERO, *key.split("."))
-        if draft.is_open(*path):
+        if draft.is_open(*path) and not draft.is_missing(*path):
             found = rule(draft)
             if found is None:
                 draft.miss(path, "model to tell its size", "Prepare the model.")
@@ -66,6 +66,10 @@ def settle_engine(draft: Draft) -> None:
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
+    if draft.is_open(*_STAGE):  # before a run
+        if draft.is_open(*path):
+            draft.miss(path, _PLAN, "Write fp32, fp16 or bf16.")
+        return
     halved = draft.value("bf16", "bf16_master_weights_and_grads", default=False)
     if draft.is_unsettled(*path) and draft.value("bf16", "enabled") and _stage(draft) >= 1 and not halved:
         why = "bf16 has 8 bits of mantissa: sums of gradients lose what is below 1/256 of them"
@@ -111,6 +115,13 @@ def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload
         draft.refuse(nvme_path, "auto cannot know a folder.", "Write a folder on a local NVMe drive.")
 
 
+def _leave_open(draft: Draft, offload: str) -> None:
+    """Before a run: nothing of the section is known as long as its device is not."""
+    for path in draft.still_open():
+        if path[:2] == (_ZERO, offload) and not draft.facts.complete:
+            draft.miss(path, _PLAN, "Write a value.")
+
+
 def _settle_overlap(draft: Draft) -> None:
     """`overlap_comm`: DeepSpeed's "null means stage 3" written out; below stage 2 the engine refuses to start with it.
 
@@ -118,7 +129,10 @@ def _settle_overlap(draft: Draft) -> None:
     """
     path = (_ZERO, "overlap_comm")
     stage = _stage(draft)
-    if draft.get(*path) is None:
+    if draft.is_open(*_STAGE):
+        if draft.is_open(*path):
+            draft.miss(path, _PLAN, "Write true or false.")
+    elif draft.get(*path) is None:
         draft.put(path, stage == 3, "DeepSpeed overlaps communication at stage 3 only", "default")
     elif draft.value(*path) and stage < 2:
         draft.put(path, False, f"DeepSpeed cannot overlap communication at stage {stage} here; no number changes")
@@ -126,45 +140,29 @@ def _settle_overlap(draft: Draft) -> None:
 
 
 def _reduce_bucket(draft: Draft) -> tuple[int, str] | None:
-    return _bucket(draft, 1.0, "reduce_bucket_size")
+    return _of_model(draft, choose_bucket, "reduce_bucket_size")
 
 
 def _prefetch_bucket(draft: Draft) -> tuple[int, str] | None:
-    return _bucket(draft, 0.9, "stage3_prefetch_bucket_size")
-
-
-def _bucket(draft: Draft, share: float, key: str) -> tuple[int, str] | None:
-    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most the whole model."""
-    model = draft.facts.model
-    if model is not None and model.hidden_size:
-        wanted = int(share * model.hidden_size**2)
-        source = f"{share:g} × {model.hidden_size}², {model.hidden_size_reason}"
-    elif model is not None and model.largest_parameter:
-        wanted, source = int(share * model.largest_parameter), f"{share:g} × the largest parameter"
-    else:
-        return _default_of_run(draft, key)
-    size = min(max(wanted, _BUCKET_FLOOR), _BUCKET_CEILING)
-    if size != wanted:
-        source += f", kept within {_BUCKET_FLOOR:,} to {_BUCKET_CEILING:,} elements"
-    if model.parameters and size > model.parameters:
-        size, source = model.parameters, "all parameters of the model"
-    return size + size % 2, source  # DeepSpeed asserts that the all-gather's is even
+    return _of_model(draft, partial(choose_bucket, share=0.9), "stage3_prefetch_bucket_size")
 
 
 def _persistence_threshold(draft: Draft) -> tuple[int, str] | None:
-    """10 × hidden elements: norms and biases stay whole (transformers' rule)."""
+    return _of_model(draft, choose_persistence_threshold, "stage3_param_persistence_threshold")
+
+
+def _of_model(
+    draft: Draft, choose: Callable[[ModelFacts], tuple[int, str] | None], key: str
+) -> tuple[int, str] | None:
     model = draft.facts.model
-    if model is None or not model.hidden_size:
-        return _default_of_run(draft, "stage3_param_persistence_threshold")
-    wanted = 10 * model.hidden_size
-    size = min(max(wanted, _PERSISTENT_FLOOR), _PERSISTENT_CEILING)
-    clamped = "" if size == wanted else f", kept within {_PERSISTENT_FLOOR:,} to {_PERSISTENT_CEILING:,}"
-    return size, f"10 × {model.hidden_size}, {model.hidden_size_reason}{clamped}"
+    return (model and choose(model)) or _default_of_run(draft, key)
 
 
 def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
     """A tenth of the partition where `ratio` splits the sub-groups: with one group a ratio below 1 has no effect."""
     model: ModelFacts | None = draft.facts.model
+    if draft.is_missing(_ZERO, "offload_optimizer", "ratio"):
+        return None
     ratio = draft.value(_ZERO, "offload_optimizer", "ratio", default=1.0)
     if ratio == 1:
         return _default("sub_group_size")
@@ -193,7 +191,9 @@ def _kept_in_ram(draft: Draft) -> tuple[int, str]:
     return _default("offload_param.max_in_cpu")
 
 
-def _gather_on_save(draft: Draft) -> tuple[bool, str]:
+def _gather_on_save(draft: Draft) -> tuple[bool, str] | None:
+    if draft.is_open(*_STAGE):
+        return None
     stage = _stage(draft)
     return stage == 3, "at stage 3 no process has whole weights" if stage == 3 else "below stage 3 weights are whole"
 
@@ -223,8 +223,3 @@ def _default(key: str) -> tuple[Any, str]:
 
 def _stage(draft: Draft) -> int:
     return int(draft.value(_ZERO, "stage", default=0))
-
-
-def _refuse_planned(draft: Draft, key: str, fix: str) -> None:
-    message = "auto asks for the memory planner, which a coming release brings."
-    draft.refuse((_ZERO, *key.split(".")), message, fix)

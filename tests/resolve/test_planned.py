@@ -1,0 +1,107 @@
+"""What a plan of the memory has chosen fills the open fields, each with its reason, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.tree import AUTO
+from zero_plugin.errors import ConfigError
+from zero_plugin.launch.foreign import foreign_variables
+from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts
+from zero_plugin.resolve.foreign import config_for_scripts
+from zero_plugin.resolve.preflight import resolve_before_run
+from zero_plugin.resolve.resolve import resolve
+
+GPU = MachineFacts(accelerator="cuda", processes=4, bf16=True, fp16=True)
+STAGE = ("zero_optimization", "stage")
+OPTIMIZER = ("zero_optimization", "offload_optimizer", "device")
+RATIO = ("zero_optimization", "offload_optimizer", "ratio")
+PARAM = ("zero_optimization", "offload_param", "device")
+MICRO = ("train_micro_batch_size_per_gpu",)
+OPEN = {
+    "zero_optimization": {
+        "stage": "auto",
+        "offload_optimizer": {"device": "auto", "ratio": "auto", "pin_memory": "auto", "nvme_path": "/nvme"},
+        "offload_param": {"device": "auto"},
+        "sub_group_size": "auto",
+        "overlap_comm": "auto",
+    }
+}
+PLAN = {
+    STAGE: (3, "the fastest that fits"),
+    OPTIMIZER: ("cpu", "without it 30 GiB are needed of 24 GiB"),
+    PARAM: ("none", "the parameters fit"),
+    RATIO: (0.4, "the rest fits on the GPU"),
+}
+
+
+def test_open_fields_take_the_plan(resolved):
+    """Stage, devices and ratio are the plan's, with its reason and said aloud; what depends on them follows."""
+    result = resolved(OPEN, machine=GPU, model=ModelFacts(parameters=4_000_000), planned=PLAN)
+    for path, (value, reason) in PLAN.items():
+        entry = result.tree.get(*path)
+        assert (entry.value, entry.origin.reason, entry.origin.kind) == (value, reason, "rule")
+        assert f"{'.'.join(path)} = {value}: {reason}" in result.said_aloud
+    zero = result.deepspeed_config()["zero_optimization"]
+    assert zero["overlap_comm"] is True  # stage 3
+    assert zero["offload_optimizer"]["pin_memory"] is True
+    assert zero["sub_group_size"] == 100_000  # a tenth of a process' share, so that the ratio can split it
+    assert "auto" not in str(zero)
+
+
+def test_the_plan_overrides_nothing_that_is_typed(resolved):
+    """A typed stage or device stays; the plan was made around it."""
+    typed = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}
+    result = resolved(typed, machine=GPU, planned=PLAN)
+    assert (result.zero_stage, result.offload_device("optimizer")) == (2, "none")
+
+
+def test_a_planned_sub_group_is_added(resolved):
+    """A ratio acts on whole sub-groups, so that the plan may bring their size where nobody wrote the key."""
+    sub_group = ("zero_optimization", "sub_group_size")
+    section = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}}
+    planned = {RATIO: (0.5, "half fits"), sub_group: (1000, "small enough for the ratio")}
+    assert resolved(section, machine=GPU, planned=planned).tree.value(*sub_group) == 1000
+
+
+def test_nvme_still_needs_a_folder(resolved):
+    """A plan can choose NVMe; it cannot guess the folder."""
+    section = {"stage": "auto", "offload_optimizer": {"device": "auto", "nvme_path": "auto"}}
+    with pytest.raises(ConfigError, match="local NVMe drive"):
+        resolved({"zero_optimization": section}, planned={STAGE: (3, "why"), OPTIMIZER: ("nvme", "why")})
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_micro_batch_is_the_loaders_then_the_plans(document, complete):
+    """A loader wins; without one the plan's micro-batch is taken, and accumulation follows from the global batch."""
+    asked = document({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"})
+    planned = {MICRO: (8, "the fastest that fits")}
+    alone = resolve(asked, Facts(machine=GPU, complete=complete, planned=planned))
+    assert (alone.tree.value(*MICRO), alone.accumulation) == (8, 2)
+    assert alone.tree.get(*MICRO).origin.reason == "the fastest that fits"
+    loop = LoopFacts(4, "the training DataLoader's batch_size")
+    with_loader = resolve(asked, Facts(loop=loop, machine=GPU, complete=complete, planned=planned))
+    assert (with_loader.tree.value(*MICRO), with_loader.accumulation) == (4, 4)
+
+
+def test_a_micro_batch_planned_before_the_run_gives_way_to_the_loader(document):
+    """What the launcher planned is handed over as a value; the loader's is what runs, and that is said."""
+    asked = document({"train_micro_batch_size_per_gpu": "auto"})
+    handed = resolve(asked, Facts(machine=GPU, complete=False, planned={MICRO: (8, "why")}))
+    laid = type(asked)(asked.launch, asked.deepspeed.replace({MICRO: handed.tree.get(*MICRO)}), asked.sources)
+    assert resolve(laid, Facts(machine=GPU)).tree.value(*MICRO) == 8
+    result = resolve(laid, Facts(LoopFacts(4, "the training DataLoader's batch_size"), GPU))
+    assert result.tree.value(*MICRO) == 4
+    assert any("plan was made for 8" in line for line in result.said_aloud)
+
+
+def test_a_script_of_accelerate_is_not_run_at_stage_0(document):
+    """While the plan is open, such a script is handed no DeepSpeed JSON, and the stage that it is told stops it."""
+    asked = document(OPEN, {"distributed_type": "DEEPSPEED"})
+    found = resolve_before_run(asked, accelerator="cuda", processes=4, strategy="deepspeed")
+    assert found.tree.value(*STAGE) is AUTO
+    assert config_for_scripts(asked, found) is None
+    told = foreign_variables(asked, launch_settings(asked), found, {}, on_cpu=False)
+    assert told["ACCELERATE_DEEPSPEED_ZERO_STAGE"].value == "auto"
+    assert "--model" in told["ACCELERATE_DEEPSPEED_ZERO_STAGE"].reason
