@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.amounts import read_bytes, show_gib
+from zero_plugin.plan.amounts import show_gib
 from zero_plugin.plan.known_devices import ATTAINABLE, KnownDevice, find_device, nearest_device
 from zero_plugin.plan.situation import Cluster
 
@@ -19,17 +19,24 @@ ASSUMED: Final[dict[str, tuple[float, str]]] = {
     "nvme_read": (2.5e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
     "nvme_write": (1.25e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
 }
+_FIELDS: Final = {
+    "gpu_memory": "device_bytes",
+    "host_memory": "host_bytes",
+    "nvme": "nvme_bytes",
+    "gpus": "devices",
+    "nodes": "nodes",
+}
 _OF_DEVICE: Final = ("flops", "memory_bandwidth", "link_bandwidth", "pcie_bandwidth")
 
 
 def state_cluster(
     *,
     gpu: str | None = None,
-    gpu_memory: int | str | None = None,
-    host_memory: int | str | None = None,
+    gpu_memory: int | None = None,
+    host_memory: int | None = None,
     gpus: int | None = None,
     nodes: int | None = None,
-    nvme: int | str | None = None,
+    nvme: int | None = None,
     here: Cluster | None = None,
 ) -> Cluster:
     """The machines that are stated, with the source of every constant.
@@ -39,36 +46,32 @@ def state_cluster(
 
     Args:
         gpu: a name of `known_devices.KNOWN_DEVICES`.
-        gpu_memory: of one GPU: a number of bytes, or a text such as `24GiB`.
-        host_memory: of one node, for all its processes; where it is not known, as much as its GPUs have.
+        gpu_memory: bytes of one GPU.
+        host_memory: bytes of one node, for all its processes; where it is not known, as much as its GPUs have.
         gpus: of one node.
         nodes: machines.
         nvme: free bytes of one node's NVMe disk.
         here: this machine, as `probe.constants.measure_cluster` found it.
 
     Raises:
-        ConfigError: an amount or a name cannot be read, or nothing tells the memory of a device.
+        ConfigError: a GPU of that name is not known, a number is below 1, or nothing tells the memory of a device.
     """
-    amounts = {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme}
-    sizes = {flag: _read_amount(flag, amount) for flag, amount in amounts.items() if amount is not None}
-    counts = {"nodes": nodes, "devices": gpus}
-    for flag, count in (("gpus", gpus), ("nodes", nodes)):
-        if count is not None and count < 1:
-            raise _problem(flag, f"{count} is no number of {flag}", "Write 1 or more.")
+    given = {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme, "gpus": gpus, "nodes": nodes}
+    numbers = {flag: number for flag, number in given.items() if number is not None}
+    for flag, number in numbers.items():
+        if number < 1:
+            raise _problem(flag, f"{number} is below 1", "Write 1 or more.")
     if gpu is not None:
         base = _of_known(find_device(gpu))
-    elif here is not None and (here.device_name != "CPU" or "gpu_memory" not in sizes):
+    elif here is not None and (here.device_name != "CPU" or gpu_memory is None):
         base = here
-    elif "gpu_memory" in sizes:
-        base = _of_memory(sizes["gpu_memory"], here)
+    elif gpu_memory is not None:
+        base = _of_memory(gpu_memory, here)
     else:
         fix = "Write --gpu A100-80GB, or --gpu_memory 24GiB --host_memory 64GiB --gpus 8."
         raise _problem("gpu", "nothing tells how much memory a GPU has", fix)
-    changes: dict[str, Any] = {name: count for name, count in counts.items() if count is not None}
-    fields = {"gpu_memory": "device_bytes", "host_memory": "host_bytes", "nvme": "nvme_bytes"}
-    changes |= {fields[flag]: size for flag, size in sizes.items()}
-    stated = {**base.sources, **dict.fromkeys(changes, "stated")}
-    cluster = replace(base, **changes, sources=stated)
+    changes: dict[str, Any] = {_FIELDS[flag]: number for flag, number in numbers.items()}
+    cluster = replace(base, **changes, sources={**base.sources, **dict.fromkeys(changes, "stated")})
     return cluster if cluster.host_bytes else _with_assumed_host(cluster)
 
 
@@ -111,16 +114,6 @@ def _with_assumed_host(cluster: Cluster) -> Cluster:
     size = cluster.device_bytes * cluster.devices
     reason = f"assumed: {show_gib(size)}, as much as the node's GPUs; --host_memory states it"
     return replace(cluster, host_bytes=size, sources={**cluster.sources, "host_bytes": reason})
-
-
-def _read_amount(flag: str, amount: int | str) -> int:
-    try:
-        size = read_bytes(amount)
-    except ValueError:
-        size = 0
-    if size <= 0:
-        raise _problem(flag, f"{amount!r} is no amount of memory", "Write e.g. 24GiB, 80GB or a number of bytes.")
-    return size
 
 
 def _problem(flag: str, message: str, fix: str) -> ConfigError:

@@ -6,8 +6,8 @@ torch's DDP; for the bytes of a step, ZeRO-Offload (arXiv:2101.06840) and ZeRO-I
 What runs beside what. DDP reduces beside the last backward. Under ZeRO, copies of gradients and weights over PCIe, and
 reads of weights from NVMe, run beside the computation of their micro-batch. Everything else waits: stages 1 and 2
 reduce in the computation's own stream unless `overlap_comm` is on, the step begins when the last gradient is there,
-and the next forward when the last weight is. Stage 3 fetches ahead, but is counted as if it waited for every gather: what other
-schedules of the same gathers gain over it (1.28 to 1.5 times, DeepCompile) is at least as much.
+and the next forward when the last weight is. Stage 3 fetches ahead, but is counted as if it waited for every gather:
+what another schedule of the same gathers gains over it (1.28 to 1.5 times, DeepCompile) is at least as much.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
     """Seconds per step in which gradients go to the host, and offloaded weights come from it, beside the computation.
 
     Gradients that accumulate in the host come back for every further micro-batch, at stage 2 by
-    `async_accumulate_grad_in_cpu_via_gpu`, at stage 3 by `partition_grads`. Stage 2 with fp32 sums keeps them on the device.
+    `async_accumulate_grad_in_cpu_via_gpu`, at stage 3 by `partition_grads`. Stage 2 with fp32 sums keeps them on the
+    device.
     """
     size = _weights_from(model, setup, "cpu") + _weights_from(model, setup, "nvme")
     if setup.offload_optimizer != "none" and (
