@@ -80,18 +80,20 @@ def footprint(
 
     Args:
         model: its sizes.
-        activations: what a forward keeps, without copies of parameters; fp32 or 16-bit as `setup.precision` says.
+        activations: what a forward keeps, fp32 or 16-bit as `setup.precision` says; where they do not tell it of
+            autocast, its copies of the weights are added.
         optimizer: what it keeps.
         setup: the way of training.
         cluster: the machines; of them count the processes, and the device's size where DeepSpeed looks at it.
     """
     processes = cluster.processes
     states = {"buffers": model.buffer_bytes, **device_states(model, optimizer, setup, processes)}
-    saved, transient = _activations(activations, setup)
+    saved, transient = _activations(activations.under(setup.stage), setup)
     gradients = window_gradients(model, setup, processes)
     gathered = gathered_parameters(model, setup, processes)
     reducing = reduction_buffers(model, setup) if processes > 1 or setup.stage is not None else 0
-    copies = autocast_copies(model, setup)
+    # What was traced under autocast has the copies among what it saves.
+    copies = 0 if activations.autocast else autocast_copies(model, setup)
     beside = {"gathered parameters": gathered, "reduction buffers": reducing, "autocast copies": copies}
     # The last of several backwards begins with the sums of the others.
     carried = gradients if setup.accumulation > 1 else 0

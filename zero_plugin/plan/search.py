@@ -55,7 +55,7 @@ class Situation:
 
     def measure(self, setup: Setup) -> Footprint:
         """The memory of one way of training."""
-        return footprint(self.model, self.activations.under(setup.stage), self.optimizer, setup, self.cluster)
+        return footprint(self.model, self.activations, self.optimizer, setup, self.cluster)
 
     def time(self, setup: Setup) -> StepTime:
         """The time of one way of training."""
