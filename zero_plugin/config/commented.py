@@ -44,6 +44,8 @@ _LAUNCH: Final[Mapping[str, str]] = {
     "tee": "streams of the workers to show and log: 0 none, 1 output, 2 errors, 3 both, or by worker: 0:3,1:2",
     "role": "torchrun's name for the workers, default where none is given",
     "debug": "true or false: show the launcher's own log",
+    "gpu_memory": "of one device, that the plan of stage auto may count on, e.g. 24GiB; without it, what is free",
+    "host_memory": "of one machine, that the plan of stage auto may count on; without it, what is free",
     "main_training_function": "function that TPU and notebook launches call",
     "scheduler_counts": "what a schedule counts: steps that are applied, or processes, Accelerate's way",
     "compute_environment": "LOCAL_MACHINE, for Accelerate",

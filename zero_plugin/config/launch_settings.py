@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 
@@ -62,6 +63,20 @@ _Streams = Annotated[
             "anyOf": [
                 {"type": "integer", "minimum": 0, "maximum": 3},
                 {"type": "string", "pattern": r"^(\d+:[0-3],?)+$", "examples": ["0:3,1:2"]},
+            ]
+        }
+    ),
+]
+
+
+_Bytes = Annotated[
+    int,
+    BeforeValidator(read_bytes),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": BYTES_PATTERN, "examples": ["24GiB"]},
             ]
         }
     ),
@@ -141,6 +156,12 @@ class LaunchSettings(BaseModel):
     deepspeed_moe_layer_cls_names: _ClassNames | None = None
     """Classes of mixture-of-experts layers, comma-separated, beside those that are found by their structure: processes
     may call different experts of such a layer, so ZeRO-3 gathers it whole. Default: none."""
+    gpu_memory: _Bytes | None = None
+    """Memory of one device that the plan of `stage: auto` may count on, as bytes or text such as `24GiB`. Default: what
+    is free when the model is prepared."""
+    host_memory: _Bytes | None = None
+    """Host memory of one machine that the plan of `stage: auto` may count on, for all its processes together, as bytes
+    or text such as `64GiB`. Default: what is free when the model is prepared."""
     zero3_init_flag: bool | None = None
     """Whether ZeRO-3 has transformers' `from_pretrained` and `from_config` build models partitioned from the start.
     Default: true."""
@@ -191,6 +212,7 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
             parts.append(f"{what} offload to {device}")
     if not parts:
         return ""
-    told = f"{' and '.join(parts)} dropped, as {document.launch.entries[('distributed_type',)].origin.where} asks"
+    asked = document.launch.get("distributed_type")
+    told = f"{' and '.join(parts)} dropped" + (f", as {asked.origin.where} asks" if asked else "")
     whole = "; each TPU device holds the whole model, its gradients and optimizer states"
     return told + whole if asks_for_tpu(settings) else told
