@@ -30,7 +30,7 @@ from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.choices import DynamoBackend, RNGType
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
-from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
 from zero_plugin.configurations import Configurations
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
@@ -234,8 +234,10 @@ class Accelerator(
         given = self._handlers.process_group or InitProcessGroupKwargs()
         if self._handlers.process_group is not None and dist.is_initialized():
             warnings.warn("InitProcessGroupKwargs has no effect: the process group is there already", stacklevel=3)
+        settings = launch_settings(self._configurations.document)
         return start_processes(
-            cpu=asks_for_cpu(launch_settings(self._configurations.document)),
+            cpu=asks_for_cpu(settings),
+            xla=asks_for_tpu(settings) if settings.distributed_type not in (None, "NO") else None,
             backend=given.backend,
             timeout=given.timeout,
             init_method=given.init_method,

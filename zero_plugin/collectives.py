@@ -231,6 +231,8 @@ def _wire_device(tensor: Tensor) -> torch.device:
     served = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
     if tensor.device.type in served:
         return tensor.device
+    if "cpu" in served:
+        return torch.device("cpu")
     return torch.device(served[0], torch.get_device_module(served[0]).current_device())
 
 

@@ -14,7 +14,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.errors import LoopError
 from zero_plugin.handlers import Handlers
 from zero_plugin.plugins import AutocastKwargs, ProfileKwargs
-from zero_plugin.probe.machine import probe_machine
+from zero_plugin.probe.machine import accelerator_kind, probe_machine
 from zero_plugin.resolve.precision import expected_precision
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.base import Session, Strategy
@@ -84,7 +84,7 @@ class ComputeCalls:
         """`no`, `fp16` or `bf16`; before `prepare`, what a model that is prepared now would get."""
         if self.resolved is not None:
             return self.resolved.precision
-        machine = probe_machine("cuda" if self.device.type == "cuda" else "cpu", self._processes.world_size)
+        machine = probe_machine(accelerator_kind(self.device), self._processes.world_size)
         return expected_precision(self.document, machine)
 
     @property

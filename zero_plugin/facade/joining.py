@@ -19,7 +19,7 @@ from zero_plugin.pairing import Pair, holds_any, pair_models
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
 from zero_plugin.preparing import add_optimizer, begin_steps, prepare_schedule, start_training
-from zero_plugin.probe.machine import probe_machine
+from zero_plugin.probe.machine import accelerator_kind, probe_machine
 from zero_plugin.resolve.facts import Facts, LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.scheduler import AcceleratedScheduler
@@ -67,7 +67,7 @@ class Joining:
     ) -> None:
         facts = Facts(
             loop=self._loop,
-            machine=probe_machine("cuda" if self.device.type == "cuda" else "cpu", self._processes.world_size),
+            machine=probe_machine(accelerator_kind(self.device), self._processes.world_size),
             split_batches=self.dataloader_config.split_batches,
             strategy=self._strategy.name,
         )

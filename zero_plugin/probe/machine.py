@@ -9,7 +9,7 @@ import torch
 from zero_plugin.installed import installed_version
 from zero_plugin.resolve.facts import MachineFacts
 
-__all__ = ["probe_machine"]
+__all__ = ["accelerator_kind", "probe_machine"]
 
 AcceleratorKind = Literal["cpu", "cuda", "xla"]
 
@@ -29,6 +29,11 @@ def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1
         fp16=kind == "cuda",
         deepspeed_version=installed_version("deepspeed") or "",
     )
+
+
+def accelerator_kind(device: torch.device) -> AcceleratorKind:
+    """What of a device decides how a run is resolved."""
+    return "cuda" if device.type == "cuda" else "xla" if device.type == "xla" else "cpu"
 
 
 def _computes_in_bf16(kind: AcceleratorKind) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 __all__ = ["all_finite", "dense"]
 
 
-def all_finite(gradients: Sequence[Tensor], factor: float = 1.0) -> bool:
+def all_finite(
+    gradients: Sequence[Tensor], factor: float = 1.0, before_reading: Callable[[], None] | None = None
+) -> bool:
     """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
@@ -19,6 +21,8 @@ def all_finite(gradients: Sequence[Tensor], factor: float = 1.0) -> bool:
     for (device, _), tensors in alike.items():
         flag = _flag(device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, _number(factor, device))
+        if before_reading is not None:
+            before_reading()
         if flag.item():
             flag.zero_()
             return False

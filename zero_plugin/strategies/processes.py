@@ -23,10 +23,13 @@ from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import CheckpointError, LaunchError, LoopError
 from zero_plugin.probe.network import interface_towards
 from zero_plugin.probe.scheduler import find_place
+from zero_plugin.probe.tpu import find_tpu
+from zero_plugin.strategies.xla_runtime import check_world_size
 
 __all__ = ["Processes", "call_at_exit", "start_processes"]
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = timedelta(minutes=30)
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # what a group of one leaves in the environment
 
 
@@ -48,6 +51,8 @@ class Processes:
     @property
     def distributed_type(self) -> DistributedType:
         """How these processes work together where no strategy says more."""
+        if self.device.type == "xla":
+            return DistributedType.XLA
         if self.world_size == 1:
             return DistributedType.NO
         return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
@@ -110,6 +115,7 @@ class _OwnGroup:
         holders: what ends each training that has not ended.
         destroyers: how those end it that have.
         launched: whether a launcher set the environment that describes it.
+        on_xla: whether its processes compute on XLA devices.
     """
 
     def __init__(self) -> None:
@@ -117,6 +123,7 @@ class _OwnGroup:
         self.holders: list[Callable[[], None]] = []
         self.destroyers: list[Callable[[], None]] = []
         self.launched = False
+        self.on_xla = False
         self._groups = 0
         self._at_exit: Callable[[], None] | None = None
 
@@ -193,6 +200,7 @@ _own = _OwnGroup()
 def start_processes(
     *,
     cpu: bool,
+    xla: bool | None = None,
     backend: str | None = None,
     timeout: timedelta | None = None,
     init_method: str | None = None,
@@ -204,13 +212,19 @@ def start_processes(
 
     Args:
         cpu: compute on the CPU even where there is a GPU.
+        xla: compute on an XLA device, with gloo between the processes; by default where they do already, or where there
+            is a TPU.
         backend: `nccl` or `gloo`; by default NCCL with gloo beside it for CPU tensors, or gloo on CPUs.
         timeout: how long a collective may wait; 30 minutes by default.
         init_method: where the processes meet, as torch takes it; by default what the launcher set.
 
     Raises:
-        LaunchError: the environment describes a part of a process group only, or the processes cannot meet.
+        LaunchError: the environment describes a part of a process group only, or the processes cannot meet; or see
+            `find_replica`.
+        MachineError: see `find_replica`.
     """
+    if _finds_xla(cpu) if xla is None else xla:
+        return _start_replica(timeout or _TIMEOUT)
     if not dist.is_initialized() and "RANK" not in os.environ and (place := find_place(os.environ)) is not None:
         os.environ.update(place.environment(os.environ))
         _share_cores(place.local_size)
@@ -230,11 +244,29 @@ def start_processes(
         if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from host memory
             backend = "cpu:gloo,cuda:nccl"
         backend = backend or "gloo"
-        _own.make(backend, device, init_method, timeout or timedelta(minutes=30))
+        _own.make(backend, device, init_method, timeout or _TIMEOUT)
         start_watching()  # until the group has ended, so before the next line
         _own.end_at_exit()
     start_watching()
     return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def _finds_xla(cpu: bool) -> bool:
+    return _own.on_xla or not (cpu or torch.cuda.is_available() or not find_tpu(os.environ))
+
+
+def _start_replica(timeout: timedelta) -> Processes:
+    from zero_plugin.strategies.xla import find_replica  # it builds sessions with what is here
+
+    replica = find_replica()
+    if not dist.is_initialized():
+        os.environ.update(replica.describe_group())
+        _own.make("gloo", replica.device, None, timeout)
+        _own.end_at_exit()
+    _own.on_xla = True
+    check_world_size(replica.world_size, {"WORLD_SIZE": str(dist.get_world_size())})
+    start_watching()
+    return Processes(dist.get_rank(), replica.local_rank, replica.world_size, replica.device)
 
 
 def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.ddp import DdpStrategy
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.single import SingleStrategy
+from zero_plugin.strategies.xla import XlaStrategy
 
 __all__ = ["Selection", "select_strategy"]
 
@@ -27,16 +28,18 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
     """The strategy for this run.
 
     ZeRO runs where `distributed_type: DEEPSPEED` asks for it, or where nothing is said and the document has a ZeRO
-    section. Otherwise plain DDP, or one device.
+    section. Otherwise plain DDP, or one device. Processes on XLA devices train there, unless ZeRO is asked for by name.
 
     Raises:
         StrategyError: ZeRO was asked for and cannot run.
     """
     where = f"{processes.world_size} × {processes.device.type}"
+    if processes.device.type == "xla" and settings.distributed_type != "DEEPSPEED":
+        settings = settings.model_copy(update={"distributed_type": "XLA"})  # which a TPU by itself asks for
+        return Selection(XlaStrategy(processes), f"XLA on {where}{_told(dropped_zero(document, settings))}")
     if asks_for_deepspeed(document, settings):
         return Selection(_deepspeed(document, settings, processes), f"DeepSpeed on {where}")
-    dropped = dropped_zero(document, settings)
-    said = f"; {dropped}" if dropped else ""
+    said = _told(dropped_zero(document, settings))
     if settings.distributed_type == "MULTI_GPU" and processes.device.type == "cpu":
         said += f"; {document.launch.entries[('distributed_type',)].origin.where} asks for GPUs, and there are none"
     refusals = []
@@ -46,6 +49,10 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
             return Selection(strategy, f"{strategy.name} on {where}{said}")
         refusals.append(f"  {strategy.name}: {refusal}")
     raise StrategyError("No strategy can run here:\n" + "\n".join(refusals))
+
+
+def _told(sentence: str) -> str:
+    return f"; {sentence}" if sentence else ""
 
 
 def _deepspeed(document: Document, settings: LaunchSettings, processes: Processes) -> Strategy:

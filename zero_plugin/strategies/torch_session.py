@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,22 @@ from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 from zero_plugin.strategies.step_guard import StepGuard
 
-__all__ = ["TorchSession", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
+__all__ = ["Recorder", "TorchSession", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
+
+
+class Recorder(Protocol):
+    """A device that notes down operations, runs them when it is told to, and averages gradients itself."""
+
+    def end_backward(self, module: nn.Module, *, averages: bool) -> None:
+        """A backward has been noted down.
+
+        Args:
+            module: whose gradients it added to.
+            averages: whether they are to be averaged over the processes.
+        """
+
+    def run(self) -> None:
+        """Run what is noted down; before a number is read, since that would run what leads to it a second time."""
 
 
 class TorchSession(Session):
@@ -52,6 +68,7 @@ class TorchSession(Session):
         scale: the loss scale of `fp16`.
         skips: whether a step whose gradients are not finite is skipped.
         autocast: arguments of the autocast that forwards run under.
+        recorder: of a device that runs nothing by itself.
     """
 
     def __init__(
@@ -65,6 +82,7 @@ class TorchSession(Session):
         scale: LossScale | None = None,
         skips: bool = True,
         autocast: AutocastKwargs | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model = model
         self.module = module
@@ -81,6 +99,8 @@ class TorchSession(Session):
             _route_no_sync(self._ddp, self.no_sync)
         self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
+        self._recorder = recorder
+        self._averages = False  # in the running backward, the recorder is to
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
         self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
@@ -109,7 +129,8 @@ class TorchSession(Session):
             elif self._has_strays():
                 raise LoopError(DIRECT_BACKWARD)
         self._is_open = True
-        if self._ddp is None or not ends_window or self._local_only:
+        self._averages = ends_window and not self._local_only
+        if self._ddp is None or not self._averages:
             return
         finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
         if not self._reduces or finds_unused:
@@ -128,6 +149,8 @@ class TorchSession(Session):
             raise LoopError(LATE_BACKWARD)
         self._has_gradients |= reached
         self._reduces &= not reached
+        if self._recorder is not None and reached:
+            self._recorder.end_backward(self.module, averages=self._averages)
         if self._ddp is not None:
             try:
                 self._ddp.reducer._check_reducer_finalized()
@@ -171,7 +194,9 @@ class TorchSession(Session):
         parameters = self._trained_parameters() if only is None else only
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         if only is None and norm_type == 2.0 and self._skips:
-            self._finite = bool(torch.isfinite(norm))
+            finite = torch.isfinite(norm)
+            self._run_recorded()
+            self._finite = bool(finite)
             if not self._finite:
                 norm = torch.full_like(norm, float("inf"))  # nan or inf: one answer on every path
         if only is None and norm_type == 2.0:
@@ -209,6 +234,7 @@ class TorchSession(Session):
         self.last_norm, self._norm = self._norm, None
         self._forget_window()
         self._are_spent = True
+        self._run_recorded()
         return applied
 
     def first_nonfinite(self) -> str | None:
@@ -328,14 +354,18 @@ class TorchSession(Session):
     def _unscale(self) -> None:
         """Take the loss scale out of the gradients, once per window."""
         if self._scale is not None and not self._unscaled:
-            self._finite = all_finite(self._gradients(), 1.0 / self._scale.value)
+            self._finite = all_finite(self._gradients(), 1.0 / self._scale.value, before_reading=self._run_recorded)
             self._unscaled = True
 
     def _is_finite(self) -> bool:
         self._unscale()
         if self._finite is None:
-            self._finite = not self._skips or all_finite(self._gradients())
+            self._finite = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
         return self._finite
+
+    def _run_recorded(self) -> None:
+        if self._recorder is not None:
+            self._recorder.run()
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._trained_parameters() if p.grad is not None]
@@ -346,7 +376,11 @@ class TorchSession(Session):
 
 
 def torch_session(
-    model: nn.Module, request: SessionRequest, optimizer: Optimizer | None, handlers: Handlers
+    model: nn.Module,
+    request: SessionRequest,
+    optimizer: Optimizer | None,
+    handlers: Handlers,
+    recorder: Recorder | None = None,
 ) -> TorchSession:
     """The session of a request on `model`, which is the request's own or wraps it."""
     resolved = request.resolved
@@ -361,6 +395,7 @@ def torch_session(
         scale=_loss_scale(resolved, handlers.scaler) if resolved.precision == "fp16" else None,
         skips=resolved.precision != "bf16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
         autocast=handlers.autocast,
+        recorder=recorder,
     )
 
 
