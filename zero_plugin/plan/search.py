@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from zero_plugin.plan.amounts import show_gib
@@ -11,7 +11,7 @@ from zero_plugin.plan.options import Batch, Option, Wanted, batches, options
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
 from zero_plugin.plan.step_time import StepTime, step_time
 
-__all__ = ["Candidate", "Plan", "Situation", "search"]
+__all__ = ["Candidate", "Plan", "Situation", "leanest", "search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,21 @@ def search(
     candidates = tuple(_best(situation, option, sizes, wanted) for option in lines)
     fitting = [candidate for candidate in candidates if not candidate.rejected]
     return Plan(candidates, _fastest(fitting) if fitting else None)
+
+
+def leanest(situation: Situation, wanted: Wanted) -> Iterator[Footprint]:
+    """The memory of everything that could run, each with its smallest micro-batch: if none of it fits, nothing does.
+
+    Raises:
+        ConfigError: what is fixed excludes itself.
+    """
+    smallest = batches(situation.cluster, wanted)[-1]
+    pins = (True, False) if wanted.pin_memory is None else (wanted.pin_memory,)
+    lines = options(situation.model, situation.activations, situation.optimizer, situation.cluster, wanted)
+    setups = (setup for option in lines if not option.refused for setup in option.setups)
+    for setup in setups:
+        for pin in pins if setup.offload_optimizer != "none" else pins[:1]:
+            yield situation.measure(replace(_with_batch(setup, smallest), pin_memory=pin))
 
 
 def _best(situation: Situation, option: Option, sizes: list[Batch], wanted: Wanted) -> Candidate:
