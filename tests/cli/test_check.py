@@ -102,7 +102,6 @@ def test_what_a_run_without_zero_drops_is_a_warning(check: Check) -> None:
     ("text", "expected"),
     [
         ("deepspeed_config: {zero_stage: auto}\n", "1:20: warning: zero_optimization.stage: auto asks for the memory"),
-        ("distributed_type: TPU\n", "1:1: warning: distributed_type: this version cannot launch TPU yet"),
     ],
 )
 def test_what_launch_always_refuses_is_a_warning(check: Check, text: str, expected: str) -> None:

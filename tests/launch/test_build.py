@@ -163,7 +163,6 @@ def test_cores_are_told_and_handed_to_the_workers() -> None:
         (SERVER, {"gpu_ids": [1, 1]}, ["gpu_ids: 1,1 names a GPU twice"]),
         (LAPTOP, {"gpu_ids": "0"}, ["gpu_ids: there is no GPU here"]),
         (LAPTOP, {"log_dir": __file__}, ["c.yaml:1:1: log_dir", "is no folder"]),
-        (SERVER, {"distributed_type": "TPU"}, ["distributed_type", "TPU"]),
     ],
     ids=str,
 )

@@ -21,7 +21,6 @@ from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspee
 from zero_plugin.config.read import read_document
 from zero_plugin.config.registry import deepspeed_schema, known_release, yaml_schema
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.problems import find_unsupported
 from zero_plugin.resolve.draft import holds_auto
 from zero_plugin.resolve.preflight import find_hopeless
 
@@ -127,7 +126,6 @@ def _problems(file: str, release: str | None, content: bytes | None = None) -> I
 
 def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
     """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to mend."""
-    yield from find_unsupported(document, settings)
     hopeless = find_hopeless(
         document,
         accelerator="cuda",

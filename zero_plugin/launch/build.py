@@ -8,11 +8,18 @@ from typing import Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
+from zero_plugin.config.launch_settings import (
+    LaunchSettings,
+    asks_for_cpu,
+    asks_for_deepspeed,
+    asks_for_tpu,
+    launch_settings,
+)
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.affinity import Binding, choose_cores, find_gpus
 from zero_plugin.launch.build_hosts import asked_launcher, build_hosts_spec
+from zero_plugin.launch.build_tpu import build_tpu_spec, choose_tpu
 from zero_plugin.launch.foreign import foreign_variables
 from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.problems import STATIC_PORT, find_problems, where
@@ -44,7 +51,10 @@ def build_spec(
     Raises:
         ConfigError: everything about the launch that cannot run here, at once.
     """
+    document = choose_tpu(document, launch_settings(document), machine)
     settings = launch_settings(document)
+    if asks_for_tpu(settings):
+        return build_tpu_spec(document, settings, program, machine, environ, rendezvous_endpoint=rendezvous_endpoint)
     if asked_launcher(settings) != "standard":
         return build_hosts_spec(document, settings, program, environ, rendezvous_endpoint=rendezvous_endpoint)
     on_cpu = asks_for_cpu(settings) or not machine.gpus

@@ -12,7 +12,7 @@ from zero_plugin.launch.affinity import core_ranges
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.spec import Hosts, LaunchSpec, Program
 
-__all__ = ["program_arguments", "shell_script", "tell_cores", "torchrun_command", "worker_command"]
+__all__ = ["program_arguments", "python_command", "shell_script", "tell_cores", "torchrun_command", "worker_command"]
 
 _PREFIX = {"script": [], "module": ["-m"], "executable": ["--no_python"]}
 
@@ -25,6 +25,11 @@ def worker_command(spec: LaunchSpec) -> list[str]:
 def program_arguments(program: Program) -> list[str]:
     """The program and its arguments, as the worker file takes them."""
     return [*_PREFIX[program.kind], program.name, *program.arguments]
+
+
+def python_command(spec: LaunchSpec) -> list[str]:
+    """A command that starts the worker of a TPU by itself, without restarts, given the same environment."""
+    return ["python", "-u", *_worker_arguments(spec)]
 
 
 def torchrun_command(spec: LaunchSpec) -> list[str]:
@@ -68,7 +73,8 @@ def shell_script(spec: LaunchSpec) -> str:
             json.dumps(spec.deepspeed_config, indent=2),
             "END",
         ]
-    return "\n".join([*lines, shlex.join(torchrun_command(spec))])
+    command = torchrun_command(spec) if spec.replicas is None else python_command(spec)
+    return "\n".join([*lines, shlex.join(command)])
 
 
 def tell_cores(spec: LaunchSpec) -> str:
@@ -90,4 +96,11 @@ def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:
 
 def _worker_arguments(spec: LaunchSpec) -> list[str]:
     cores = ["--cores", "/".join(map(core_ranges, spec.cores))] if spec.cores else []
-    return [str(Path(worker.__file__)), *cores, *program_arguments(spec.program)]
+    return [str(Path(worker.__file__)), *cores, *_replica_arguments(spec), *program_arguments(spec.program)]
+
+
+def _replica_arguments(spec: LaunchSpec) -> list[str]:
+    if spec.replicas is None:
+        return []
+    count = "all" if spec.replicas.count is None else str(spec.replicas.count)
+    return ["--replicas", count, spec.replicas.function]

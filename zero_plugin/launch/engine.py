@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import worker_command
@@ -104,7 +105,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
             max_restarts=spec.max_restarts,
             monitor_interval=spec.monitor_interval,
             local_addr=spec.rendezvous.local_address,
-            signals_to_handle=",".join(_prepare_signals()),
+            **_signals_handled(LaunchConfig),
         )
         executable, *arguments = worker_command(spec)
         store = None
@@ -195,3 +196,9 @@ def set_log_level(*, debug: bool) -> None:
     names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")] if debug else _NOISE
     for name in names:
         logging.getLogger(name).setLevel(logging.INFO if debug else logging.CRITICAL)
+def _signals_handled(config: type[Any]) -> dict[str, Any]:
+    """As an argument of torch's launch configuration; before 2.10 it has none, and handles SIGHUP under nohup too."""
+    handled = ",".join(_prepare_signals())
+    return {"signals_to_handle": handled} if "signals_to_handle" in config.__dataclass_fields__ else {}
+
+

@@ -29,6 +29,7 @@ __all__ = ["document_from_flags"]
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cpu": {"distributed_type": "MULTI_CPU", "use_cpu": True},
     "multi_gpu": {"distributed_type": "MULTI_GPU", "use_cpu": False},
+    "tpu": {"distributed_type": "XLA", "use_cpu": False},
     "use_deepspeed": {"distributed_type": "DEEPSPEED"},
 }
 # Flags that ask for something only ZeRO has.

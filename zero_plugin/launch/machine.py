@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_plugin.probe.tpu import find_tpu
+
 __all__ = [
     "Machine",
     "count_cores",
@@ -23,15 +25,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs that workers would see, and logical cores that they may use together."""
+    """GPUs that workers would see, logical cores that they may use together, and by what a TPU is seen, "" for none."""
 
     gpus: int
     cores: int
+    tpu: str = ""
 
 
 def look_at_machine() -> Machine:
     """This machine, as the launcher's own process sees it."""
-    return Machine(count_gpus(), count_cores())
+    return Machine(count_gpus(), count_cores(), find_tpu(os.environ))
 
 
 def count_gpus() -> int:

@@ -12,12 +12,11 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.files import nearest_file
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
 from zero_plugin.config.tree import AUTO, dotted
-from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.spec import Program
 
-__all__ = ["STATIC_PORT", "find_problems", "find_program_problems", "find_unsupported", "obstacle", "where"]
+__all__ = ["STATIC_PORT", "find_log_problems", "find_problems", "find_program_problems", "obstacle", "where"]
 
 STATIC_PORT: Final = 29500  # torch.distributed's own default: all machines must know it before they can talk
 _MOST_PROCESSES: Final = 1024  # a slip of the keyboard must not exhaust the machine
@@ -46,29 +45,15 @@ def find_problems(
     found = [
         *_gpus(settings, machine, document),
         *_processes(settings, gpus),
-        *_log_folder(settings),
         *meeting,
     ]
     problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
     return [
         *find_program_problems(program),
         *_endpoint(settings, endpoint),
-        *find_unsupported(document, settings),
         *problems,
+        *find_log_problems(document, settings),
         *_nvme_folders(document, settings),
-    ]
-
-
-def find_unsupported(document: Document, settings: LaunchSettings) -> list[Problem]:
-    """What is written that this version cannot do yet, on whatever machine.
-
-    Args:
-        document: for what was written where.
-        settings: the document's launch part.
-    """
-    return [
-        Problem(where(document, key), key, message, fix, show(getattr(settings, key)))
-        for key, message, fix in _unsupported(settings)
     ]
 
 
@@ -93,16 +78,6 @@ def _endpoint(settings: LaunchSettings, endpoint: str | None) -> Iterator[Proble
     if endpoint and settings.num_machines == 1:
         fix = "Leave it out, or add --num_machines."
         yield Problem("--rdzv_endpoint", "", "has no effect: there is one machine", fix)
-
-
-def _unsupported(settings: LaunchSettings) -> _Found:
-    kind = settings.distributed_type
-    if kind in ("TPU", "XLA"):
-        yield (
-            "distributed_type",
-            f"this version cannot launch {kind} yet",
-            "Write DEEPSPEED, MULTI_GPU, MULTI_CPU or NO.",
-        )
 
 
 def _gpus(settings: LaunchSettings, machine: Machine, document: Document) -> _Found:
@@ -135,11 +110,11 @@ def _processes(settings: LaunchSettings, gpus: int) -> _Found:
         yield "num_processes", f"{wanted // machines} processes are more than one machine can run", fix
 
 
-def _log_folder(settings: LaunchSettings) -> _Found:
-    if settings.log_dir is None:
-        return
-    if (blocked := obstacle(settings.log_dir)) is not None:
-        yield "log_dir", f"{blocked} is no folder that can be written", "Name a folder that can be made or written."
+def find_log_problems(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
+    """A folder for logs that cannot be made or written."""
+    if settings.log_dir is not None and (blocked := obstacle(settings.log_dir)) is not None:
+        message = f"{blocked} is no folder that can be written"
+        yield Problem(where(document, "log_dir"), "log_dir", message, "Name a folder that can be made or written.")
 
 
 def _nvme_folders(document: Document, settings: LaunchSettings) -> Iterator[Problem]:

@@ -92,7 +92,8 @@ def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> FirstFa
     if marks:
         # The mark, not the exit code: torchrun may have stopped that rank while it was still on its way out.
         marked, code, *kind = marks[-1].read_text().split()
-        if int(marked) in failures:
+        # Replicas on a TPU have ranks of their own within the one worker, which ends with their code.
+        if int(marked) in failures or [failure.exitcode for failure in failures.values()] == [int(code)]:
             return FirstFailure(int(marked), int(code), *kind)
     stopped = {-signal.SIGTERM, -signal.SIGKILL}
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in stopped, item[1].timestamp, item[0]))

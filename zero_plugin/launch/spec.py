@@ -9,7 +9,7 @@ from typing import Any, Literal
 from zero_plugin.config.document import Document
 from zero_plugin.launch.hostfile import Host
 
-__all__ = ["Hosts", "LaunchSpec", "Program", "Rendezvous", "Setting"]
+__all__ = ["Hosts", "LaunchSpec", "Program", "Rendezvous", "Replicas", "Setting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,19 @@ class Hosts:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicas:
+    """What torch_xla starts within the one worker of a machine: a process or thread for each device.
+
+    Attributes:
+        function: of the program, called for each device; "" where the program is a function itself.
+        count: replicas that are wanted on all machines together; None takes every device.
+    """
+
+    function: str
+    count: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSpec:
     """One launch on this machine, complete: nothing is looked up or decided after it exists.
 
@@ -98,6 +111,7 @@ class LaunchSpec:
         cores_reason: why these, or why none although it was asked for.
         hosts: what DeepSpeed's launcher starts in place of torchrun; None on one machine, or where torchrun is started
             on each. Then `local_processes` are those of the first host.
+        replicas: what runs on the devices of a TPU; None elsewhere. Then `local_processes` is 1.
     """
 
     program: Program
@@ -118,6 +132,7 @@ class LaunchSpec:
     cores: tuple[frozenset[int], ...] = ()
     cores_reason: str = ""
     hosts: Hosts | None = None
+    replicas: Replicas | None = None
 
     @property
     def streams(self) -> str:

@@ -6,6 +6,7 @@ The launcher starts this file by its path, so that nothing in the user's folder 
     worker.py -m MODULE ARGUMENT…       as `python -m MODULE` would
     worker.py --no_python PROGRAM …     replaces this process by PROGRAM
     worker.py --cores LIST/LIST/… …     binds this process to the LIST of its local rank, then one of these
+    worker.py --replicas N FUNCTION …   torch_xla calls FUNCTION of SCRIPT or MODULE on N devices of a TPU, or on `all`
 
 Standard input is local rank 0's; the others, which could only snatch lines from it, see its end.
 """
@@ -22,13 +23,26 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-__all__ = ["FIRST_FAILURE", "bind_to_cores", "die_with_launcher", "leave_group", "main", "run_module", "run_script"]
+__all__ = [
+    "ERROR_FILE",
+    "FIRST_FAILURE",
+    "bind_to_cores",
+    "die_with_launcher",
+    "leave_group",
+    "main",
+    "read_first_failure",
+    "report_end",
+    "run_module",
+    "run_script",
+]
 
 FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, exit code and exception
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _INTERRUPTED = 130  # 128 + SIGINT
 _LONGEST_LINE = 240
+_STARTERS = (__file__, str(Path(__file__).with_name("replicas.py")))  # whose frames are none of the user's
 
 
 def main() -> None:
@@ -44,18 +58,38 @@ def main() -> None:
         os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
     atexit.register(leave_group)  # registered first, so that it runs last
     try:
-        if sys.argv[1] == "-m":
+        if sys.argv[1] == "--replicas":
+            _run_replicas(sys.argv[2:])
+        elif sys.argv[1] == "-m":
             run_module(sys.argv[2], sys.argv[3:])
         else:
             run_script(sys.argv[1], sys.argv[2:])
     except SystemExit as end:
         if end.code not in (None, 0):
-            _claim_first_failure(int(end.code) if isinstance(end.code, int) else 1)  # True is an int too
+            _claim_first_failure(int(end.code) if isinstance(end.code, int) else 1, _rank())  # True is an int too
         raise
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None  # the launcher says what happened
     except Exception as error:  # noqa: BLE001 - the outermost frame of the user's program
-        raise SystemExit(_report_exception(error)) from None
+        raise SystemExit(_report_exception(error, _rank())) from None
+
+
+def report_end(error: BaseException, rank: int) -> int:
+    """Tell why a replica that ends with `error` does, as `main` does of a worker; its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    if isinstance(error, SystemExit):
+        code = int(error.code) if isinstance(error.code, int) else 1
+        if _claim_first_failure(code, str(rank)) and isinstance(error.code, str):
+            print(error.code, file=sys.stderr)  # noqa: T201 - as Python itself does
+        return code
+    return _report_exception(error, str(rank))
+
+
+def read_first_failure() -> int | None:
+    """The exit code of the rank that failed first in this attempt, None where none has said so."""
+    file = _mark()
+    return int(file.read_text().split()[1]) if file is not None and file.exists() else None
 
 
 def bind_to_cores(cores: str) -> None:
@@ -109,6 +143,15 @@ def leave_group() -> None:
         sys.modules["deepspeed.utils.groups"]._release_process_group_references()
 
 
+def _run_replicas(arguments: list[str]) -> None:
+    """Not before it is needed: the launcher's other workers import nothing but the standard library here."""
+    count, function, *program = arguments
+    _set_import_folder(Path.cwd() if program[0] == "-m" else Path(program[0]).resolve().parent)
+    from zero_plugin.launch.replicas import run_replicas
+
+    run_replicas(function, count, program)
+
+
 def _set_import_folder(folder: Path) -> None:
     # Python put this file's own folder first; under -P (safe path) it put nothing.
     if not getattr(sys.flags, "safe_path", False):
@@ -125,7 +168,11 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
-def _report_exception(error: Exception) -> int:
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
+def _report_exception(error: BaseException, rank: str) -> int:
     """Print the whole traceback if no rank failed before, one line otherwise; the exit code.
 
     Not an excepthook: torch.distributed replaces that, and loses what is printed if the hook ends the process.
@@ -134,18 +181,22 @@ def _report_exception(error: Exception) -> int:
     ours = errors is not None and isinstance(error, errors.ZeroPluginError)
     code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
     sys.last_value = error  # as python sets it, for what runs at exit
-    if _claim_first_failure(code, type(error).__name__):
+    if _claim_first_failure(code, rank, type(error).__name__):
         trace = _user_frames(error.__traceback__, stop_at_package=ours)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     else:
         line = next(iter(f"{type(error).__name__}: {error}".splitlines()))[:_LONGEST_LINE]
-        print(f"rank {os.environ.get('RANK')} failed later: {line}", file=sys.stderr)  # noqa: T201
+        print(f"rank {rank} failed later: {line}", file=sys.stderr)  # noqa: T201
     return code
 
 
 def _user_frames(trace: TracebackType | None, *, stop_at_package: bool) -> TracebackType | None:
     """`trace` without the frames that start the script and, for an error of our own, without our insides."""
-    while trace is not None and (_file(trace) == __file__ or Path(_file(trace)).stem in ("runpy", "<frozen runpy>")):
+    frame = trace
+    while frame is not None:
+        trace = frame.tb_next if _file(frame) in _STARTERS else trace
+        frame = frame.tb_next
+    while trace is not None and (_file(trace).startswith("<frozen ") or Path(_file(trace)).stem == "runpy"):
         trace = trace.tb_next
     last = trace
     while stop_at_package and last is not None:
@@ -159,19 +210,24 @@ def _file(trace: TracebackType) -> str:
     return trace.tb_frame.f_code.co_filename
 
 
-def _claim_first_failure(code: int, kind: str = "") -> bool:
+def _claim_first_failure(code: int, rank: str, kind: str = "") -> bool:
     """Whether no rank of this attempt failed before on this machine; torchrun's error files share a folder."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
+    file = _mark()
+    if file is None:
         return True
     try:
-        with (Path(error_file).parents[1] / FIRST_FAILURE).open("x") as marker:
-            marker.write(f"{os.environ['RANK']} {code} {kind}")
+        with file.open("x") as marker:
+            marker.write(f"{rank} {code} {kind}")
     except FileExistsError:
         return False
     except OSError:  # no room, or no such folder: better one traceback too many than none
         return True
     return True
+
+
+def _mark() -> Path | None:
+    error_file = os.environ.get(ERROR_FILE)
+    return Path(error_file).parents[1] / FIRST_FAILURE if error_file else None
 
 
 if __name__ == "__main__":

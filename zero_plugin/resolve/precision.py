@@ -96,5 +96,7 @@ def _check_device(draft: Draft, precision: str) -> None:
     if precision == "fp16" and draft.on_deepspeed and not machine.fp16:
         fix = "Write bf16, which DeepSpeed runs on a CPU." if machine.accelerator == "cpu" else "Write bf16 or no."
         draft.refuse(path, f"fp16 is on, but DeepSpeed does not run fp16 on a {machine.accelerator} device.", fix)
+    if precision == "fp16" and machine.accelerator == "xla":
+        draft.refuse(path, "fp16 is on, but a TPU computes in bf16 and fp32 only.", "Write bf16 or no.")
     if precision == "bf16" and not machine.bf16:
         draft.say(f"bf16 is on, but this {machine.accelerator} device has no bf16 arithmetic: it is emulated and slow.")

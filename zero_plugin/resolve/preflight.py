@@ -14,7 +14,7 @@ __all__ = ["find_hopeless", "resolve_before_run"]
 
 
 def find_hopeless(
-    document: Document, *, accelerator: Literal["cpu", "cuda"], processes: int, strategy: StrategyName
+    document: Document, *, accelerator: Literal["cpu", "cuda", "xla"], processes: int, strategy: StrategyName
 ) -> tuple[Problem, ...]:
     """Problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
 
@@ -34,7 +34,7 @@ def find_hopeless(
 def resolve_before_run(
     document: Document,
     *,
-    accelerator: Literal["cpu", "cuda"],
+    accelerator: Literal["cpu", "cuda", "xla"],
     processes: int,
     strategy: StrategyName,
     bf16: bool = True,

@@ -1,0 +1,197 @@
+"""Decide a launch on the devices of a TPU, which torch_xla starts within one worker of each machine."""
+
+from __future__ import annotations
+
+import ast
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
+from zero_plugin.config.tree import AUTO, Entry, Origin
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.launch.foreign import foreign_variables
+from zero_plugin.launch.machine import Machine
+from zero_plugin.launch.problems import find_log_problems, find_program_problems, where
+from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Replicas, Setting
+from zero_plugin.probe.tpu import PJRT_DEVICE
+from zero_plugin.resolve.preflight import resolve_before_run
+from zero_plugin.strategies.xla_runtime import find_version_problem
+
+__all__ = ["build_tpu_spec", "choose_tpu"]
+
+_CPU_DEVICES: Final = "CPU_NUM_DEVICES"  # how many devices PJRT makes of the CPU
+_WITHOUT_EFFECT: Final = {
+    "gpu_ids": "TPU_VISIBLE_CHIPS=0,1 in the environment chooses chips.",
+    "enable_cpu_affinity": "",
+    "main_process_ip": "The TPU's runtime finds the other machines; num_processes says how many devices there must be.",
+    "main_process_port": "The TPU's runtime finds the other machines.",
+    "rdzv_conf": "The TPU's runtime finds the other machines.",
+    "deepspeed_hostfile": "Start the command on every machine: gcloud compute tpus tpu-vm ssh NAME --worker=all …",
+}
+
+
+def choose_tpu(document: Document, settings: LaunchSettings, machine: Machine) -> Document:
+    """The document with the TPU of this machine as its device, where it leaves the device open and there is no GPU.
+
+    Raises:
+        ConfigError: it asks for ZeRO, which a TPU does not run, and does not say whether to drop it.
+    """
+    if not machine.tpu or machine.gpus or asks_for_cpu(settings):
+        return document
+    if asks_for_deepspeed(document, settings):
+        message = f"ZeRO runs on GPUs and CPUs, and this machine has a TPU ({machine.tpu})"
+        fix = "Give --tpu to train on it without ZeRO, or write use_cpu: true for ZeRO on the CPU."
+        raise ConfigError([Problem(where(document, "distributed_type"), "distributed_type", message, fix)])
+    if settings.distributed_type is not None:
+        return document
+    found = Entry("XLA", Origin("rule", "this machine", machine.tpu))
+    return replace(document, launch=document.launch.replace({("distributed_type",): found}))
+
+
+def build_tpu_spec(
+    document: Document,
+    settings: LaunchSettings,
+    program: Program,
+    machine: Machine,
+    environ: Mapping[str, str],
+    *,
+    rendezvous_endpoint: str | None = None,
+) -> LaunchSpec:
+    """Decide everything about a launch on a TPU, or on the CPU by the same path where `PJRT_DEVICE` is `CPU`.
+
+    Args:
+        document: checked.
+        settings: its launch part.
+        program: what holds the function that runs on every device.
+        machine: what was found here.
+        environ: this process's environment; a variable that the user set there is kept.
+        rendezvous_endpoint: `--rdzv_endpoint`, which is torchrun's alone.
+
+    Raises:
+        ConfigError: everything about the launch that cannot run here, at once.
+    """
+    problems = [
+        *find_program_problems(program),
+        *_function_problems(document, settings, program),
+        *_runtime_problems(document, machine, environ),
+        *_keys_without_effect(document, settings, rendezvous_endpoint),
+        *find_log_problems(document, settings),
+    ]
+    try:
+        resolved = resolve_before_run(
+            document, accelerator="xla", processes=settings.num_processes or 1, strategy="xla"
+        )
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return LaunchSpec(
+        program=program,
+        document=document,
+        local_processes=1,
+        local_processes_reason="torch_xla starts what runs on the devices",
+        machines=1,  # one torchrun on each, which do not know each other: the TPU's runtime connects the devices
+        rendezvous=Rendezvous("c10d", "localhost:0", uuid.uuid4().hex, {"is_host": "true"}, local_address="localhost"),
+        environment={
+            **_environment(document, settings, machine, environ),
+            **foreign_variables(document, settings, resolved, environ, on_cpu=False),
+        },
+        max_restarts=settings.max_restarts,
+        grace_period=settings.grace_period,
+        monitor_interval=settings.monitor_interval,
+        log_dir=settings.log_dir,
+        tee=settings.tee,
+        role=settings.role,
+        debug=settings.debug,
+        replicas=Replicas(
+            "" if program.kind == "function" else settings.main_training_function, _replicas(settings, environ)
+        ),
+    )
+
+
+def _replicas(settings: LaunchSettings, environ: Mapping[str, str]) -> int | None:
+    """Devices that take part on all machines together; None leaves it to the runtime, which takes all."""
+    if settings.num_processes is None and _is_cpu(environ):
+        return int(environ.get(_CPU_DEVICES, "1"))
+    return settings.num_processes
+
+
+def _environment(
+    document: Document, settings: LaunchSettings, machine: Machine, environ: Mapping[str, str]
+) -> dict[str, Setting]:
+    replicas = _replicas(settings, environ)
+    added = {ENVIRONMENT_VARIABLE: Setting(to_environment(document), "the configuration, for the workers")}
+    if PJRT_DEVICE not in environ:
+        added[PJRT_DEVICE] = Setting("TPU", machine.tpu)
+    elif _is_cpu(environ) and environ.get(_CPU_DEVICES) != str(replicas):
+        added[_CPU_DEVICES] = Setting(str(replicas), f"{PJRT_DEVICE}=CPU; {where(document, 'num_processes')}")
+    if settings.num_cpu_threads_per_process is not None:
+        threads = str(settings.num_cpu_threads_per_process)
+        added["OMP_NUM_THREADS"] = Setting(threads, where(document, "num_cpu_threads_per_process"))
+    return added
+
+
+def _is_cpu(environ: Mapping[str, str]) -> bool:
+    return environ.get(PJRT_DEVICE) == "CPU"
+
+
+def _runtime_problems(document: Document, machine: Machine, environ: Mapping[str, str]) -> Iterator[Problem]:
+    place = where(document, "distributed_type")
+    chosen = environ.get(PJRT_DEVICE, "")
+    if chosen.partition("_")[0] not in ("", "TPU", "CPU"):
+        fix = f"Unset {PJRT_DEVICE}, or set it to TPU, or to CPU to try this path without a TPU."
+        yield Problem(PJRT_DEVICE, "", f"{chosen} is no TPU, which {place} asks for", fix)
+    elif not chosen and not machine.tpu:
+        fix = f"Start it on a machine with a TPU; or set {PJRT_DEVICE}=CPU, to try the same path on the CPU."
+        yield Problem(place, "distributed_type", "there is no TPU here", fix)
+    if problem := find_version_problem():
+        message, _, fix = problem.partition(": ")
+        yield Problem(place, "distributed_type", message, f"{fix}. Or add --cpu, to train without the TPU.")
+    if document.launch.value("use_cpu") is True:
+        fix = f"Delete one of the two; {PJRT_DEVICE}=CPU in the environment tries this path on the CPU."
+        yield Problem(where(document, "use_cpu"), "use_cpu", f"contradicts the TPU that {place} asks for", fix)
+
+
+def _keys_without_effect(document: Document, settings: LaunchSettings, endpoint: str | None) -> Iterator[Problem]:
+    for key, fix in _WITHOUT_EFFECT.items():
+        typed = document.launch.value(key)
+        if typed not in (None, AUTO, "", 0, False, "none") and (key != "gpu_ids" or settings.gpu_ids != "all"):
+            yield Problem(where(document, key), key, "has no effect on a TPU", f"Leave it out. {fix}".rstrip())
+    if endpoint:
+        yield Problem("--rdzv_endpoint", "", "has no effect on a TPU", "Leave it out.")
+
+
+def _function_problems(document: Document, settings: LaunchSettings, program: Program) -> Iterator[Problem]:
+    """A program without a function that torch_xla could call for each device."""
+    name = settings.main_training_function
+    if program.kind == "executable":
+        message = "a TPU launch calls a function of a Python script, and an executable has none"
+        yield Problem("--no_python", "", message, "Name the script itself.")
+    if program.kind != "script" or not Path(program.name).is_file():
+        return
+    try:
+        tree = ast.parse(Path(program.name).read_bytes())
+    except SyntaxError:
+        return  # the worker shows it, with the line
+    if not {name, "*"} & _bound_names(tree):
+        message = f"{program.name} has no function {name}, which a TPU launch calls for each device"
+        fix = "Put the training into it, or name another with --main_training_function."
+        yield Problem(where(document, "main_training_function"), "main_training_function", message, fix)
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Names that running the module may bind; `*` stands for those that nobody can tell."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
