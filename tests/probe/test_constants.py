@@ -1,0 +1,77 @@
+"""This machine's constants: measured once, kept in a file, each with its source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_plugin.plan.situation import Cluster
+from zero_plugin.probe.constants import constants_file, measure_cluster
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with this machine's constants, measured once for all tests that only need some."""
+    cache = tmp_path_factory.mktemp("measured") / "constants.json"
+    measure_cluster(cache=cache)
+    return cache
+
+
+def test_measured_once(tmp_path: Path) -> None:
+    """What the file says is taken as it stands; every speed is there, is positive, and tells where it comes from."""
+    cache = tmp_path / "deep" / "constants.json"
+    first = measure_cluster(processes=2, nodes=3, cache=cache)
+    assert (first.devices, first.nodes, first.processes) == (2, 3, 6)
+    speeds = [f.name for f in fields(Cluster) if f.name.endswith("bandwidth") or f.name == "flops"]
+    for name in speeds:
+        value = getattr(first, name)
+        assert all(v > 0 for v in (value.values() if name == "flops" else [value]))
+        assert first.sources[name]
+    assert "measured now" in first.sources["adam_bandwidth"]
+    kept = json.loads(cache.read_text())
+    (machine,) = kept
+    kept[machine]["speeds"]["adam"] = 12345.0
+    cache.write_text(json.dumps(kept))
+    second = measure_cluster(cache=cache)
+    assert second.adam_bandwidth == 12345.0
+    assert second.flops == first.flops
+    assert "measured on 20" in second.sources["adam_bandwidth"]
+
+
+@pytest.mark.parametrize("damage", ["[]", "{"])
+def test_damaged_file_is_measured_anew(tmp_path: Path, damage: str) -> None:
+    """A file that cannot be understood costs a measurement, and is replaced."""
+    cache = tmp_path / "constants.json"
+    cache.write_text(damage)
+    assert "measured now" in measure_cluster(cache=cache).sources["adam_bandwidth"]
+    assert "measured on" in measure_cluster(cache=cache).sources["adam_bandwidth"]
+
+
+@pytest.mark.skipif(GPU, reason="a GPU is there")
+def test_cpu_shares_one_memory(measured: Path) -> None:
+    """Without a GPU the processes of a node share its memory, device and host being one."""
+    cluster = measure_cluster(processes=4, cache=measured)
+    assert cluster.device_name == "CPU"
+    assert cluster.device_bytes == cluster.host_bytes // 4
+
+
+def test_disk(measured: Path, tmp_path: Path) -> None:
+    """A folder for NVMe offload brings free bytes and speeds; nothing of the measurement stays in it."""
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    cluster = measure_cluster(nvme_path=folder, cache=measured)
+    assert cluster.nvme_bytes > 0
+    assert cluster.nvme_read > 0 < cluster.nvme_write
+    assert not list(folder.iterdir())
+
+
+def test_file_is_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`XDG_CACHE_HOME` says where the file is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert constants_file() == tmp_path / "zero_plugin" / "constants.json"
