@@ -1,0 +1,223 @@
+"""Traces what a model keeps from the forward to the backward, with tensors that have no memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.nested import list_leaves, map_leaves, to_fp32
+from zero_plugin.plan.situation import Activations, Affine
+from zero_plugin.probe.device_kernels import DeviceKernels
+from zero_plugin.probe.live_bytes import LiveBytes
+from zero_plugin.probe.recomputation import recomputed, watch_blocks
+from zero_plugin.probe.sizes import repeated_blocks
+from zero_plugin.resolve.facts import Precision
+
+__all__ = ["Example", "trace_activations"]
+
+Example = Mapping[str, Any] | Sequence[Any] | Tensor
+
+_TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FAR: Final = 16  # samples; up to here the line of the working space lies above all of its parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """Bytes alive after the forward and after each operation of a step; the same with checkpointing; operations."""
+
+    saved: int
+    after: list[int]
+    saved_checkpointed: int | None
+    after_checkpointed: list[int]
+    flops: float
+
+
+def trace_activations(
+    model: nn.Module,
+    example: Example | Callable[[int], Example],
+    precision: Precision = "bf16",
+) -> Activations:
+    """What one forward of `model` keeps for its backward, traced at micro-batches 1 and 2 without memory for tensors.
+
+    Both passes run in training mode on torch's fake tensors, with a GPU's kernels (see `DeviceKernels`). The outputs,
+    in fp32, and the loss live until the backward ends, as in most loops. A parameter's gradient dies when it is made,
+    since the plan counts gradients by themselves. The model stays as it is. What the working space is made of grows at
+    different rates: its line is exact at micro-batches 1 and 16, between them too high if anything, and above too low.
+
+    Args:
+        model: any module; its parameters may be on `meta` or partitioned (`ds_shape`).
+        example: keyword arguments, positional ones or one tensor, of any number of samples along the first dimension;
+            or a function from a number of samples to them. Without a scalar or a `loss` among the outputs, a
+            cross-entropy over each is taken.
+        precision: of the computation. What is returned has all weights in it, as under ZeRO; its `autocast` has the
+            weights as they are.
+
+    Raises:
+        ConfigError: the model cannot be traced: the example does not fit, or the forward asks for a tensor's values.
+    """
+    make = example if callable(example) else _resizer(example)
+
+    def trace(*, autocast: bool) -> Activations:
+        dtype = None if autocast else _TYPES.get(precision)
+        regime = torch.autocast("cpu", _TYPES[precision]) if autocast else nullcontext()
+        return _affine(*(_trace(model, make(samples), dtype, regime) for samples in (1, 2)))
+
+    try:
+        found = replace(trace(autocast=False), sample_length=_length(make(1)))
+        if precision == "no":
+            return found
+        return replace(found, autocast=replace(trace(autocast=True), sample_length=found.sample_length))
+    except Exception as error:  # anything may come of a forward that meets tensors without values
+        reason = (str(error).splitlines() or [""])[0]
+        message = f"{type(model).__name__} cannot be traced: {type(error).__name__}: {reason}"
+        fix = "Give inputs that its forward takes; a forward that looks at values has to be planned by its sizes."
+        raise ConfigError([Problem("plan", "", message, fix)]) from error
+
+
+def _trace(
+    model: nn.Module,
+    example: Example,
+    dtype: torch.dtype | None,
+    regime: AbstractContextManager[Any],
+) -> _Trace:
+    """One step with all weights in `dtype`, or as they are, and the forward under `regime`."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    kernels = DeviceKernels()
+
+    def fake_like(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        kind = dtype if dtype and leaf.is_floating_point() else leaf.dtype
+        return torch.empty(tuple(getattr(leaf, "ds_shape", leaf.shape)), dtype=kind, device="cpu")
+
+    def step(run: Callable[[Any], Any]) -> _Trace:
+        with LiveBytes(weights.values()) as tape, watch_blocks(repeated_blocks(model), tape) as passes:
+            inputs = map_leaves(fake_like, example)
+            with regime:
+                outputs = run(inputs)
+            outputs = map_leaves(to_fp32, outputs)
+            loss = _loss(outputs)
+            saved, forward, lost = tape.live, len(tape.after), [own.lost() for own in passes]
+            flops = tape.flops + kernels.flops
+            # torch.autograd.backward would leave the mode of the kernels, in which checkpoints run forwards again
+            torch.autograd.Variable._execution_engine.run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        if not passes:
+            return _Trace(saved, tape.after, None, [], flops)
+        checkpointed = saved + sum(lost) - sum(own.kept for own in passes)
+        return _Trace(saved, tape.after, checkpointed, recomputed(tape.after, forward, lost, passes), flops)
+
+    with fake, kernels, torch.enable_grad(), _training(model):
+        weights: dict[str, Tensor] = {
+            name: nn.Parameter(fake_like(parameter), requires_grad=parameter.requires_grad)
+            for name, parameter in model.named_parameters()
+        }
+        for parameter in weights.values():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+        weights |= {name: torch.empty(b.shape, dtype=b.dtype, device="cpu") for name, b in model.named_buffers()}
+        state = {f"model.{name}": tensor for name, tensor in weights.items()}
+        return functional_call(_Step(model), state, (step,))  # type: ignore[no-any-return]
+
+
+class _Step(nn.Module):
+    """Calls a function with the model while other tensors stand in for its parameters, in the backward too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, step: Callable[[Callable[[Any], Any]], _Trace]) -> _Trace:
+        return step(self._run)
+
+    def _run(self, example: Any) -> Any:
+        if isinstance(example, Mapping):
+            return self.model(**example)
+        return self.model(*example) if isinstance(example, list | tuple) else self.model(example)
+
+
+def _affine(one: _Trace, two: _Trace) -> Activations:
+    """The lines through the traces of one sample and of two."""
+    saved, transient = _lines(one.saved, one.after, two.saved, two.after)
+    found = Activations(
+        saved, transient, flops_per_sample=two.flops - one.flops, source="traced at micro-batches 1 and 2"
+    )
+    if one.saved_checkpointed is None or two.saved_checkpointed is None:
+        return found
+    saved, transient = _lines(
+        one.saved_checkpointed, one.after_checkpointed, two.saved_checkpointed, two.after_checkpointed
+    )
+    return replace(found, checkpointed=saved, checkpointed_transient=transient)
+
+
+def _lines(saved: int, after: list[int], saved_of_two: int, after_of_two: list[int]) -> tuple[Affine, Affine]:
+    """Of the bytes saved, and of the most above them. Each operation has its line; the batch tells which is highest."""
+    kept = Affine(2 * saved - saved_of_two, saved_of_two - saved)
+    if len(after) != len(after_of_two):  # the forward takes another way with two samples
+        after, after_of_two = [max(after)], [max(after_of_two)]
+    near = max(after)
+    far = max(one + (_FAR - 1) * (two - one) for one, two in zip(after, after_of_two, strict=True))
+    slope = (far - near) // (_FAR - 1)
+    return kept, Affine(near - slope - kept.fixed, slope - kept.per_sample)
+
+
+def _resizer(example: Example) -> Callable[[int], Example]:
+    """From a number of samples to an example like this one; its own number is the commonest first dimension."""
+    firsts = Counter(leaf.shape[0] for leaf in list_leaves(example) if isinstance(leaf, Tensor) and leaf.dim())
+    batch = max(firsts, key=lambda length: firsts[length], default=1)
+
+    def resize(samples: int) -> Any:
+        def change(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch:
+                return torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+            return leaf
+
+        return map_leaves(change, example)
+
+    return resize
+
+
+def _length(example: Example) -> int:
+    """Tokens of one sample: of the first matrix of integers."""
+    for leaf in list_leaves(example):
+        if isinstance(leaf, Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
+            return leaf.shape[1]
+    return 1
+
+
+def _loss(outputs: Any) -> Tensor:
+    """The outputs' own loss, else a cross-entropy over each of them."""
+    stated = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(stated, Tensor):
+        return stated
+    found = [leaf for leaf in list_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    scalars = [leaf for leaf in found if leaf.dim() == 0]
+    losses = scalars[:1] or [torch.log_softmax(leaf, -1).mean() for leaf in found]
+    if not losses:
+        raise ValueError("no output has a gradient")
+    return torch.stack(losses).sum()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
