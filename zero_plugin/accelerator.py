@@ -65,6 +65,7 @@ from zero_plugin.plugins import (
 )
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.same_everywhere import expect_same_run
 from zero_plugin.state import AcceleratorState, show_run
 from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
@@ -194,6 +195,7 @@ class Accelerator(
         compiler = choose_compiler(dynamo_backend, dynamo_plugin, self._configurations.document)
         self._handlers = replace(self._handlers, compiler=compiler)
         self._processes = self._join_processes()
+        expect_same_run(self._configurations.document, self._processes)
         self.device = self._processes.device
         self._meter = Meter(self._processes.world_size, self.device)
         self._told: set[str] = set()

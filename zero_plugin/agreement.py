@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from zero_plugin.errors import LoopError
 from zero_plugin.standing import Standing, issued_operations, script_line
 
-__all__ = ["Agreement", "Patience", "collective", "end_watching", "start_watching", "time_out"]
+__all__ = ["Agreement", "Patience", "collective", "end_watching", "exchange", "start_watching", "time_out"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +79,7 @@ class Agreement:
         self._since: float | None = None  # when the present call was entered
         self._issued_before = 0
         self._meeting = False  # the script waits in the store, where it can be told of an error
+        self._exchanges = 0
         self._error: str | None = None
         self._answered = 0
         self._silent = False  # the store has not answered a question in time
@@ -105,7 +106,7 @@ class Agreement:
         self._since = time.monotonic()
         if meets:
             try:
-                self._meet()
+                self._wait_for_all(f"met/{self._calls}/{call}")
             except BaseException:
                 self._since = None
                 raise
@@ -114,6 +115,18 @@ class Agreement:
     def leave(self) -> None:
         """The script has left the call."""
         self._since = None
+
+    def exchange(self, word: str) -> list[str]:
+        """Inside a call: what every process says there, by rank; they wait for each other in the store.
+
+        Raises:
+            LoopError: as for a meeting.
+        """
+        self._exchanges += 1
+        keys = [f"said/{self._exchanges}/{rank}" for rank in range(self._world_size)]
+        self._store.set(keys[self._rank], word)
+        self._wait_for_all(f"said/{self._exchanges}")
+        return [said.decode() for said in self._store.multi_get(keys)]
 
     def explain(self, error: RuntimeError) -> None:
         """Raise what lies behind a backend's error; return if it is not that the processes disagree.
@@ -152,12 +165,11 @@ class Agreement:
         self._silent = asking.is_alive()
         return not self._silent
 
-    def _meet(self) -> None:
-        """Wait until every process has come to its call of this number and name."""
+    def _wait_for_all(self, key: str) -> None:
+        """Wait until every process has come to where it waits under the same key."""
         self._meeting = True
         deadline = time.monotonic() + self._limit
         try:
-            key = f"met/{self._calls}/{self._call}"
             come = self._store.add(key, 1)
             pause = 0.0005
             while come < self._world_size:
@@ -331,6 +343,15 @@ def _tell_end() -> None:
     if _agreement is not None:
         _agreement.stop()
         _agreement.tell_end(failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
+
+
+def exchange(word: str) -> list[str]:
+    """Inside a `collective` call: what every process says there, by rank; of one process, its own word.
+
+    Raises:
+        LoopError: another process does not come to it.
+    """
+    return [word] if _agreement is None else _agreement.exchange(word)
 
 
 def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:

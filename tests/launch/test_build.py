@@ -55,9 +55,13 @@ def test_number_of_processes(machine: Machine, keys: dict[str, Any], processes: 
 
 
 def test_the_workers_get_the_document() -> None:
-    """One variable holds all of it."""
-    spec = build(LAPTOP, mixed_precision="bf16")
+    """One variable holds all of it, and how many they are: where nobody wrote it, too."""
+    spec = build(LAPTOP, mixed_precision="bf16", num_processes=2)
     assert from_environment({ENVIRONMENT_VARIABLE: spec.environment[ENVIRONMENT_VARIABLE].value}) == spec.document
+    spec = build(LAPTOP, mixed_precision="bf16")
+    handed = from_environment({ENVIRONMENT_VARIABLE: spec.environment[ENVIRONMENT_VARIABLE].value})
+    assert handed is not None
+    assert handed.launch.value("num_processes") == spec.local_processes == 1
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,11 @@ def test_the_word_holds_folder_program_and_environment(hostfile: Path) -> None:
     parcel = unpack(word)
     assert parcel.folder == str(hostfile.parent)
     assert list(parcel.arguments) == [__file__, "--lr", "1", "a b", "ü;$x"]
-    assert from_environment(parcel.environment) == spec.document
+    handed = from_environment(parcel.environment)
+    assert handed is not None
+    assert handed.launch.value("num_processes") == 4
+    assert handed.launch.without("num_processes") == spec.document.launch
+    assert handed.deepspeed == spec.document.deepspeed
     assert parcel.environment["NCCL_DEBUG"] == "INFO"
     assert parcel.environment["DS_ACCELERATOR"] == "cpu"
     assert "HOME" not in parcel.environment

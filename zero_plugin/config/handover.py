@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,13 +19,21 @@ ENVIRONMENT_VARIABLE: Final = "ZERO_PLUGIN_DOCUMENT"
 _LARGEST: Final = 128 * 1024 - len(ENVIRONMENT_VARIABLE) - 2  # Linux: MAX_ARG_STRLEN, 32 pages for `NAME=value\0`
 
 
-def to_environment(document: Document) -> str:
+def to_environment(document: Document, processes: int | None = None) -> str:
     """The document as compact JSON in ASCII, with its origins; `AUTO` stays distinct from any text.
+
+    Args:
+        document: checked.
+        processes: how many are started, on all machines; written into a document that leaves it open, so that they
+            can see whether all have met.
 
     Raises:
         ConfigError: the text is longer than one environment variable can be.
     """
     assert not document.problems, "a document is checked before it is handed over"
+    if processes is not None and document.launch.value("num_processes") in (None, AUTO):
+        started = Entry(processes, Origin("rule", "launch", "as many as are started"))
+        document = replace(document, launch=document.launch.replace({("num_processes",): started}))
     text = json.dumps(
         {
             "launch": _encode_tree(document.launch),

@@ -24,6 +24,7 @@ from zero_plugin.preparing import join_loaders
 from zero_plugin.probe.loop import probe_loop, surely_train
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import plain
+from zero_plugin.same_everywhere import expect_same_models
 from zero_plugin.scheduler import AcceleratedScheduler
 
 __all__ = ["PrepareCalls"]
@@ -165,6 +166,7 @@ class PrepareCalls(Joining):
                         raise LoopError(f"prepare() got one {type(o).__name__} twice; name each once.")
                     found.append(o)  # type: ignore[arg-type]  # each list holds its kind
                     break
+        expect_same_models(models, optimizers)
         ready: dict[int, Any] = {}
         self._prepare_loaders(loaders, ready, left)
         self._prepare_models(models, optimizers, schedules, ready, left, only_evaluates=only_evaluates)

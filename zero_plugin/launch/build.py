@@ -169,7 +169,8 @@ def _environment(
     on_cpu: bool,
     environ: Mapping[str, str],
 ) -> dict[str, Setting]:
-    added = {ENVIRONMENT_VARIABLE: Setting(to_environment(document), "the configuration, for the workers")}
+    handed_over = to_environment(document, processes * settings.num_machines)
+    added = {ENVIRONMENT_VARIABLE: Setting(handed_over, "the configuration, for the workers")}
     if settings.num_cpu_threads_per_process is not None:
         threads = settings.num_cpu_threads_per_process
         added["OMP_NUM_THREADS"] = Setting(str(threads), where(document, "num_cpu_threads_per_process"))

@@ -97,7 +97,9 @@ def build_hosts_spec(
     if each is not None:
         hosts = [replace(host, slots=host.slots[:each]) for host in hosts]
     environment = {
-        ENVIRONMENT_VARIABLE: Setting(to_environment(document), "the configuration"),
+        ENVIRONMENT_VARIABLE: Setting(
+            to_environment(document, sum(len(host.slots) for host in hosts)), "the configuration"
+        ),
         **foreign_variables(document, settings, resolved, {}, on_cpu=on_cpu),
     }
     if settings.num_cpu_threads_per_process is not None:

@@ -1,0 +1,124 @@
+"""Processes that would not train the same are told so before the first step: on each, with both values, at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from paths import global_batch, loss_of, make_net, own_batch, raised, running
+from torch import nn
+
+from zero_plugin import Accelerator, DummyOptim
+from zero_plugin.config.document import Document
+from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
+from zero_plugin.config.tree import Entry, Origin, Tree
+from zero_plugin.errors import LaunchError, LoopError
+from zero_plugin.installed import installed_version
+from zero_plugin.same_everywhere import expect_same_run
+from zero_plugin.strategies.processes import Processes
+
+SOON_S = 20  # far below the process group's time-out; it takes milliseconds
+
+
+def soon(kind: type[Exception], *words: str, by: Any) -> None:
+    """`by` raises, on every process, long before a time-out."""
+    began = time.monotonic()
+    raised(kind, *words, by=by)
+    assert time.monotonic() - began < SOON_S
+
+
+def check_another_version(folder: Path) -> None:
+    """As if one machine had an older torch: the package, both versions, ranks and host."""
+    told = [installed_version("torch")]
+    dist.broadcast_object_list(told)
+    if dist.get_rank() == 1:
+        metadata = folder / "torch-1.2.3.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+        sys.path.insert(0, str(folder))
+    installed_version.cache_clear()
+    try:
+        host = os.uname().nodename
+        soon(LaunchError, f"torch: {told[0]} on rank 0 ({host}); 1.2.3 on rank 1 ({host})", by=Accelerator)
+    finally:
+        if dist.get_rank() == 1:
+            sys.path.remove(str(folder))
+        installed_version.cache_clear()
+    Accelerator().end_training()
+
+
+def check_another_configuration(_: Path) -> None:
+    """The key and both values; what is of one machine alone, like a folder on its disk, may differ."""
+    rank = dist.get_rank()
+    zero = {"stage": 2 + rank}
+    config = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": {"zero_optimization": zero}}
+    told = "zero_optimization.stage: 2 on rank 0"
+    soon(LaunchError, told, "3 on rank 1", "the same configuration", by=lambda: Accelerator(config=config))
+    Accelerator(config={"use_cpu": True, "machine_rank": rank, "num_machines": 2, "log_dir": f"here {rank}"})
+
+
+def check_another_kind_of_device(_: Path) -> None:
+    """One process that sees no GPU among others that do, or the other way round."""
+    rank = dist.get_rank()
+    processes = Processes(rank, rank, 2, torch.device(("cpu", "cuda")[rank]))
+    soon(LaunchError, "device: cpu on rank 0", "cuda on rank 1", by=lambda: expect_same_run(Document(), processes))
+
+
+def check_not_as_many_as_asked(_: Path) -> None:
+    """The launcher was asked for three processes; each of the two that met says so."""
+    asked = Tree({("num_processes",): Entry(3, Origin("flag", "--num_processes"))})
+    os.environ[ENVIRONMENT_VARIABLE] = to_environment(Document(launch=asked))
+    try:
+        soon(LaunchError, "asked for 3 processes, but 2 have met", by=Accelerator)
+    finally:
+        del os.environ[ENVIRONMENT_VARIABLE]
+
+
+def check_another_model(path: str) -> None:
+    """Another width, a frozen layer, a dtype, a missing layer on one rank: names, values, ranks; then it trains."""
+    odd = dist.get_rank() == 1
+    with running(path) as accelerator:
+
+        def prepare(model: nn.Module, lr: float = 0.1) -> Any:
+            return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
+
+        for build, told in (
+            (lambda: nn.Linear(8, 4 + odd), "weight: (4, 8) float32 on rank 0"),
+            (lambda: nn.Linear(8, 4).requires_grad_(not odd), "(4,) float32, frozen on rank 1"),
+            (lambda: nn.Linear(8, 4, dtype=torch.float64 if odd else None), "bias: (4,) float32 on rank 0"),
+            (lambda: nn.Linear(8, 4, bias=not odd), "bias: (4,) float32 on rank 0"),
+        ):
+            soon(LoopError, told, "on rank 1", "build the same models", by=lambda build=build: prepare(build()))
+        soon(LoopError, "lr: 0.1 on rank 0", "0.2 on rank 1", by=lambda: prepare(nn.Linear(8, 4), 0.1 * (1 + odd)))
+        pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        soon(LoopError, "not there", by=lambda: accelerator.prepare(*pair[: 1 + odd]))
+        model, optimizer = prepare(make_net())
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        assert torch.isfinite(loss_of(model, global_batch(1)))
+
+
+def check_placeholders_differ(path: str) -> None:
+    """So are the arguments of a DummyOptim."""
+    odd = dist.get_rank() == 1
+    section = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    with running(path, deepspeed=section) as accelerator:
+        net = make_net()
+        optimizer = DummyOptim(net.parameters(), lr=1e-3, weight_decay=0.1 * (1 + odd))
+        soon(LoopError, "weight_decay: 0.1 on rank 0", by=lambda: accelerator.prepare(net, optimizer))
+
+
+CHECKS = {
+    **{
+        name.removeprefix("check_"): ([2], function)
+        for name, function in list(globals().items())
+        if name.startswith("check_") and name not in ("check_another_model", "check_placeholders_differ")
+    },
+    **{f"{path}-another_model": ([2], lambda _, path=path: check_another_model(path)) for path in ("ddp", "zero3")},
+    "zero2-placeholders_differ": ([2], lambda _: check_placeholders_differ("zero2")),
+}
