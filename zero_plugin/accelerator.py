@@ -26,6 +26,7 @@ from zero_plugin.arguments import (
     overlay_arguments,
     refuse_arguments,
 )
+from zero_plugin.backing_off import accumulate_more, agree_on_cut
 from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.choices import DynamoBackend, RNGType
 from zero_plugin.config.document import Document
@@ -48,6 +49,7 @@ from zero_plugin.facade.processes import ProcessCalls
 from zero_plugin.facade.restoring import LoadHook, RestoringCalls
 from zero_plugin.facade.resuming import ResumingCalls
 from zero_plugin.facade.settings import SettingCalls
+from zero_plugin.facade.shortages import Shortages
 from zero_plugin.facade.stop_request import StopRequest
 from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
@@ -55,6 +57,7 @@ from zero_plugin.first_steps import FirstSteps
 from zero_plugin.handlers import sort_handlers
 from zero_plugin.meter import Meter
 from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.out_of_memory import explain_shortages
 from zero_plugin.plugins import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -91,6 +94,7 @@ class Accelerator(
     RestoringCalls,
     ResumingCalls,
     TrackingCalls,
+    Shortages,
 ):
     """Trains a model on ZeRO 0-3, DDP or one device, as the configuration says, with one and the same loop.
 
@@ -196,6 +200,9 @@ class Accelerator(
         self._handlers = replace(self._handlers, compiler=compiler)
         self._processes = self._join_processes()
         expect_same_run(self._configurations.document, self._processes)
+        self._cut = agree_on_cut(self._processes.world_size, os.environ)
+        if self._cut > 1:
+            self._configurations.overlay(lambda document: accumulate_more(document, self._cut))
         self.device = self._processes.device
         self._meter = Meter(self._processes.world_size, self.device)
         self._told: set[str] = set()
@@ -216,6 +223,7 @@ class Accelerator(
         self._load_model_state_pre_hook: OrderedDict[int, LoadHook] = OrderedDict()
         self._window = self._loose = self._new_window()
         self._first_steps = FirstSteps(self._trainings, lambda: RUNNING.current, self._say)
+        self._explains_shortages = explain_shortages(self._explain_shortage)
         self._ended = False
         self._processes.hold(self.end_training)
         self.state, self.gradient_state = show_run(self, self.gradient_accumulation_plugin.to_kwargs())
@@ -282,6 +290,7 @@ class Accelerator(
         if not self._ended:
             self._ended = True
             atexit.unregister(self._at_exit)
+            self._explains_shortages()
             self._first_steps.say_if_none()
             self._close()
 

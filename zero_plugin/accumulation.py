@@ -69,6 +69,11 @@ class AccumulationWindow:
         self._told = False
 
     @property
+    def is_decided(self) -> bool:
+        """Whether the script counts its micro-batches itself, and has said whether the window ends."""
+        return self._decided is not None
+
+    @property
     def divisor(self) -> int:
         """What the loss of the current micro-batch is divided by."""
         return self._size

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from zero_plugin.errors import LoopError
 from zero_plugin.standing import Standing, issued_operations, script_line
 
-__all__ = ["Agreement", "Patience", "collective", "end_watching", "exchange", "start_watching", "time_out"]
+__all__ = ["Agreement", "Patience", "collective", "end_watching", "exchange", "start_watching", "tell_loss", "time_out"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,6 +150,15 @@ class Agreement:
         last = Standing(sys.maxsize, self._calls, self._call, gone=True, failed=failed)
         self._answers_within(self._patience.late, lambda: self._publish(last))
 
+    def tell_loss(self, how: str) -> None:
+        """Have the others end, whatever they wait in: this process ends, and `how`."""
+
+        def tell() -> None:
+            self._store.set("lost", f"process {self._rank} {how}")
+            self._store.add("asked", 1)  # which every thread looks for
+
+        self._answers_within(self._patience.late, tell)
+
     def _answers_within(self, seconds: float, ask: Callable[[], None]) -> bool:
         """Whether the store answered in time; a question to one behind a cut cable would never come back."""
 
@@ -203,6 +212,9 @@ class Agreement:
     def _answer(self) -> None:
         asked = self._store.add("asked", 0)
         if asked != self._answered:
+            if self._store.check(["lost"]):
+                self._stopping.wait(self._patience.asks)  # the launcher of one machine ends all by then
+                _end_process(f"{self._store.get('lost').decode()}; process {self._rank} ends with it.")
             self._answered = asked
             line = script_line(self._script)
             self._publish(Standing(asked, self._calls, self._call, issued_operations(), line))
@@ -352,6 +364,13 @@ def exchange(word: str) -> list[str]:
         LoopError: another process does not come to it.
     """
     return [word] if _agreement is None else _agreement.exchange(word)
+
+
+def tell_loss(how: str) -> None:
+    """Have the other processes end within seconds, whatever they wait in: this one ends, and `how`."""
+    if _agreement is not None:
+        _agreement.stop()
+        _agreement.tell_loss(how)
 
 
 def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:

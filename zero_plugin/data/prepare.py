@@ -16,6 +16,7 @@ from zero_plugin.collectives import gather_object, num_processes
 from zero_plugin.data.adapter import DataLoaderAdapter, copy_loader
 from zero_plugin.data.batch_sampler import BatchSamplerShard
 from zero_plugin.data.batches import Sharing
+from zero_plugin.data.cutting import cut_batches
 from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
 from zero_plugin.data.dividing import (
@@ -52,6 +53,7 @@ def prepare_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     rng_types: Iterable[str | Enum] = (),
+    cut: int = 1,
 ) -> DataLoaderAdapter:
     """The loader's part for process `rank` of `world_size`; the given loader stays as it is. Collective.
 
@@ -78,10 +80,11 @@ def prepare_loader(
         non_blocking: do not wait for batches to be copied to the device.
         rng_types: random states that every process gets from process 0 at the start of each epoch. A sampler's own
             generator needs none: the order is process 0's.
+        cut: each of the loader's batches comes as so many smaller ones.
 
     Raises:
         LoopError: no DataLoader, or one that gives batches out of order, a sampler or a data set that is another one
-            than the other processes'.
+            than the other processes', or one that trains and cannot be `cut`.
         ConfigError: `split_batches` without a batch size that `world_size` divides.
     """
     if shard_iterable not in ("auto", "never"):
@@ -91,6 +94,7 @@ def prepare_loader(
     _check_loader(loader, world_size)
     if use_seedable_sampler:
         loader = _seed_sampler(loader, data_seed)
+    loader = cut_batches(loader, cut, split_among=world_size if split_batches else 1)
     stream = isinstance(loader.dataset, IterableDataset)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     batched = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)

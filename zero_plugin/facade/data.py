@@ -34,6 +34,7 @@ class DataCalls:
     dataloader_config: DataLoaderConfiguration
     device_placement: bool
     rng_types: Sequence[str | Enum]
+    _cut: int  # into how many micro-batches each of a loader's batches comes
     _shard_iterable: ShardIterable
     _dataloaders: list[DataLoaderAdapter]
     _processes: Processes
@@ -104,6 +105,7 @@ class DataCalls:
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             rng_types=self.rng_types,
+            cut=self._cut,
         )
         if not any(prepared is known for known in self._dataloaders):
             self._dataloaders.append(prepared)

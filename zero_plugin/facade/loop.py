@@ -30,6 +30,7 @@ class LoopCalls:
     document: Document
     resolved: Resolved | None
     _configurations: Configurations
+    _cut: int
     _first_steps: FirstSteps
     _loose: AccumulationWindow
     _must_resume: bool
@@ -44,7 +45,10 @@ class LoopCalls:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step; settable, from the next window on.
+        """Micro-batches per optimizer step; settable, from the next window on, in the loader's own batches.
+
+        Where memory ran out before, each of the loader's batches comes as several micro-batches, and the number is as
+        many times what was set.
 
         Raises:
             ConfigError: it is set to another number than file or flag say.
@@ -58,6 +62,7 @@ class LoopCalls:
         if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
             message = f"{steps} in code, but {before.value} at {before.origin.where}"
             raise ConfigError([Problem(call, key, message, "Write auto in the file to set it in code.")])
+        steps *= self._cut
         if before is None or before.value != steps:
             path = ("deepspeed", key)
             self._configurations.overlay(lambda d: d.overlay({path: steps}, kind="code", where={path: call}))

@@ -37,6 +37,7 @@ class PrepareCalls(Joining):
     prepare_data_loader: Callable[..., Any]
     _background: BackgroundWriter
     _configurations: Configurations
+    _cut: int
     _dataloaders: list[DataLoaderAdapter]
     _freed = False  # free_memory() was called since the last prepare()
     _follow_configuration: Callable[[], None]
@@ -212,6 +213,7 @@ class PrepareCalls(Joining):
                 prepared,
                 processes=self._processes.world_size,
                 split_batches=self.dataloader_config.split_batches,
+                cut=self._cut,
             )
             for training in self._trained:
                 join_loaders(training, self._loop, self.document, self._say, surely_trains=surely_train(loaders))

@@ -13,6 +13,7 @@ from zero_plugin.checkpoint.folders import choose_checkpoint, numbered_checkpoin
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME
 from zero_plugin.checkpoint.together import on_main
+from zero_plugin.config.attempt import LAUNCHED_VARIABLE
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.facade.stop_request import StopRequest
@@ -27,6 +28,7 @@ class ResumingCalls:
 
     document: Document
     _background: BackgroundWriter
+    _cut: int
     _find_checkpoint: Callable[[str | os.PathLike[str] | None], Path]
     _go_on_from: Callable[..., LoadReport]
     _must_resume: bool
@@ -37,8 +39,9 @@ class ResumingCalls:
     def resume(self, folder: str | os.PathLike[str] | None = None) -> LoadReport | None:
         """Go on from the newest complete checkpoint, where this run is one that goes on; collective, after `prepare`.
 
-        It is one after a restart by the launcher (`--max_restarts`), and from the first start with `--auto_resume`
-        (`auto_resume: true` in the config). Else nothing is loaded, and a line says which checkpoint is not.
+        It is one after a restart by the launcher (`--max_restarts`, or for want of memory), and from the first start
+        with `--auto_resume` (`auto_resume: true` in the config). Without that, what a launch before has saved is not
+        loaded, and a line says which checkpoint.
 
         The loaders go on inside the interrupted epoch by themselves:
 
@@ -58,18 +61,20 @@ class ResumingCalls:
             CheckpointError: the checkpoints that are there are all damaged, or do not fit; training is not begun anew.
         """
         self._background.wait()
-        restarted = int(os.environ.get(_RESTARTS, "0")) > 0
+        restarted = int(os.environ.get(_RESTARTS, "0")) > 0 or self._cut > 1
         # A machine that has come back counts no restart: one that does decides for all.
-        goes_on = launch_settings(self.document).auto_resume or any(collectives.gather_object([restarted]))
+        restarted = any(collectives.gather_object([restarted]))
         place = on_main(lambda: self._find_checkpoint(folder))
         found = on_main(lambda: choose_checkpoint(place) if _has_checkpoints(place) else None)
         self._must_resume = False
         if found is None:
             self._say(f"resume(): no checkpoint in {place} yet; the run begins anew")
             return None
-        if not goes_on:
+        own = restarted and on_main(lambda: _is_of_this_launch(found[0]))
+        if not (own or launch_settings(self.document).auto_resume):
+            why = "it is of a launch before" if restarted else "the launcher has not restarted it"
             self._say(
-                f"resume(): {found[0]} is not loaded and the run begins anew, since the launcher has not restarted it. "
+                f"resume(): {found[0]} is not loaded and the run begins anew, since {why}. "
                 "--auto_resume goes on from there."
             )
             return None
@@ -91,6 +96,11 @@ class ResumingCalls:
         """
         self._stop.listen()
         return collectives.start_sum([int(self._stop.received)])()[0] > 0
+
+
+def _is_of_this_launch(checkpoint: Path) -> bool:
+    """Whether an attempt of this launch has saved it; True under a launcher that does not tell when it began."""
+    return (checkpoint / MANIFEST_NAME).stat().st_mtime >= float(os.environ.get(LAUNCHED_VARIABLE, "0"))
 
 
 def _has_checkpoints(place: Path) -> bool:

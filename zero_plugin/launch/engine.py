@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE, Shortage, take_shortage
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import worker_command
 from zero_plugin.launch.contact import Contact
@@ -64,6 +65,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     if spec.hosts is not None:
         return run_on_hosts(spec.hosts, quiet=quiet)
     os.environ.update({name: setting.value for name, setting in spec.environment.items()})  # workers get a copy
+    os.environ.update({CUT_VARIABLE: "1", LAUNCHED_VARIABLE: str(time.time())})
 
     # Nothing that torch's import makes dies before this process does: collecting through it costs 0.3 s for nothing.
     gc.disable()
@@ -88,7 +90,10 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
         if restarts <= spec.max_restarts:
             os.environ[_NEW_STORE] = "1"
             told = tell_end(find_first_failure(failures, Path(folder)))
-            print(f"{told}; all workers start again (restart {restarts} of {spec.max_restarts})", file=sys.stderr)  # noqa: T201
+            smaller = _cut_micro_batch(take_shortage(Path(folder)))
+            print(  # noqa: T201
+                f"{told}; all workers start again (restart {restarts} of {spec.max_restarts}){smaller}", file=sys.stderr
+            )
 
     memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, tell_restart)
     with log_folder(spec.log_dir) as folder, configuration_file(spec), contact, memory, ending as idle:
@@ -114,13 +119,23 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
                 store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
             elif spec.machines > 1 and spec.rendezvous.backend == "c10d":
                 try_store(spec.rendezvous, float(spec.rendezvous.options.get("read_timeout", 60)))
-            elastic_launch(config, executable)(*arguments)
-        except ChildFailedError as error:
-            first = find_first_failure(error.failures, Path(folder))
-            processes = {rank: failure.pid for rank, failure in error.failures.items()}
-            told = describe_failure(first, machines=spec.machines, memory=memory, processes=processes)
-            print("\n".join([told, *describe_idle(idle)]), file=sys.stderr)  # noqa: T201
-            return shell_code(first.exitcode)
+            while True:
+                try:
+                    elastic_launch(config, executable)(*arguments)
+                    break
+                except ChildFailedError as error:
+                    first = find_first_failure(error.failures, Path(folder))
+                    shortage = take_shortage(Path(folder))
+                    # Launchers of several machines begin again together, or not at all: that is --max_restarts.
+                    if spec.machines == 1 and (smaller := _cut_micro_batch(shortage)):
+                        print(f"{tell_end(first)}; all workers start again{smaller}", file=sys.stderr)  # noqa: T201
+                        continue
+                    processes = {rank: failure.pid for rank, failure in error.failures.items()}
+                    told = describe_failure(
+                        first, machines=spec.machines, memory=memory, processes=processes, shortage=shortage
+                    )
+                    print("\n".join([told, *describe_idle(idle)]), file=sys.stderr)  # noqa: T201
+                    return shell_code(first.exitcode)
         except SignalException as error:
             if contact.lost:
                 return 1
@@ -136,6 +151,17 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
             if contact.lost:
                 contact.leave()
     return 0
+
+
+def _cut_micro_batch(shortage: Shortage | None) -> str:
+    """Let the workers started from now on have smaller micro-batches; how, to be told, or "" where they may not."""
+    if shortage is None or not shortage.cut:
+        return ""
+    os.environ[CUT_VARIABLE] = str(shortage.cut)
+    return (
+        f" with micro-batch {shortage.micro_batch}, which makes {shortage.cut} of each of the loader's batches, and as "
+        f"many times the accumulation. {shortage.headline}"
+    )
 
 
 @contextlib.contextmanager
@@ -177,6 +203,12 @@ def _why_not_met(meeting: Rendezvous, machines: int, error: Exception) -> str:
     )
 
 
+def _signals_handled(config: type[Any]) -> dict[str, Any]:
+    """As an argument of torch's launch configuration; before 2.10 it has none, and handles SIGHUP under nohup too."""
+    handled = ",".join(_prepare_signals())
+    return {"signals_to_handle": handled} if "signals_to_handle" in config.__dataclass_fields__ else {}
+
+
 def _prepare_signals() -> list[str]:
     """Let signals end this process at once while no worker exists; the names of those that torchrun shall handle then.
 
@@ -196,9 +228,3 @@ def set_log_level(*, debug: bool) -> None:
     names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")] if debug else _NOISE
     for name in names:
         logging.getLogger(name).setLevel(logging.INFO if debug else logging.CRITICAL)
-def _signals_handled(config: type[Any]) -> dict[str, Any]:
-    """As an argument of torch's launch configuration; before 2.10 it has none, and handles SIGHUP under nohup too."""
-    handled = ",".join(_prepare_signals())
-    return {"signals_to_handle": handled} if "signals_to_handle" in config.__dataclass_fields__ else {}
-
-

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from zero_plugin.config.attempt import Shortage
 from zero_plugin.launch.machine import host_memory_bytes
 from zero_plugin.launch.memory import MemoryWatch
 from zero_plugin.launch.worker import FIRST_FAILURE
@@ -106,6 +107,7 @@ def describe_failure(
     machines: int = 1,
     memory: MemoryWatch | None = None,
     processes: Mapping[int, int] | None = None,
+    shortage: Shortage | None = None,
 ) -> str:
     """A few lines for people: who failed first, where, how, what that means and what to do.
 
@@ -114,12 +116,17 @@ def describe_failure(
         machines: of the run; with several, a failure on another one may have come before.
         memory: what was seen of host memory while the workers ran.
         processes: the process id of each rank that failed, to find its part of that.
+        shortage: what a worker that ran out of memory has left.
     """
     host = socket.gethostname()
     where = f"on {host}" if machines == 1 else f"of those on {host}"
     output = "" if first.exitcode < 0 else "; its output is above"
     lines = [f"{tell_end(first)}, {where}{output}. All workers are stopped."]
-    if first.kind == "OutOfMemoryError":
+    if shortage is not None:
+        lines += [shortage.headline, shortage.advice]
+        if shortage.cut:
+            lines.append("With --max_restarts 1 on every machine the run starts again with the smaller micro-batch.")
+    elif first.kind == "OutOfMemoryError":
         lines.append(_GPU_MEMORY)
     elif first.exitcode in (-signal.SIGKILL, _KILLED_IN_SHELL):
         lines.append(_explain_kill(memory, processes or {}))

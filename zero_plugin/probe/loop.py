@@ -13,7 +13,12 @@ __all__ = ["probe_loop", "surely_train"]
 
 
 def probe_loop(
-    loaders: Sequence[DataLoader[Any]], prepared: Sequence[Sized], *, processes: int = 1, split_batches: bool = False
+    loaders: Sequence[DataLoader[Any]],
+    prepared: Sequence[Sized],
+    *,
+    processes: int = 1,
+    split_batches: bool = False,
+    cut: int = 1,
 ) -> LoopFacts:
     """Facts of the training loader: the first of `loaders` that shuffles, else the first.
 
@@ -22,6 +27,7 @@ def probe_loop(
         prepared: this process's part of each.
         processes: data-parallel processes.
         split_batches: whether a loader's batch is the global one, to be split among the processes.
+        cut: into how many micro-batches each of its batches comes.
     """
     if not loaders:
         return LoopFacts()
@@ -29,6 +35,8 @@ def probe_loop(
     size, reason, fixed = _batch_size(loaders[index])
     if size is not None and split_batches:
         size, reason = max(1, size // processes), f"{reason} {size} ÷ {processes} processes (split_batches)"
+    if size is not None and cut > 1:
+        size, reason = max(1, size // cut), f"{reason} {size} ÷ {cut}, since memory ran out with more"
     return LoopFacts(size, reason, fixed, _length(prepared[index]))
 
 

@@ -377,6 +377,17 @@ class Strategy(ABC):
         """Inside, tensors of a module that is not prepared are whole; what process 0 writes stays. Collective."""
         return nullcontext()
 
+    def savings(self, resolved: Resolved) -> tuple[str, ...]:  # noqa: ARG002
+        """What to write into the configuration so that a process needs less device memory, the cheapest first.
+
+        Args:
+            resolved: what runs.
+        """
+        return (
+            "ZeRO: zero_stage: 2 divides gradients and optimizer states among the processes, 3 the parameters too",
+            "offload_optimizer_device: cpu with it keeps optimizer states in host memory",
+        )
+
     def destroy_process_group(self) -> None:
         """End the process group, with whatever keeps hold of it."""
         if dist.is_initialized():  # else another strategy of this process has ended it

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
+from zero_plugin.out_of_memory import is_out_of_memory
+
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
 _logger = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY = (
-    " out of memory.",  # CUDA, ROCm
-    "DefaultCPUAllocator: can't allocate memory",
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",  # cuDNN has no algorithm for a batch that large
-)
+_CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."  # it has no algorithm for a batch that large
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -47,9 +45,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
     """Whether the error says that memory ran out, on a GPU or a CPU, or that cuDNN cannot do a batch that large."""
-    if isinstance(exception, torch.OutOfMemoryError):
-        return True
-    return isinstance(exception, RuntimeError) and any(text in str(exception) for text in _OUT_OF_MEMORY)
+    return is_out_of_memory(exception) or (isinstance(exception, RuntimeError) and _CUDNN in str(exception))
 
 
 def find_executable_batch_size(

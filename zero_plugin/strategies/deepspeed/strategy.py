@@ -24,6 +24,7 @@ from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.probe.machine import probe_machine
 from zero_plugin.resolve.precision import expected_precision
+from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.allotting import allot_whole
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
@@ -67,6 +68,19 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.accept`: there is no DDP, no autocast, and a loss scale that doubles and halves only."""
         super().accept(handlers)
         return unused_handlers(handlers)
+
+    def savings(self, resolved: Resolved) -> tuple[str, ...]:
+        """See `Strategy.savings`."""
+        stage, next_stage = resolved.zero_stage, max(2, resolved.zero_stage + 1)
+        devices = {what: resolved.offload_device(what) for what in ("optimizer", "param")}
+        ways = []
+        if stage < 3:
+            ways.append(f"zero_stage: {next_stage} (it is {stage})")
+        if devices["optimizer"] == "none":
+            ways.append("offload_optimizer_device: cpu")
+        if devices["param"] == "none":
+            ways.append("offload_param_device: cpu" + (", which needs zero_stage: 3" if stage < 3 else ""))
+        return tuple(ways)
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`.

@@ -1,0 +1,72 @@
+"""Trains while the last rank's memory does not suffice for batches above LIMIT; KIND LIMIT BATCH FROM FOLDER.
+
+KIND is how memory runs out, from step FROM on; a checkpoint is saved after the first step. Then the same is trained
+once more in the same processes, with the micro-batch that sufficed and the accumulation that belongs to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero_plugin import Accelerator, ProjectConfiguration
+from zero_plugin.config.attempt import CUT_VARIABLE
+
+
+def run_out(kind: str) -> None:
+    """Ask for what no machine has, or say what a GPU says."""
+    if kind == "torch":
+        torch.empty(1 << 47)
+    elif kind == "python":
+        bytearray(1 << 60)
+    else:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4")
+
+
+def train(out: Path, kind: str, limit: int, size: int, asked: int, begins: int) -> tuple[int, list[float], list[float]]:
+    """Accumulation, the mean loss of each optimizer step, and sums of the last weights."""
+    project = ProjectConfiguration(out, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(gradient_accumulation_steps=asked, project_config=project)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+    x = torch.randn(48, 8)
+    loader = DataLoader(TensorDataset(x, x[:, :4].sin()), batch_size=size, shuffle=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    resumed = accelerator.resume()
+    steps = resumed.steps if resumed else 0
+    os.write(1, f"started at {steps}\n".encode())
+    losses, parts = [], []
+    for _ in range(resumed.epochs[0] if resumed else 0, 2):
+        for features, targets in loader:
+            with accelerator.accumulate(model):
+                if steps >= begins and len(features) > limit and accelerator.is_last_process:
+                    run_out(kind)
+                loss = torch.nn.functional.mse_loss(model(features), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                parts.append(accelerator.reduce(loss.detach(), "mean").item())
+            if accelerator.sync_gradients:
+                losses.append(sum(parts) / len(parts))
+                parts, steps = [], steps + 1
+                if steps == 1 and begins:
+                    accelerator.save_state()
+    whole = accelerator.get_state_dict(model) or {}
+    used = accelerator.gradient_accumulation_steps
+    accelerator.end_training()
+    return used, losses, [p.double().sum().item() for p in whole.values()]
+
+
+if __name__ == "__main__":
+    kind, (limit, size, begins), folder = sys.argv[1], map(int, sys.argv[2:5]), Path(sys.argv[5])
+    results = [train(folder, kind, limit, size, 1, begins)]
+    cut = int(os.environ.pop(CUT_VARIABLE, "1"))
+    results.append(train(folder / "again", kind, size, size // cut, cut, 0))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(results))

@@ -1,0 +1,49 @@
+"""More accumulation with smaller micro-batches: the global batch stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_plugin.backing_off import accumulate_more, agree_on_cut
+from zero_plugin.config.attempt import CUT_VARIABLE
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts
+from zero_plugin.resolve.resolve import resolve
+
+
+@pytest.mark.parametrize(
+    ("section", "accumulation"),
+    [
+        ({}, 2),
+        ({"gradient_accumulation_steps": 3}, 6),
+        ({"gradient_accumulation_steps": "auto"}, 2),
+        ({"gradient_accumulation_steps": "auto", "train_batch_size": 48}, 6),
+        ({"train_batch_size": 48}, 6),
+        ({"gradient_accumulation_steps": 3, "train_batch_size": 48}, 6),
+    ],
+    ids=str,
+)
+def test_the_global_batch_stays(section: dict[str, Any], accumulation: int) -> None:
+    """With micro-batch 4 in place of 8 on two processes, twice as many make a step, however the number is given."""
+    asked = document_from_mapping({**section, "train_micro_batch_size_per_gpu": "auto"}, "code")
+    before, now = (
+        resolve(document, Facts(LoopFacts(micro, "the loader"), MachineFacts(processes=2), strategy="ddp")).tree
+        for document, micro in ((asked, 8), (accumulate_more(asked, 2), 4))
+    )
+    assert now.value("gradient_accumulation_steps") == accumulation
+    assert now.value("train_batch_size") == before.value("train_batch_size")
+
+
+def test_it_is_done_once() -> None:
+    """A second Accelerator of the run shares the document of the first."""
+    document = accumulate_more(document_from_mapping({"gradient_accumulation_steps": 3}, "code"), 2)
+    assert accumulate_more(document, 2) is document
+    assert "3 × 2" in document.deepspeed.entries[("gradient_accumulation_steps",)].origin.reason
+
+
+def test_the_launcher_tells_the_cut() -> None:
+    """On one machine each process knows it by itself."""
+    assert agree_on_cut(2, {"LOCAL_WORLD_SIZE": "2", CUT_VARIABLE: "4"}) == 4
+    assert agree_on_cut(1, {}) == 1

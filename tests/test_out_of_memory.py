@@ -1,0 +1,135 @@
+"""What is said when memory runs out: what it is, in which call, and what would help there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from zero_plugin.out_of_memory import FailedLoop, describe_shortage, is_out_of_memory
+
+CPU = torch.device("cpu")
+LOOP = FailedLoop(
+    trains=True, micro_batch=8, accumulation=2, cut=1, is_open=True, decides=False, savings=("zero_stage: 3 (it is 2)",)
+)
+
+
+def failure(kind: str) -> BaseException:
+    """A real one."""
+    try:
+        if kind == "torch":
+            torch.empty(1 << 47)
+        elif kind == "numpy":
+            np.ones(1 << 45)
+        else:
+            bytearray(1 << 60)
+    except (RuntimeError, MemoryError) as error:
+        return error
+    raise AssertionError("the machine has it")
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"), [("torch", "GiB were asked for"), ("numpy", "256. TiB"), ("python", "as much")]
+)
+def test_real_failures_of_the_host(kind: str, asked: str) -> None:
+    """Torch's, NumPy's and Python's own are known for what they are, with the bytes that were asked for."""
+    error = failure(kind)
+    assert is_out_of_memory(error)
+    shortage = describe_shortage(error, LOOP, CPU, rank=3)
+    assert shortage.headline.startswith("Host memory ran out on rank 3, in the forward, at micro-batch 8: ")
+    assert asked in shortage.headline
+    assert "GiB can be had" in shortage.headline
+
+
+def test_other_errors_are_none() -> None:
+    """Not every RuntimeError."""
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_the_ways_are_numbered_by_their_cost() -> None:
+    """Half the micro-batch with twice the accumulation first, then activation checkpointing, then the strategy's."""
+    shortage = describe_shortage(failure("torch"), LOOP, CPU, rank=0)
+    first, *ways = shortage.advice.splitlines()
+    assert first == "What lowers it, the cheapest first:"
+    assert ways[0] == "  1. batch_size=4 with gradient_accumulation_steps 4, the same global batch"
+    assert ways[1].startswith("  2. activation checkpointing")
+    assert ways[2] == "  3. zero_stage: 3 (it is 2)"
+
+
+@pytest.mark.parametrize(
+    ("change", "cut", "micro_batch"),
+    [
+        ({}, 2, 4),
+        ({"cut": 2}, 4, 4),
+        ({"micro_batch": 9}, 3, 3),
+        ({"micro_batch": 1}, 0, 0),
+        ({"micro_batch": None}, 0, 0),
+        ({"is_open": False}, 0, 0),
+        ({"decides": True}, 0, 0),
+        ({"trains": False}, 0, 0),
+    ],
+    ids=str,
+)
+def test_when_a_smaller_micro_batch_is_tried(change: dict[str, Any], cut: int, micro_batch: int) -> None:
+    """Where the configuration leaves it open, the loop is counted by the layer, and there is a smaller one."""
+    shortage = describe_shortage(failure("torch"), replace(LOOP, **change), CPU, rank=0)
+    assert (shortage.cut, shortage.micro_batch) == (cut, micro_batch)
+
+
+def test_where_a_smaller_micro_batch_does_not_help() -> None:
+    """Host memory under a GPU does not hold the batches' activations: it is neither tried nor advised."""
+    error = failure("python")
+    shortage = describe_shortage(error, LOOP, torch.device("cuda", 0), rank=0)
+    assert shortage.cut == 0
+    assert "batch_size=4" not in shortage.advice
+    assert "A smaller micro-batch does not help: host memory ran out" in shortage.advice
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from zero_plugin import Accelerator
+
+class Hungry(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.empty(1 << 47)
+
+Accelerator()
+accelerator = Accelerator(config={"train_micro_batch_size_per_gpu": "auto"})
+model = torch.nn.Linear(4, 4)
+optimizer = (Hungry if IN_STEP else torch.optim.SGD)(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for (x,) in loader:
+    y = model(x).sum()
+    if not IN_STEP:
+        y.register_hook(lambda _: torch.empty(1 << 47))
+    accelerator.backward(y)
+    optimizer.step()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("in_step", [False, True], ids=["backward", "step"])
+def test_a_script_without_a_launcher(tmp_path: Path, in_step: bool) -> None:
+    """It is told after the traceback, once, in which call it was, and that a launcher would start it again."""
+    script = tmp_path / "script.py"
+    script.write_text(f"IN_STEP = {in_step}\n{SCRIPT}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 1
+    trace, told = done.stderr.split("Host memory ran out on rank 0, in ")
+    assert "DefaultCPUAllocator" in trace
+    assert told.startswith("optimizer.step(), at micro-batch 4" if in_step else "backward(), at micro-batch 4")
+    assert ("`zero-plugin launch` starts it again by itself" in told) != in_step
+    assert ("the optimizer's states need it" in told) == in_step

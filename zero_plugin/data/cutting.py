@@ -1,0 +1,105 @@
+"""Smaller batches out of a DataLoader's own: the same samples in the same order, in more steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from zero_plugin.data.adapter import copy_loader
+from zero_plugin.errors import LoopError
+
+__all__ = ["CutBatchSampler", "cut_batches", "smaller_cut"]
+
+
+class CutBatchSampler(BatchSampler):
+    """A batch sampler's batches, each in pieces of one size; only the last piece of a batch may be smaller.
+
+    What is not listed here (`set_epoch`, …) is the batch sampler's own.
+
+    Args:
+        batch_sampler: the whole batches.
+        batch_size: samples of a piece.
+        pieces: of a full batch.
+    """
+
+    def __init__(self, batch_sampler: Any, batch_size: int, pieces: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size = batch_size
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self._pieces = pieces
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batch_sampler":  # asked for while it is copied, before it has one
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    @property
+    def sampler(self) -> Any:
+        """What the whole batches are made of."""
+        return self.batch_sampler.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in map(list, self.batch_sampler):
+            for start in range(0, len(batch), self.batch_size):
+                yield batch[start : start + self.batch_size]
+
+    def __len__(self) -> int:
+        """Pieces in an epoch; at most `pieces` - 1 too many where a batch sampler's last batch may be smaller."""
+        return len(self.batch_sampler) * self._pieces
+
+
+def smaller_cut(micro_batch: int, cut: int) -> int:
+    """The next number of micro-batches to cut a loader's batch into: twice `cut`, or what else divides it.
+
+    Args:
+        micro_batch: samples of a micro-batch now.
+        cut: into how many each batch is cut now.
+
+    Returns:
+        0 where a micro-batch is one sample.
+    """
+    return next((cut * n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 0)
+
+
+def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> DataLoader[Any]:
+    """The loader with each of its batches cut into `cut` of one size.
+
+    It gives what it would if it had been built with that batch size, except that `drop_last` still leaves out what it
+    would have left out. One that is only evaluated with stays as it is where it cannot be cut so.
+
+    Args:
+        loader: as the script made it.
+        cut: into how many.
+        split_among: processes among which each batch is split; 1 where each gets whole ones.
+
+    Raises:
+        LoopError: it shuffles, so that it trains, and its batches cannot be cut into so many of one size.
+    """
+    if cut == 1:
+        return loader
+    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    size = getattr(batches, "batch_size", None)
+    if size is None and isinstance(batches, list | tuple) and batches:
+        size = len(batches[0])
+    if not isinstance(size, int) or size % (cut * split_among):
+        if isinstance(loader.sampler, SequentialSampler):
+            return loader
+        raise LoopError(
+            f"memory ran out before, so that each of the loader's batches comes as {cut} micro-batches; this one has "
+            f"{'no stated batch size' if size is None else f'batch_size={size}'}, which cannot be cut so.\n"
+            f"Give it a batch_size that is a multiple of {cut * split_among}, or write a smaller one yourself."
+        )
+    smaller = size // cut
+    if isinstance(loader.dataset, IterableDataset) or (type(batches) is BatchSampler and not batches.drop_last):
+        cutter = BatchSampler(batches.sampler, smaller, batches.drop_last)
+    else:
+        cutter = CutBatchSampler(batches, smaller, cut)
+    if batches is loader.sampler:
+        return copy_loader(loader, sampler=cutter)
+    return copy_loader(loader, batch_sampler=cutter, batch_size=None if loader.batch_size is None else smaller)

@@ -1,0 +1,194 @@
+"""Says once what to change when memory has run out, and asks the launcher for smaller micro-batches where it may."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal
+
+import torch
+
+from zero_plugin.agreement import tell_loss
+from zero_plugin.config.attempt import Shortage, leave_shortage
+from zero_plugin.data.cutting import smaller_cut
+from zero_plugin.meter import memory_available_bytes
+from zero_plugin.plan.amounts import show_gib
+
+__all__ = ["FailedLoop", "Phase", "describe_shortage", "explain_shortages", "is_out_of_memory", "phase_of"]
+
+Phase = Literal["prepare()", "the forward", "backward()", "optimizer.step()"]
+
+_OUT_OF_MEMORY: Final = (
+    " out of memory.",  # CUDA, ROCm
+    "DefaultCPUAllocator: can't allocate memory",
+)
+_ASKED: Final = re.compile(r"llocate ([\d.]+ ?(?:bytes|[KMGTPE]iB))")
+_PACKAGE: Final = Path(__file__).parent
+_PHASES: Final[dict[tuple[str, str], Phase]] = {
+    ("facade/prepare.py", "_prepare"): "prepare()",
+    ("facade/loop.py", "backward"): "backward()",
+    ("optimizer.py", "step"): "optimizer.step()",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoop:
+    """The loop in which memory ran out.
+
+    Attributes:
+        trains: whether a model is prepared with its optimizer.
+        micro_batch: samples of a micro-batch, None where no training loader tells.
+        accumulation: micro-batches per optimizer step.
+        cut: into how many micro-batches each of the loader's batches comes already.
+        is_open: whether the configuration leaves the micro-batch to this package (`auto`).
+        decides: whether the script counts its micro-batches itself, by setting `sync_gradients`.
+        savings: what else lowers the use of memory, the cheapest first.
+    """
+
+    trains: bool
+    micro_batch: int | None
+    accumulation: int
+    cut: int
+    is_open: bool
+    decides: bool
+    savings: tuple[str, ...]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ran out, on a GPU or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def phase_of(trace: TracebackType | None) -> Phase:
+    """What ran when it was raised; whatever is no call of this package's is taken for a forward."""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        file = Path(code.co_filename)
+        if file.is_relative_to(_PACKAGE):
+            phase = _PHASES.get((file.relative_to(_PACKAGE).as_posix(), code.co_name))
+            if phase is not None:
+                return phase
+        trace = trace.tb_next
+    return "the forward"
+
+
+def describe_shortage(error: BaseException, loop: FailedLoop, device: torch.device, rank: int) -> Shortage:
+    """What was needed, what is there, what lowers the use, and whether a smaller micro-batch is to be tried.
+
+    Args:
+        error: says that memory ran out.
+        loop: in which it did.
+        device: where this process computes.
+        rank: of this process.
+    """
+    phase = phase_of(error.__traceback__)
+    on_device = device.type == "cpu" or not (isinstance(error, MemoryError) or "CPUAllocator" in str(error))
+    depends = phase in ("the forward", "backward()") and on_device
+    size = "" if loop.micro_batch is None else f", at micro-batch {loop.micro_batch}"
+    asked = _ASKED.search(str(error))
+    wanted = f"{_in_gib(asked[1])} were asked for" if asked else "as much as was asked for is not there"
+    memory = device if on_device else torch.device("cpu")
+    headline = (
+        f"{'GPU' if memory.type == 'cuda' else 'Host'} memory ran out on rank {rank}, in {phase}{size}: {wanted}"
+        f"{_describe_memory(memory)}."
+    )
+    factor = smaller_cut(loop.micro_batch, 1) if depends and loop.trains and loop.micro_batch else 0
+    ways = [*_smaller(loop, factor), *loop.savings] if factor else list(loop.savings)
+    lines = [f"  {number}. {way}" for number, way in enumerate(ways, 1)]
+    if not depends:
+        lines.append(f"  A smaller micro-batch does not help: {_why_not(phase, on_device=on_device)}.")
+    retries = factor and loop.is_open and not loop.decides
+    return Shortage(
+        headline,
+        "\n".join(["What lowers it, the cheapest first:", *lines]),
+        cut=loop.cut * factor if retries else 0,
+        micro_batch=(loop.micro_batch or 0) // factor if retries else 0,
+    )
+
+
+def explain_shortages(explain: Callable[[BaseException], Shortage]) -> Callable[[], None]:
+    """When an error that says that memory ran out ends this process, tell what `explain` makes of it.
+
+    The launcher is told, which says it once; where there is none it is printed here, below the traceback. The other
+    processes, which may wait in an operation for this one, are told to end.
+
+    Returns:
+        What undoes it.
+    """
+    before = sys.excepthook
+    _explaining.append(explain)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        _explain(error)
+
+    def undo() -> None:
+        _explaining.remove(explain)
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+    sys.excepthook = hook
+    return undo
+
+
+# Of all Accelerators that have not ended; the newest one speaks.
+_explaining: Final[list[Callable[[BaseException], Shortage]]] = []
+_explained: BaseException | None = None
+
+
+def _explain(error: BaseException | None) -> None:
+    global _explained
+    while error is not None and not is_out_of_memory(error):
+        error = error.__cause__
+    if error is None or error is _explained or not _explaining:
+        return
+    _explained = error
+    shortage = _explaining[-1](error)
+    if not leave_shortage(shortage, os.environ):
+        told = [shortage.headline, shortage.advice]
+        if shortage.cut:
+            told.append(
+                "Nothing starts this run again: a loop that has failed cannot go on from inside its own script. "
+                "`zero-plugin launch` starts it again by itself with the smaller micro-batch, with one process too."
+            )
+        print("\n".join(told), file=sys.stderr, flush=True)  # noqa: T201 - the process' last words
+    tell_loss("has run out of memory")
+
+
+def _smaller(loop: FailedLoop, factor: int) -> Iterator[str]:
+    assert loop.micro_batch is not None, "it has a factor"
+    by_itself = "" if loop.is_open else ", or train_micro_batch_size_per_gpu: auto, and the launcher does it"
+    yield (
+        f"batch_size={loop.micro_batch // factor} with gradient_accumulation_steps {loop.accumulation * factor}, the "
+        f"same global batch{by_itself}"
+    )
+    yield "activation checkpointing (transformers: model.gradient_checkpointing_enable())"
+
+
+def _why_not(phase: Phase, *, on_device: bool) -> str:
+    if not on_device:
+        return "host memory ran out, where the batches are not computed"
+    return "the model's states need it" if phase == "prepare()" else "the optimizer's states need it"
+
+
+def _in_gib(amount: str) -> str:
+    return show_gib(int(amount.split()[0])) if amount.endswith("bytes") else amount
+
+
+def _describe_memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return (
+            f"; of {show_gib(total)} this process uses {show_gib(held)} and keeps {show_gib(cached - held)} for "
+            f"reuse, and {show_gib(free)} are free"
+        )
+    available = memory_available_bytes(device)
+    return "" if available is None else f", and {show_gib(available)} can be had"
