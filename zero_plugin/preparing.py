@@ -20,6 +20,7 @@ from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.optimizers import describe_optimizer
 from zero_plugin.pairing import Pair, parameters_left_out
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
+from zero_plugin.planning import plan_open_fields
 from zero_plugin.probe.model import probe_model
 from zero_plugin.resolve.facts import Facts, LoopFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
@@ -41,6 +42,7 @@ def start_training(
     processes: Processes,
     window: AccumulationWindow,
     pair: Pair,
+    peek: Callable[[], Any],
     say: Callable[[str], None],
     **how: bool,
 ) -> Training:
@@ -53,15 +55,17 @@ def start_training(
         processes: this process and its peers.
         window: counts the micro-batches of all that has no optimizer.
         pair: the user's module, with its optimizer and schedules.
+        peek: an example of what the loop's batches hold; None where none can be had.
         say: prints a line.
         **how: `is_placed` and `only_evaluates` of `SessionRequest`.
 
     Raises:
-        ConfigError: see `resolve`.
+        ConfigError: see `resolve`, `plan_open_fields`.
     """
     model, optimizer, schedules = pair
-    facts = replace(facts, model=probe_model(model))
-    facts, resolved = _resolve(document, facts, optimizer, schedules)
+    facts = _with_pair(replace(facts, model=probe_model(model)), optimizer, schedules)
+    facts = plan_open_fields(document, facts, model, peek, processes)
+    resolved = resolve(document, facts)
     _tell(document, facts, resolved, processes, say)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
     left_out = _find_left_out(model, optimizer, say)
@@ -95,7 +99,8 @@ def add_optimizer(
             "parameters were frozen then.\nPass them in one call, or have all require gradients before the first."
         )
     told = training.resolved.said_aloud
-    training.facts, training.resolved = _resolve(document, training.facts, optimizer, schedules)
+    training.facts = _with_pair(training.facts, optimizer, schedules)
+    training.resolved = resolve(document, training.facts)
     _tell(document, training.facts, training.resolved, processes, say, told)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
     training.session.left_out = _find_left_out(model, optimizer, say)
@@ -243,16 +248,13 @@ def _join_schedule(
     _tell(document, facts, resolved, processes, say, told)
 
 
-def _resolve(
-    document: Document, facts: Facts, optimizer: Optimizer | DummyOptim | None, schedules: Sequence[Any]
-) -> tuple[Facts, Resolved]:
+def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, schedules: Sequence[Any]) -> Facts:
     placeholder = next((s for s in schedules if isinstance(s, DummyScheduler)), None)
-    facts = replace(
+    return replace(
         facts,
         optimizer=None if optimizer is None else _describe(optimizer),
         scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedules else None,
     )
-    return facts, resolve(document, facts)
 
 
 def _tell(

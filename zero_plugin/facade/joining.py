@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from zero_plugin.accumulation import AccumulationWindow, Epoch
 from zero_plugin.config.document import Document
 from zero_plugin.data.active import RUNNING
+from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.example import peek_batch
 from zero_plugin.errors import LoopError
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.optimizer import AcceleratedOptimizer
@@ -43,6 +45,7 @@ class Joining:
     dataloader_config: DataLoaderConfiguration
     step_scheduler_with_optimizer: bool
     gradient_accumulation_plugin: GradientAccumulationPlugin
+    _dataloaders: list[DataLoaderAdapter]
     _first_steps: FirstSteps
     _loop: LoopFacts  # of the loaders prepared last
     _loose: AccumulationWindow  # of what is prepared without an optimizer
@@ -93,6 +96,7 @@ class Joining:
                 self._processes,
                 self._loose,
                 pair,
+                lambda: peek_batch(self._dataloaders),
                 self._say,
                 is_placed=id(pair.model) not in left,
                 only_evaluates=only_evaluates,

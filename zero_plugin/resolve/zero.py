@@ -110,6 +110,9 @@ def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload
         cuda = draft.facts.machine.accelerator == "cuda"
         why = "pinned memory makes copies to the GPU asynchronous" if cuda else "there is no GPU to copy to"
         draft.put((_ZERO, offload, "pin_memory"), cuda, why)
+    ratio = (_ZERO, offload, "ratio")
+    if draft.is_open(*ratio) and not draft.facts.complete:
+        draft.miss(ratio, _PLAN, "Write a number from 0 to 1.")
     nvme_path = (_ZERO, offload, "nvme_path")
     if draft.is_open(*nvme_path) and draft.value(_ZERO, offload, "device") == "nvme":
         draft.refuse(nvme_path, "auto cannot know a folder.", "Write a folder on a local NVMe drive.")
@@ -151,9 +154,7 @@ def _persistence_threshold(draft: Draft) -> tuple[int, str] | None:
     return _of_model(draft, choose_persistence_threshold, "stage3_param_persistence_threshold")
 
 
-def _of_model(
-    draft: Draft, choose: Callable[[ModelFacts], tuple[int, str] | None], key: str
-) -> tuple[int, str] | None:
+def _of_model(draft: Draft, choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) -> tuple[int, str] | None:
     model = draft.facts.model
     return (model and choose(model)) or _default_of_run(draft, key)
 

@@ -1,0 +1,201 @@
+"""Between a configuration and a plan: what its fields fix, which open ones the plan fills, and with what reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.tree import AUTO, Path, Tree
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.plan.amounts import show_gib
+from zero_plugin.plan.naming import name_setup
+from zero_plugin.plan.options import Wanted
+from zero_plugin.plan.search import Candidate, Plan
+from zero_plugin.plan.situation import Cluster, Setup
+from zero_plugin.plan.what_if import Change
+from zero_plugin.resolve.defaults import deepspeed_default
+from zero_plugin.resolve.facts import Facts
+from zero_plugin.resolve.resolved import PLACEMENT, Resolved
+
+__all__ = ["Planned", "fits_nowhere", "fixed_fields", "open_fields", "planned_values"]
+
+Planned = Mapping[Path, tuple[Any, str]]
+
+_ZERO: Final = "zero_optimization"
+_STAGE, _OPTIMIZER, _PARAM = PLACEMENT
+_RATIO: Final = (_ZERO, "offload_optimizer", "ratio")
+_SUB_GROUP: Final = (_ZERO, "sub_group_size")
+_MICRO: Final = ("train_micro_batch_size_per_gpu",)
+_PINNED: Final = tuple((_ZERO, what, "pin_memory") for what in ("offload_optimizer", "offload_param"))
+
+# The field of a setup that each key of the configuration settles.
+_CHOSEN: Final[Mapping[Path, str]] = {
+    _STAGE: "stage",
+    _OPTIMIZER: "offload_optimizer",
+    _PARAM: "offload_param",
+    _RATIO: "ratio",
+    _SUB_GROUP: "sub_group_size",
+    _MICRO: "micro_batch",
+}
+_SIZES: Final[Mapping[str, Path]] = {
+    "reduce_bucket": (_ZERO, "reduce_bucket_size"),
+    "allgather_bucket": (_ZERO, "allgather_bucket_size"),
+    "prefetch_bucket": (_ZERO, "stage3_prefetch_bucket_size"),
+    "persistence_threshold": (_ZERO, "stage3_param_persistence_threshold"),
+    "max_reuse_distance": (_ZERO, "stage3_max_reuse_distance"),
+    "param_buffer": (_ZERO, "offload_param", "buffer_size"),
+}
+
+
+def open_fields(tree: Tree) -> tuple[Path, ...]:
+    """The fields that only a plan can fill, as far as a training configuration leaves them open."""
+    return tuple(path for path in (*PLACEMENT, _RATIO) if tree.value(*path) is AUTO)
+
+
+def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, margin: float) -> Wanted:
+    """What the configuration fixes of a way of training.
+
+    Args:
+        document: what was asked for, with ZeRO.
+        resolved: the same, resolved as far as it can be without a plan.
+        facts: of the loop and the machine.
+        margin: see `Wanted`.
+    """
+    tree, asked = resolved.tree, document.deepspeed
+    total = _number(asked.value("train_batch_size"))
+    steps = _number(asked.value("gradient_accumulation_steps"))
+    ratio = tree.value(*_RATIO, default=1.0)
+    micro = facts.loop.micro_batch or _number(asked.value(*_MICRO))
+    if micro is None and facts.complete:  # as resolution has it where no loader tells
+        micro = (total or 0) // (facts.machine.processes * (steps or 1)) or 1
+    types = {"fp32": 4, "bf16": 2, "fp16": 2}
+    pinned = [asked.value(*path) for path in _PINNED]
+    return Wanted(
+        stage=_fixed(tree, _STAGE, 0),
+        ddp=False,
+        precision=resolved.precision,
+        gradient_bytes=types.get(str(tree.value("data_types", "grad_accum_dtype"))),
+        offload_optimizer=_fixed(tree, _OPTIMIZER, "none"),
+        offload_param=_fixed(tree, _PARAM, "none"),
+        ratio=None if ratio is AUTO else float(ratio),
+        sub_group_size=_number(asked.value(*_SUB_GROUP)),
+        micro_batch=micro,
+        accumulation=steps or (None if total else 1),
+        activation_checkpointing=False,  # the script's own is part of the model
+        overlap_comm=asked.value(_ZERO, "overlap_comm") if asked.value(_ZERO, "overlap_comm") is not AUTO else None,
+        pin_memory=False if facts.machine.accelerator == "cpu" or False in pinned else None,
+        global_batch=total,
+        margin=margin,
+        **{name: _size(tree, path) for name, path in _SIZES.items()},
+    )
+
+
+def planned_values(plan: Plan, cluster: Cluster, asked: Tree, source: str) -> dict[Path, tuple[Any, str]]:
+    """The value and the reason for every field that is open in `asked` and that the plan has chosen.
+
+    Args:
+        plan: something fits.
+        cluster: the machines that it was made for.
+        asked: the training configuration.
+        source: how the activations are known.
+    """
+    chosen = plan.chosen
+    assert chosen is not None, "what fits nowhere fills nothing"
+    paths = [path for path in _CHOSEN if asked.value(*path) is AUTO]
+    if chosen.setup.sub_group_size != Setup().sub_group_size and asked.value(*_SUB_GROUP) is None:
+        paths.append(_SUB_GROUP)  # the plan counts on sub-groups that are smaller than DeepSpeed's own
+    found = {path: (getattr(chosen.setup, _CHOSEN[path]), _reason(path, plan, chosen, cluster)) for path in paths}
+    if _STAGE in found:
+        found[_STAGE] = (found[_STAGE][0], f"{found[_STAGE][1]} (activations: {source})")
+    if not chosen.setup.pin_memory:
+        why = "by the plan: page-locked tensors are rounded up, and host memory is short"
+        found |= {path: (False, why) for path in _PINNED if asked.has_section(*path[:-1])}
+    if found.get(_SUB_GROUP, (0, ""))[0] == Setup().sub_group_size:
+        del found[_SUB_GROUP]  # DeepSpeed's default: the rule for it says so
+    return found
+
+
+def fits_nowhere(plan: Plan, changes: Sequence[Change], where: str) -> ConfigError:
+    """The error of a plan by which nothing fits: the closest, what it is short of, and what would do.
+
+    Args:
+        plan: without a choice.
+        changes: from `what_if`.
+        where: what left the choice to the plan.
+    """
+    least = min(plan.candidates, key=lambda c: (c.footprint.device_bytes, c.footprint.host_bytes))
+    ways = "; ".join(_as_key(change.what) for change in changes[:3])
+    fix = (
+        f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
+    )
+    message = f"auto, but nothing fits: {name_setup(least.setup)} needs {least.rejected}"
+    return ConfigError([Problem(where, "zero_optimization", message, fix)])
+
+
+def _reason(path: Path, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
+    device = f"{show_gib(chosen.footprint.device_bytes)} of {show_gib(cluster.device_bytes)} on each device"
+    host = f", {show_gib(chosen.footprint.host_bytes)} of {show_gib(cluster.host_bytes)} in host memory"
+    fits = device + (host if chosen.setup.offload_optimizer != "none" else "")
+    if path == _STAGE:
+        return f"by the plan the fastest that fits, with {fits}{_simpler(plan, chosen)}"
+    if path in (_OPTIMIZER, _PARAM):
+        return _reason_of_device(_CHOSEN[path], plan, chosen)
+    if path == _RATIO:
+        whole = "the whole optimizer is on one side" if chosen.setup.ratio == 1.0 else "the rest fits on the device"
+        return f"by the plan {whole}"
+    if path == _MICRO:
+        return f"by the plan the largest that fits, with {fits}"
+    on_nvme = chosen.setup.offload_optimizer == "nvme"
+    return "by the plan: " + (
+        "buffers are of the largest sub-group" if on_nvme else "small enough for the ratio to act"
+    )
+
+
+def _reason_of_device(field: str, plan: Plan, chosen: Candidate) -> str:
+    if getattr(chosen.setup, field) == "none":
+        return "by the plan the fastest that fits needs none"
+    without = [c for c in plan.candidates if getattr(c.setup, field) == "none" and c.rejected]
+    if not without:
+        return "by the plan the fastest that fits"
+    least = min(without, key=lambda c: c.footprint.device_bytes)
+    return f"by the plan, since {name_setup(least.setup)} needs {least.rejected}"
+
+
+def _simpler(plan: Plan, chosen: Candidate) -> str:
+    """Of the ways that would be faster, the one that needs the least, and why it cannot be had."""
+    better = [c for c in plan.candidates if c.rejected and c.seconds_per_sample < chosen.seconds_per_sample]
+    if not better:
+        return ""
+    least = min(better, key=lambda c: c.footprint.device_bytes)
+    return f"; {name_setup(least.setup)} needs {least.rejected}"
+
+
+def _as_key(change: str) -> str:
+    """A change of a `Wanted` field as what to write."""
+    field, free, rest = change.partition(" free instead of ")
+    if not free:
+        return change
+    if field == "activation_checkpointing":
+        return "activation checkpointing (transformers: gradient_checkpointing_enable())"
+    keys = {name: ".".join(path) for path, name in _CHOSEN.items()}
+    return f"{keys.get(field, field)}: auto instead of {rest}"
+
+
+def _fixed(tree: Tree, path: Path, default: Any) -> Any:
+    """The settled value, None where it is open."""
+    value = tree.value(*path, default=default)
+    return None if value is AUTO else default if value is None else value
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _size(tree: Tree, path: Path) -> int | None:
+    """Elements as resolution has settled them, else DeepSpeed's default; None where the model will tell."""
+    value = tree.value(*path)
+    if value is AUTO:
+        return None
+    default = deepspeed_default(path)
+    return _number(value) or (None if default is None else _number(int(default[0])))

@@ -1,0 +1,134 @@
+"""Makes the plan of a run from its model, its data and its machines, the same on every process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from zero_plugin.collectives import broadcast_object_list, gather_object
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.errors import ConfigError
+from zero_plugin.meter import memory_available_bytes
+from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.decoder import decoder_activations
+from zero_plugin.plan.fields import Planned, fits_nowhere, fixed_fields, open_fields, planned_values
+from zero_plugin.plan.optimizers import asked_optimizer
+from zero_plugin.plan.search import search
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes
+from zero_plugin.plan.what_if import what_if
+from zero_plugin.probe.activations import trace_activations
+from zero_plugin.probe.arguments import forward_arguments
+from zero_plugin.probe.constants import measure_cluster
+from zero_plugin.probe.sizes import model_sizes
+from zero_plugin.resolve.facts import Facts, Precision
+from zero_plugin.resolve.resolve import resolve
+from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.strategies.processes import Processes
+
+__all__ = ["plan_open_fields"]
+
+# The share of memory that stays free, by how the activations are known.
+_MARGINS: Final = {"traced": 0.1, "formula": 0.2, "unknown": 0.35}
+
+
+def plan_open_fields(
+    document: Document, facts: Facts, model: nn.Module, peek: Callable[[], Any], processes: Processes
+) -> Facts:
+    """The facts with what a plan chooses for the fields that only a plan can fill; unchanged where none is open.
+
+    Process 0 makes the plan, for the process that has the least device memory free. Collective where a field is open.
+
+    Args:
+        document: what was asked for.
+        facts: of everything else.
+        model: the user's module; without an optimizer nothing of it is trained.
+        peek: an example of what the loop's batches hold; None where none can be had.
+        processes: this process and its peers.
+
+    Raises:
+        ConfigError: nothing fits, or what is fixed excludes itself.
+    """
+    if not open_fields(document.deepspeed):
+        return facts
+    resolved = resolve(document, replace(facts, complete=False))
+    if not any(path in resolved.missing for path in open_fields(document.deepspeed)):
+        return facts  # there is no ZeRO here
+    peers = gather_object([(_free_bytes(model, processes.device), processes.local_rank == 0)])
+    free = min(size for size, _ in peers)
+    nodes = max(1, sum(is_first for _, is_first in peers))
+    outcome: list[Planned | ConfigError] = [{}]
+    if processes.rank == 0:
+        try:
+            cluster = _cluster(document, free, len(peers) // nodes, nodes)
+            outcome = [_plan(document, resolved, facts, model, peek, cluster)]
+        except ConfigError as error:
+            outcome = [error]
+    found = broadcast_object_list(outcome)[0]
+    if isinstance(found, ConfigError):
+        raise found
+    return replace(facts, planned=found)
+
+
+def _plan(
+    document: Document, resolved: Resolved, facts: Facts, model: nn.Module, peek: Callable[[], Any], cluster: Cluster
+) -> Planned:
+    sizes = model_sizes(model)
+    if facts.optimizer is None:
+        sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
+    on_gpu = facts.machine.accelerator == "cuda"
+    optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
+    activations, margin = _activations(model, sizes, peek(), resolved.precision)
+    wanted = fixed_fields(document, resolved, facts, margin=margin)
+    plan = search(sizes, activations, optimizer, cluster, wanted)
+    if plan.chosen is None:
+        changes = what_if(sizes, activations, optimizer, cluster, wanted).changes
+        first = document.deepspeed.entries[open_fields(document.deepspeed)[0]]
+        raise fits_nowhere(plan, changes, first.origin.where)
+    return planned_values(plan, cluster, document.deepspeed, activations.source)
+
+
+def _activations(model: nn.Module, sizes: ModelSizes, batch: Any, precision: Precision) -> tuple[Activations, float]:
+    """What a forward keeps, and the margin that fits how it is known: traced, by formula, or not at all."""
+    for example in forward_arguments(model, batch):
+        try:
+            return trace_activations(model, example, precision), _MARGINS["traced"]
+        except ConfigError:  # noqa: PERF203 - not the arguments that the loop passes
+            continue
+    length = _sequence_length(batch)
+    if length and sizes.hidden_size and sizes.layers and sizes.vocabulary:
+        return decoder_activations(sizes, length, precision), _MARGINS["formula"]
+    margin = _MARGINS["unknown"]
+    return Activations(Affine(), source=f"unknown, so that {margin:.0%} of the memory stay free for them"), margin
+
+
+def _sequence_length(batch: Any) -> int:
+    """Tokens of one sample: of the first matrix of integers in the batch; 0 where there is none."""
+    leaves = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
+    matrices = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 2)
+    return next((leaf.shape[1] for leaf in matrices if not leaf.is_floating_point()), 0)
+
+
+def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster:
+    """These machines, with the memory that is free now or stated in the configuration."""
+    settings, zero = launch_settings(document), document.deepspeed.section("zero_optimization")
+    folders = [zero.value(f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
+    folder = next((Path(folder) for folder in folders if isinstance(folder, str)), None)
+    here = replace(measure_cluster(devices, nodes, folder))
+    if free:
+        here = replace(here, device_bytes=free, sources={**here.sources, "device_bytes": "free now"})
+    return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)
+
+
+def _free_bytes(model: nn.Module, device: torch.device) -> int:
+    """What the engine may take of this process' device, with what the model has there already; 0 on a CPU, whose memory
+    the processes share."""
+    if device.type != "cuda":
+        return 0
+    own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters() if p.device == device}
+    return (memory_available_bytes(device) or 0) + sum(own.values())
