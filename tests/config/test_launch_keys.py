@@ -19,6 +19,32 @@ def test_keys_without_meaning_are_left_out() -> None:
     assert (note.headline, note.severity) == ("code: fsdp_config: has no meaning here (FSDP only)", "warning")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("tpu_name", "pod-1", "gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all"),
+        ("tpu_zone", "us-central1-a", "--worker=all"),
+        ("tpu_vm", ["a", "b"], "--worker=all"),
+        ("commands", ["pip install x"], "--command='…'"),
+        ("command_file", "setup.sh", "--command='…'"),
+        ("tpu_env", ["A=1"], "NAME=value before the command"),
+        ("tpu_use_sudo", True, "sudo before the command"),
+        ("downcast_bf16", "yes", "mixed_precision: bf16"),
+    ],
+)
+def test_keys_of_a_clouds_command_line_say_what_to_do(key: str, value: object, fix: str) -> None:
+    """What Accelerate passes on to gcloud is named, with the command that does it."""
+    (note,) = document_from_mapping({"num_processes": 1, key: value}, "code").notes
+    assert (note.key, note.severity) == (key, "warning")
+    assert fix in note.fix
+
+
+def test_a_pod_is_not_started_from_one_machine() -> None:
+    """`tpu_use_cluster` asks for all machines; starting one alone would wait for the others, so it is an error."""
+    with pytest.raises(ConfigError, match=r"tpu_use_cluster: true is not supported\n.*--worker=all"):
+        check_document(document_from_mapping({"num_processes": 1, "tpu_use_cluster": True}, "code"))
+
+
 def test_keys_that_are_followed_are_not_noted() -> None:
     """Nothing is said of `zero3_init_flag` but how it was read."""
     assert document_from_mapping({"deepspeed_config": {"zero3_init_flag": True}}, "code").notes == ()

@@ -72,27 +72,29 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
         The config in Accelerate's layout, keys in the order of `LaunchSettings`, without what has its default.
     """
     found = f" ({machine.gpus} found here)" if machine.gpus else " (none found here)"
-    devices = {"gpu": f"GPUs{found}", "cpu": "CPU", "tpu": "TPU (this version writes it, but cannot start it yet)"}
-    device = prompts.choose("What does it train on?", devices, "gpu" if machine.gpus else "cpu")
+    devices = {"gpu": f"GPUs{found}", "cpu": "CPU", "tpu": f"TPU ({machine.tpu or 'none found here'})"}
+    default = "gpu" if machine.gpus else "tpu" if machine.tpu else "cpu"
+    device = prompts.choose("What does it train on?", devices, default)
     machines = prompts.read("How many machines?", _whole(1), "1")
     answers: dict[str, Any] = {"scheduler_counts": "steps", **({"num_machines": machines} if machines > 1 else {})}
     answers |= _ask_processes(prompts, device, machine.gpus, machines)
-    answers |= _ask_how(prompts, device, answers["num_processes"])
+    answers |= _ask_how(prompts, device, answers.get("num_processes", 0))
     training: dict[str, Any] = {}
     document = Document()
     if answers["distributed_type"] == "DEEPSPEED":
         training, document = _ask_zero(prompts)
         if machines > 1:
             training |= _ask_launcher(prompts)
-    if machines > 1:
+    if machines > 1 and device != "tpu":  # whose runtime finds the machines
         answers |= _ask_meeting(prompts, machines, training.get("deepspeed_multinode_launcher", "standard"))
     answers |= _ask_precision(prompts, device, document, precision)
     if device == "tpu":
         answers["main_training_function"] = prompts.read(
-            "Function of the script that each process calls:", _named, "main"
+            "Function of the script that is called for each device:", _named, "main"
         )
-    if prompts.confirm("Set rarer things too: logs, threads, restarts, the compiler?", default=False):
-        answers |= _ask_rare(prompts)
+    compiler = "" if device == "tpu" else ", the compiler"
+    if prompts.confirm(f"Set rarer things too: logs, threads, restarts{compiler}?", default=False):
+        answers |= _ask_rare(prompts, device)
     ordered = {name: answers[name] for name in LaunchSettings.model_fields if name in answers}
     sections = {"dynamo_config": answers.get("dynamo_config"), "deepspeed_config": training}
     return {**ordered, **{name: section for name, section in sections.items() if section}}
@@ -117,6 +119,9 @@ def _ask_processes(prompts: Prompts, device: str, gpus: int, machines: int) -> d
         return number
 
     over = f", on all {machines} machines together" if machines > 1 else ""
+    if device == "tpu":
+        count = prompts.read(f"How many devices{over}? (auto: all that there are)", _or_auto(parse), "auto")
+        return {} if count == "auto" else {"num_processes": count}
     answers["num_processes"] = prompts.read(f"How many processes{over}?", parse, str(each * machines))
     return answers
 
@@ -221,7 +226,7 @@ def _ask_precision(prompts: Prompts, device: str, document: Document, default: s
     return {"mixed_precision": prompts.choose("Mixed precision?", options, default if default in options else "no")}
 
 
-def _ask_rare(prompts: Prompts) -> dict[str, Any]:
+def _ask_rare(prompts: Prompts, device: str) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     folder = prompts.read("Folder for a log of each worker, or none:", _text, "none")
     if folder != "none":
@@ -234,6 +239,8 @@ def _ask_rare(prompts: Prompts) -> dict[str, Any]:
         answers["max_restarts"] = restarts
     if prompts.confirm("Show the launcher's own log?", default=False):
         answers["debug"] = True
+    if device == "tpu":  # torch_xla compiles by itself
+        return answers
     compiler = prompts.choose("Compile the model by torch.compile?", _COMPILERS, "no")
     if compiler != "no":
         mode = prompts.choose("How does it compile?", _COMPILER_MODES, "default")

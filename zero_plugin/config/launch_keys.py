@@ -9,17 +9,36 @@ from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 
-__all__ = ["REFUSED_KEYS", "REFUSED_VALUES", "SAYS_NOTHING", "WITHOUT_MEANING", "ignored_keys"]
+__all__ = ["ON_EVERY_MACHINE", "REFUSED_KEYS", "REFUSED_VALUES", "SAYS_NOTHING", "WITHOUT_MEANING", "ignored_keys"]
 
 # Accelerate's keys that say nothing about a run on these paths; they are accepted, so that a config moves over.
 WITHOUT_MEANING: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"), "TPU pods only"),
-    **dict.fromkeys(("command_file", "commands"), "TPU pods only"),
-    "downcast_bf16": "TPU only",
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm"), "the cloud's command line names the machines of a TPU"),
+    **dict.fromkeys(("command_file", "commands"), "the cloud's command line sends commands to them"),
+    "tpu_env": "the workers have the environment of this command",
+    "tpu_use_sudo": "the workers are their starter's",
+    "downcast_bf16": "torch_xla is giving up its switches that cast everything",
     "fsdp_config": "FSDP only",
     "fp8_config": "fp8 only",
     "megatron_lm_config": "Megatron-LM only",
     "deepspeed_fields_from_accelerate_config": "Accelerate writes it for itself",
+}
+
+# On one machine of a pod alone, the TPU's runtime would wait for the others.
+ON_EVERY_MACHINE: Final = (
+    "start the same command on every machine of the TPU: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all "
+    "--command='zero-plugin launch --tpu …'"
+)
+# What to do about some of these keys; the others may simply be deleted.
+_INSTEAD: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm"), f"Delete the key, and {ON_EVERY_MACHINE}."),
+    **dict.fromkeys(
+        ("command_file", "commands"),
+        "Delete the key, and send them: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='…'",
+    ),
+    "tpu_env": "Delete the key, and write NAME=value before the command.",
+    "tpu_use_sudo": "Delete the key, and write sudo before the command.",
+    "downcast_bf16": "Delete the key, and write mixed_precision: bf16, which computes by autocast; weights stay fp32.",
 }
 
 # What any of these keys may hold without asking for anything.
@@ -27,6 +46,7 @@ SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {}, AUTO)
 
 # Accelerate's keys whose effect this package does not have: which leaf and value ask for the effect, and what to do.
 REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
+    "tpu_use_cluster": (lambda *_: True, f"Delete the key, and {ON_EVERY_MACHINE}."),
     "compute_environment": (
         lambda _, value: value != "LOCAL_MACHINE",
         "Only LOCAL_MACHINE is supported; delete the key.",
@@ -65,6 +85,7 @@ def ignored_keys(launch: Tree) -> list[Problem]:
     for path, entry in launch.entries.items():
         if path[0] in notes and entry.value not in SAYS_NOTHING:
             value = show(entry.value) if len(path) == 1 else ""
-            warning = Problem(entry.origin.where, path[0], notes[path[0]], "Delete the key.", value, "warning")
+            fix = _INSTEAD.get(path[0], "Delete the key.")
+            warning = Problem(entry.origin.where, path[0], notes[path[0]], fix, value, "warning")
             told.setdefault(path[0], warning)
     return list(told.values())

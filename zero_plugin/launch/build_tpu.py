@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from zero_plugin.config.compiler_keys import asked_compiler
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
+from zero_plugin.config.launch_keys import ON_EVERY_MACHINE
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
 from zero_plugin.config.tree import AUTO, Entry, Origin
 from zero_plugin.errors import ConfigError, Problem
@@ -26,12 +28,13 @@ __all__ = ["build_tpu_spec", "choose_tpu"]
 
 _CPU_DEVICES: Final = "CPU_NUM_DEVICES"  # how many devices PJRT makes of the CPU
 _WITHOUT_EFFECT: Final = {
-    "gpu_ids": "TPU_VISIBLE_CHIPS=0,1 in the environment chooses chips.",
-    "enable_cpu_affinity": "",
-    "main_process_ip": "The TPU's runtime finds the other machines; num_processes says how many devices there must be.",
-    "main_process_port": "The TPU's runtime finds the other machines.",
-    "rdzv_conf": "The TPU's runtime finds the other machines.",
-    "deepspeed_hostfile": "Start the command on every machine: gcloud compute tpus tpu-vm ssh NAME --worker=all …",
+    "gpu_ids": "Leave it out; TPU_VISIBLE_CHIPS=0,1 in the environment chooses chips.",
+    "enable_cpu_affinity": "Leave it out.",
+    **dict.fromkeys(
+        ("main_process_ip", "main_process_port", "rdzv_conf"),
+        "Leave it out: the TPU's runtime finds the other machines, and num_processes is what it has to find.",
+    ),
+    "deepspeed_hostfile": f"Leave it out, and {ON_EVERY_MACHINE}.",
 }
 
 
@@ -161,7 +164,11 @@ def _keys_without_effect(document: Document, settings: LaunchSettings, endpoint:
     for key, fix in _WITHOUT_EFFECT.items():
         typed = document.launch.value(key)
         if typed not in (None, AUTO, "", 0, False, "none") and (key != "gpu_ids" or settings.gpu_ids != "all"):
-            yield Problem(where(document, key), key, "has no effect on a TPU", f"Leave it out. {fix}".rstrip())
+            yield Problem(where(document, key), key, "has no effect on a TPU", fix)
+    compiler = asked_compiler(document.launch).get("backend")
+    if compiler is not None and compiler.value != "no":
+        message = f"{compiler.value} does not compile for a TPU; torch_xla does so with every model by itself"
+        yield Problem(compiler.origin.where, "dynamo_backend", message, "Leave it out.")
     if endpoint:
         yield Problem("--rdzv_endpoint", "", "has no effect on a TPU", "Leave it out.")
 

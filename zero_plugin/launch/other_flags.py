@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from zero_plugin.config.launch_keys import ON_EVERY_MACHINE
 from zero_plugin.errors import Problem
 
 __all__ = ["refuse_flag"]
-
-_TPU = "Leave it out: TPUs come with a later release."
 
 # By the flag's name or, where it ends in _, by how the name starts.
 _REFUSED: Final[Mapping[str, str]] = {
@@ -25,8 +24,11 @@ _REFUSED: Final[Mapping[str, str]] = {
         ("use_parallelism_config", "parallelism_config_"), "Leave it out: only data parallelism is supported."
     ),
     "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
-    **dict.fromkeys(("tpu", "tpu_", "no_tpu_cluster", "downcast_bf16", "vm"), _TPU),
+    **dict.fromkeys(("tpu_cluster", "vm"), f"Leave it out, and {ON_EVERY_MACHINE}."),
+    "no_tpu_cluster": "Leave it out: this command starts what runs on this machine's devices, always.",
+    "tpu_use_sudo": "Write sudo before the command.",
     "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
+    "downcast_bf16": "Give --mixed_precision bf16, which computes by autocast; weights stay fp32.",
     "aws_": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
     "mpirun_": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
 }

@@ -13,7 +13,7 @@ from zero_plugin.errors import LaunchError, MachineError
 from zero_plugin.installed import installed_version
 from zero_plugin.probe.tpu import PJRT_DEVICE
 
-__all__ = ["check_world_size", "find_version_problem", "import_torch_xla", "start_runtime"]
+__all__ = ["check_world_size", "find_version_problem", "import_torch_xla", "refuse_threads", "start_runtime"]
 
 _INSTALL: Final = "pip install 'zero-plugin[tpu]'"
 _RUNTIMES: Final = ("TPU", "CPU")
@@ -69,9 +69,9 @@ def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
         LaunchError: it runs on something else than a TPU, which nobody has asked for.
         MachineError: torch_xla or the runtime does not work here.
     """
+    asked = environ.get(PJRT_DEVICE, "")  # before the import, which sets it where it is open
     import_torch_xla()
     runtime = importlib.import_module("torch_xla.runtime")
-    asked = environ.get(PJRT_DEVICE, "")
     found = str(runtime.device_type())
     if found not in _RUNTIMES or (found == "CPU" and not asked):
         told = f"{PJRT_DEVICE} is {asked}" if asked else f"torch_xla found no TPU and took {found}"
@@ -110,6 +110,28 @@ def check_world_size(found: int, environ: Mapping[str, str] = os.environ) -> Non
         f"({PJRT_DEVICE}={environ.get(PJRT_DEVICE, '')}): gradients would not be averaged.\n"
         f"Start the script by `zero-plugin launch --tpu`, not by torchrun, with --num_processes {found} or without it."
     )
+
+
+def refuse_threads(found: int) -> None:
+    """Refuse replicas that are threads of one process: they would share a process group and the state of a run.
+
+    torch_xla makes such where a process has several devices: TPU v2 and v3, and more than one with `PJRT_DEVICE=CPU`.
+
+    Args:
+        found: `torch_xla.runtime.world_size()`.
+
+    Raises:
+        LaunchError: they are, and torch's process groups are not each thread's own.
+    """
+    if found == 1 or importlib.import_module("torch_xla.runtime").addressable_device_count() == 1:
+        return
+    groups = importlib.import_module("torch.distributed.distributed_c10d")
+    if isinstance(groups._world, groups._World):
+        raise LaunchError(
+            f"the XLA runtime runs {found} replicas of which several are threads of one process, as on TPU v2 and v3 "
+            f"and with {PJRT_DEVICE}=CPU. Each needs a process of its own, as on TPU v4 and newer.\n"
+            "Start one replica: --num_processes 1."
+        )
 
 
 def _minor(version: str) -> tuple[int, ...]:
