@@ -26,7 +26,7 @@ _WIDE: Final = frozenset(
         *(Tensor.__pow__, Tensor.rsqrt, Tensor.exp, Tensor.log, Tensor.sum, Tensor.prod, Tensor.cumsum, Tensor.norm),
     )
 )
-_GROUPED: Final = (F.grouped_mm, torch._grouped_mm)
+_GROUPED: Final = (getattr(F, "grouped_mm", None), torch._grouped_mm)  # the first is torch 2.10's
 _MULTI_HEAD: Final = inspect.signature(F.multi_head_attention_forward)
 
 
