@@ -187,24 +187,27 @@ def _at_stage(base: Setup, stage: Literal[0, 1, 2, 3] | None, offloads: tuple[De
 def _ratios(
     setup: Setup, model: ModelSizes, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
 ) -> Iterator[Option]:
-    """The optimizer offloaded whole, and in part: then sub-groups are small enough to be divided."""
+    """The optimizer offloaded whole, and in part.
+
+    Stage 3 updates one sub-group at a time, so small ones need less beside the states, and smaller buffers for a disk;
+    and only where there are several can a part of them be offloaded.
+    """
     refused = ""
     if "nvme" in (setup.offload_optimizer, setup.offload_param) and not cluster.nvme_bytes:
         refused = "no NVMe disk is stated"
-    small = wanted.sub_group_size or min(setup.sub_group_size, max(1, model.trainable // cluster.processes // _GROUPS))
-    if setup.offload_optimizer == "nvme":  # its buffers in host memory are of the largest sub-group
-        setup = replace(setup, sub_group_size=small)
-    elif wanted.sub_group_size is not None:
-        setup = replace(setup, sub_group_size=wanted.sub_group_size)
+    if setup.stage == 3:
+        own = model.trainable // cluster.processes
+        size = wanted.sub_group_size or min(setup.sub_group_size, max(1, own // _GROUPS))
+        setup = replace(setup, sub_group_size=size)
     if setup.stage != 3 or setup.offload_optimizer != "cpu":
         yield Option((setup,), refused)
         return
     if wanted.ratio in (None, 1.0):
         yield Option((setup,), refused)
     if wanted.ratio is not None:
-        parts = [replace(setup, ratio=wanted.ratio, sub_group_size=small)] if wanted.ratio != 1.0 else []
+        parts = [replace(setup, ratio=wanted.ratio)] if wanted.ratio != 1.0 else []
     else:
-        parts = [replace(setup, ratio=ratio, sub_group_size=small) for ratio in _RATIOS]
+        parts = [replace(setup, ratio=ratio) for ratio in _RATIOS]
         parts = [part for part in parts if sub_groups_on_device(model, part, cluster.processes)]
     if parts:
         if not refused and optimizer.name not in ("adam", "adamw"):

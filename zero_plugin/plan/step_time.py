@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from zero_plugin.plan.partitions import persistent_elements
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
 from zero_plugin.plan.states import sub_groups_on_device, weight_bytes
 
@@ -112,8 +111,8 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> tuple[flo
     Around a ring of N, a reduce-scatter or an all-gather of S bytes takes `S·(N-1)/N` over the slowest link, an
     all-reduce twice that. DDP reduces fp32 gradients. DeepSpeed reduces in the computation's type: stages 0 to 2 by
     all-reduces (`use_multi_rank_bucket_allreduce`), stage 2 after every micro-batch, stage 3 by reduce-scatters after
-    every micro-batch. Stages 1 and 2 gather the new weights once per step, stage 3 all but the small ones for each
-    forward and each backward.
+    every micro-batch. Stages 1 and 2 gather the new weights once per step, stage 3 all weights for each forward and
+    each backward.
     """
     processes, windows, weights = cluster.processes, setup.accumulation, weight_bytes(setup)
 
@@ -126,8 +125,7 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> tuple[flo
     if setup.stage is None:
         return 2 * ring(model.trainable * _FP32), 0.0
     if setup.stage == 3:
-        whole = persistent_elements(model.parameters, setup.persistence_threshold)
-        return windows * ring(trained), windows * 2 * ring((model.elements - whole) * weights)
+        return windows * ring(trained), windows * 2 * ring(model.elements * weights)
     return (windows if setup.stage == 2 else 1) * 2 * ring(trained), ring(trained) if setup.stage else 0.0
 
 
@@ -175,8 +173,8 @@ def _update(
     moved = on_host * each * passes + (own * 2 * _FP32 if in_stage3 else 0.0)
     found["optimizer on the host"] = _seconds(moved * cluster.devices, cluster.adam_bandwidth, "adam_bandwidth")
     down, up = (0.0 if in_stage3 else own * _FP32), (on_device * _FP32 if in_stage3 else 0.0)
-    if setup.offload_param == "none":
-        up += on_host * weights
+    # Offloaded weights stay there, but the first forward finds none of them fetched ahead.
+    up += on_host * weights + (on_device * weights if setup.offload_param != "none" else 0.0)
     found["PCIe"] = _over_pcie(down + up, setup, cluster)
     swapped = on_host * _FP32 * (2 + optimizer.states) if setup.offload_optimizer == "nvme" else 0.0
     stored = own * weights if setup.offload_param == "nvme" else 0.0
