@@ -31,7 +31,7 @@ from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["plan_open_fields"]
+__all__ = ["find_activations", "free_bytes", "plan_open_fields"]
 
 # The share of memory that stays free, by how the activations are known.
 _MARGINS: Final = {"traced": 0.1, "formula": 0.2, "unknown": 0.35}
@@ -39,7 +39,7 @@ _MARGINS: Final = {"traced": 0.1, "formula": 0.2, "unknown": 0.35}
 
 def plan_open_fields(
     document: Document, facts: Facts, model: nn.Module, peek: Callable[[], Any], processes: Processes
-) -> Facts:
+) -> tuple[Facts, Activations | None]:
     """The facts with what a plan chooses for the fields that only a plan can fill; unchanged where none is open.
 
     Process 0 makes the plan, for the process that has the least device memory free. Collective where a field is open.
@@ -51,49 +51,55 @@ def plan_open_fields(
         peek: an example of what the loop's batches hold; None where none can be had.
         processes: this process and its peers.
 
+    Returns:
+        The facts, and on process 0 what a forward keeps by that plan.
+
     Raises:
         ConfigError: nothing fits, or what is fixed excludes itself.
     """
     if not open_fields(document.deepspeed):
-        return facts
+        return facts, None
     resolved = resolve(document, replace(facts, complete=False))
     if not any(path in resolved.missing for path in open_fields(document.deepspeed)):
-        return facts  # there is no ZeRO here
-    peers = gather_object([(_free_bytes(model, processes.device), processes.local_rank == 0)])
+        return facts, None  # there is no ZeRO here
+    peers = gather_object([(free_bytes(model, processes.device), processes.local_rank == 0)])
     free = min(size for size, _ in peers)
     nodes = max(1, sum(is_first for _, is_first in peers))
     outcome: list[Planned | ConfigError] = [{}]
+    activations = None
     if processes.rank == 0:
         try:
             cluster = _cluster(document, free, len(peers) // nodes, nodes)
-            outcome = [_plan(document, resolved, facts, model, peek, cluster)]
+            outcome[0], activations = _plan(document, resolved, facts, model, peek, cluster)
         except ConfigError as error:
             outcome = [error]
     found = broadcast_object_list(outcome)[0]
     if isinstance(found, ConfigError):
         raise found
-    return replace(facts, planned=found)
+    return replace(facts, planned=found), activations
 
 
 def _plan(
     document: Document, resolved: Resolved, facts: Facts, model: nn.Module, peek: Callable[[], Any], cluster: Cluster
-) -> Planned:
+) -> tuple[Planned, Activations]:
     sizes = model_sizes(model)
     if facts.optimizer is None:
         sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
     on_gpu = facts.machine.accelerator == "cuda"
     optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
-    activations, margin = _activations(model, sizes, peek(), resolved.precision)
+    activations, margin = find_activations(model, sizes, peek(), resolved.precision)
     wanted = fixed_fields(document, resolved, facts, margin=margin)
     plan = search(sizes, activations, optimizer, cluster, wanted)
     if plan.chosen is None:
         changes = what_if(sizes, activations, optimizer, cluster, wanted).changes
         first = document.deepspeed.entries[open_fields(document.deepspeed)[0]]
-        raise fits_nowhere(plan, changes, first.origin.where)
-    return planned_values(plan, cluster, document.deepspeed, activations.source)
+        raise fits_nowhere(plan, changes, cluster, first.origin.where)
+    return planned_values(plan, wanted, cluster, document.deepspeed, activations.source), activations
 
 
-def _activations(model: nn.Module, sizes: ModelSizes, batch: Any, precision: Precision) -> tuple[Activations, float]:
+def find_activations(
+    model: nn.Module, sizes: ModelSizes, batch: Any, precision: Precision
+) -> tuple[Activations, float]:
     """What a forward keeps, and the margin that fits how it is known: traced, by formula, or not at all."""
     for example in forward_arguments(model, batch):
         try:
@@ -125,7 +131,7 @@ def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster
     return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)
 
 
-def _free_bytes(model: nn.Module, device: torch.device) -> int:
+def free_bytes(model: nn.Module, device: torch.device) -> int:
     """What the engine may take of this process' device, with what the model has there already; 0 on a CPU, whose memory
     the processes share."""
     if device.type != "cuda":

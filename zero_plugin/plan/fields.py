@@ -91,11 +91,14 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, margin
     )
 
 
-def planned_values(plan: Plan, cluster: Cluster, asked: Tree, source: str) -> dict[Path, tuple[Any, str]]:
+def planned_values(
+    plan: Plan, wanted: Wanted, cluster: Cluster, asked: Tree, source: str
+) -> dict[Path, tuple[Any, str]]:
     """The value and the reason for every field that is open in `asked` and that the plan has chosen.
 
     Args:
         plan: something fits.
+        wanted: what it was asked.
         cluster: the machines that it was made for.
         asked: the training configuration.
         source: how the activations are known.
@@ -108,7 +111,9 @@ def planned_values(plan: Plan, cluster: Cluster, asked: Tree, source: str) -> di
     found = {path: (getattr(chosen.setup, _CHOSEN[path]), _reason(path, plan, chosen, cluster)) for path in paths}
     if _STAGE in found:
         found[_STAGE] = (found[_STAGE][0], f"{found[_STAGE][1]} (activations: {source})")
-    if not chosen.setup.pin_memory:
+    if chosen.setup.offload_optimizer == "none":
+        found.pop(_RATIO, None)
+    if not chosen.setup.pin_memory and wanted.pin_memory is None:
         why = "by the plan: page-locked tensors are rounded up, and host memory is short"
         found |= {path: (False, why) for path in _PINNED if asked.has_section(*path[:-1])}
     if found.get(_SUB_GROUP, (0, ""))[0] == Setup().sub_group_size:
@@ -116,15 +121,16 @@ def planned_values(plan: Plan, cluster: Cluster, asked: Tree, source: str) -> di
     return found
 
 
-def fits_nowhere(plan: Plan, changes: Sequence[Change], where: str) -> ConfigError:
+def fits_nowhere(plan: Plan, changes: Sequence[Change], cluster: Cluster, where: str) -> ConfigError:
     """The error of a plan by which nothing fits: the closest, what it is short of, and what would do.
 
     Args:
         plan: without a choice.
         changes: from `what_if`.
+        cluster: the machines.
         where: what left the choice to the plan.
     """
-    least = min(plan.candidates, key=lambda c: (c.footprint.device_bytes, c.footprint.host_bytes))
+    least = min(_short_of_memory(plan, cluster) or plan.candidates, key=lambda c: _excess(c, cluster))
     ways = "; ".join(_as_key(change.what) for change in changes[:3])
     fix = (
         f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
@@ -133,41 +139,57 @@ def fits_nowhere(plan: Plan, changes: Sequence[Change], where: str) -> ConfigErr
     return ConfigError([Problem(where, "zero_optimization", message, fix)])
 
 
+def _short_of_memory(plan: Plan, cluster: Cluster) -> list[Candidate]:
+    """The rejected ones that more memory would let run; not those that want a disk where there is none."""
+    no_disk = not cluster.nvme_bytes
+    return [c for c in plan.candidates if c.rejected and not (no_disk and "nvme" in _devices(c.setup))]
+
+
+def _excess(candidate: Candidate, cluster: Cluster) -> float:
+    """What it needs in shares of what is there, of the kind of memory that is shortest."""
+    needed = candidate.footprint
+    return max(needed.device_bytes / cluster.device_bytes, needed.host_bytes / max(1, cluster.host_bytes))
+
+
+def _devices(setup: Setup) -> tuple[str, str]:
+    return setup.offload_optimizer, setup.offload_param
+
+
 def _reason(path: Path, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
     device = f"{show_gib(chosen.footprint.device_bytes)} of {show_gib(cluster.device_bytes)} on each device"
     host = f", {show_gib(chosen.footprint.host_bytes)} of {show_gib(cluster.host_bytes)} in host memory"
     fits = device + (host if chosen.setup.offload_optimizer != "none" else "")
     if path == _STAGE:
-        return f"by the plan the fastest that fits, with {fits}{_simpler(plan, chosen)}"
+        return f"by the plan the fastest that fits, with {fits}{_simpler(plan, chosen, cluster)}"
     if path in (_OPTIMIZER, _PARAM):
-        return _reason_of_device(_CHOSEN[path], plan, chosen)
+        return _reason_of_device(_CHOSEN[path], plan, chosen, cluster)
     if path == _RATIO:
         whole = "the whole optimizer is on one side" if chosen.setup.ratio == 1.0 else "the rest fits on the device"
         return f"by the plan {whole}"
     if path == _MICRO:
         return f"by the plan the largest that fits, with {fits}"
-    on_nvme = chosen.setup.offload_optimizer == "nvme"
-    return "by the plan: " + (
-        "buffers are of the largest sub-group" if on_nvme else "small enough for the ratio to act"
-    )
+    if chosen.setup.offload_optimizer == "nvme":
+        return "by the plan: buffers are of the largest sub-group"
+    acts = chosen.setup.ratio < 1
+    return "by the plan: small enough for the ratio to act" if acts else "by the plan: one group is updated at a time"
 
 
-def _reason_of_device(field: str, plan: Plan, chosen: Candidate) -> str:
+def _reason_of_device(field: str, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
     if getattr(chosen.setup, field) == "none":
         return "by the plan the fastest that fits needs none"
-    without = [c for c in plan.candidates if getattr(c.setup, field) == "none" and c.rejected]
+    without = [c for c in _short_of_memory(plan, cluster) if getattr(c.setup, field) == "none"]
     if not without:
         return "by the plan the fastest that fits"
-    least = min(without, key=lambda c: c.footprint.device_bytes)
+    least = min(without, key=lambda c: _excess(c, cluster))
     return f"by the plan, since {name_setup(least.setup)} needs {least.rejected}"
 
 
-def _simpler(plan: Plan, chosen: Candidate) -> str:
+def _simpler(plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
     """Of the ways that would be faster, the one that needs the least, and why it cannot be had."""
-    better = [c for c in plan.candidates if c.rejected and c.seconds_per_sample < chosen.seconds_per_sample]
-    if not better:
+    faster = [c for c in _short_of_memory(plan, cluster) if c.seconds_per_sample < chosen.seconds_per_sample]
+    if not faster:
         return ""
-    least = min(better, key=lambda c: c.footprint.device_bytes)
+    least = min(faster, key=lambda c: _excess(c, cluster))
     return f"; {name_setup(least.setup)} needs {least.rejected}"
 
 
