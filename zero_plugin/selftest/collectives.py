@@ -80,8 +80,8 @@ def _need_several(run: Run) -> None:
 
 def _ramp(run: Run) -> Tensor:
     """Whole numbers small enough for fp32 to add up exactly."""
-    count = _BYTES[run.device.type] // 4
-    return torch.arange(count, device=run.device).remainder_(997).float()
+    count = _BYTES[run.carried.type] // 4
+    return torch.arange(count, device=run.carried).remainder_(997).float()
 
 
 def _compare(found: Tensor, wanted: Tensor) -> None:

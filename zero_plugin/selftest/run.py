@@ -46,6 +46,11 @@ class Run:
         return self.accelerator.device
 
     @property
+    def carried(self) -> torch.device:
+        """What tensors the process group takes; beside XLA devices, which have an all-reduce of their own, the CPU's."""
+        return torch.device("cpu") if self.device.type == "xla" else self.device
+
+    @property
     def processes(self) -> int:
         """How many there are."""
         return int(self.accelerator.num_processes)

@@ -46,6 +46,7 @@ def main() -> None:
     if tells:
         note(Outcome("processes", "begun"), Path(outcomes))
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)])
+    tells = accelerator.is_local_main_process  # on a TPU no variable says so
     run = Run(accelerator, Path(folder) if folder else None)
     if tells:
         note(Outcome("processes", "ok", _describe(run), time.perf_counter() - began), Path(outcomes))
@@ -93,8 +94,10 @@ def _describe(run: Run) -> str:
         settings.insert(0, f"ZeRO-{zero.value('stage', default=0)}")
         devices = {what: zero.value(f"offload_{what}", "device") for what in ("optimizer", "param")}
         settings += [f"{what} offload to {device}" for what, device in devices.items() if device not in (None, "none")]
+    elif run.processes > 1:
+        settings.insert(0, "DDP" if run.device.type != "xla" else "data parallel")
     else:
-        settings.insert(0, "DDP" if run.processes > 1 else "one process")
+        settings.insert(0, "one process")
     return f"{run.processes} × {run.device.type}, {', '.join(settings)}"
 
 

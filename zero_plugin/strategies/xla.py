@@ -22,7 +22,7 @@ from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession, keep_weights_in_fp32, torch_optimizer, torch_session
-from zero_plugin.strategies.xla_runtime import check_world_size, import_torch_xla, start_runtime
+from zero_plugin.strategies.xla_runtime import check_world_size, import_torch_xla, refuse_threads, start_runtime
 
 __all__ = ["Replica", "XlaStrategy", "find_replica"]
 
@@ -66,13 +66,14 @@ def find_replica() -> Replica:
     """This process' place, as the XLA runtime has it, which is started.
 
     Raises:
-        LaunchError: the runtime has no TPU, or connects fewer processes than were started.
+        LaunchError: the runtime has no TPU, connects fewer processes than were started, or runs several in threads.
         MachineError: torch_xla or the runtime does not work here.
     """
     torch_xla = import_torch_xla()
     start_runtime()
     runtime = importlib.import_module("torch_xla.runtime")
     check_world_size(runtime.world_size())
+    refuse_threads(runtime.world_size())
     if runtime.world_size() == 1:
         return Replica(0, 0, 1, 1, torch_xla.device())
     return Replica(
