@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.situation import Activations, Affine, ModelSizes, ParameterSize
+from zero_plugin.plan.situation import Activations, Affine, ModelSizes, ParameterSize, highest
 from zero_plugin.resolve.facts import Precision
 
 __all__ = ["decoder_activations", "decoder_sizes"]
@@ -116,9 +116,10 @@ def decoder_activations(
       arXiv:2307.08691: what FlashAttention-2 keeps);
     * the gated MLP: both projections, the gate's activation, and their product: `4·e·m`.
 
-    Once: the last norm, the logits `e·V`, their log-softmax in fp32 `4·V`, ids and labels. The backward starts with the
-    logits' gradient in fp32 and in the computation type. Under autocast the norms work in fp32, each projection casts
-    its input for itself, and 16-bit copies of all matrices are kept until the backward.
+    Once: the last norm, the logits in fp32 `4·V` and their log-softmax `4·V`, ids and labels. Under autocast the norms
+    work in fp32, each projection casts its input for itself, keys and values stay in the cache in fp32, and 16-bit
+    copies of all matrices are kept until the backward. Of the working space three moments count: the loss's backward
+    (`8·V`), the last norm's, and the last MLP's with its largest weight gradient.
 
     Args:
         model: with its hidden size, layers and vocabulary.
@@ -139,40 +140,47 @@ def decoder_activations(
     embeddings = sum(p.elements * p.count for p in model.parameters if words and p.elements == words * hidden)
     blocks = max(0, model.elements - embeddings)
     width = intermediate or max(0, blocks // (depth * hidden) - 2 * (hidden + kv_width)) // 3
-
     inner = item * (2 * hidden + 2 * kv_width + 4 * width) + 4 * query_heads
-    head = (item + 4) * words + 2 * _INDEX_BYTES
-    loss_gradient = (4 + item) * words
 
-    def activations(norm: int, last_norm: int, stream: int, copies: int, source: str) -> Activations:
-        """From the bytes per token of a layer's two norms, of the last norm, and of the residual stream."""
-        layer, ends = norm + inner, last_norm + head
-        checkpointed = stream * depth + ends
+    def regime(*, stream: int, norm: int, last_norm: int, wide: bool, autocast: bool) -> Activations:
+        """From bytes per token: of the residual stream, of a layer's two norms, and of the last one."""
+        ends = last_norm + 8 * words + 2 * _INDEX_BYTES
+        cached = 8 * kv_width if autocast else 0
+        copied, copied_output = (item * blocks, item * words * hidden) if autocast else (0, 0)
+        gradient = (item + 4 * autocast) * hidden * width
+        after_loss = -4 * words - last_norm
+        in_mlp = stream + item * width
+        again = norm + inner - (stream if wide else 0)  # a wide stream is itself what the first norm keeps
+
+        def per_batch(fixed: int, per_token: int) -> Affine:
+            return Affine(fixed, per_token * sequence_length)
+
+        ending = [per_batch(0, 8 * words), per_batch(0, 16 * hidden - 4 * words)]
         return Activations(
-            saved=Affine(copies, sequence_length * (depth * layer + ends)),
-            transient=Affine(0, sequence_length * loss_gradient),
-            checkpointed=Affine(copies, sequence_length * checkpointed),
-            checkpointed_transient=Affine(0, sequence_length * max(loss_gradient, layer - head + 2 * item * width)),
-            flops_per_sample=float(2 * (blocks + words * hidden) * sequence_length)
-            + 2.0 * depth * hidden * sequence_length**2,  # 4·T·h per token and layer, half of it masked (PaLM, app. B)
+            saved=per_batch(copied + copied_output, depth * (norm + inner + cached) + ends),
+            transient=highest([*ending, per_batch(gradient, after_loss + in_mlp)]),
+            checkpointed=per_batch(copied_output, depth * stream + ends),
+            checkpointed_transient=highest(
+                [
+                    *ending,
+                    per_batch(copied, 2 * words if autocast else 0),  # the forward's end, with logits in 16 bits beside
+                    per_batch(gradient + copied // depth, after_loss + in_mlp + again),
+                ]
+            ),
+            flops_per_sample=2.0 * (blocks + words * hidden) * sequence_length
+            + 2.0 * depth * hidden * sequence_length**2,  # 4·T·h per token and layer, of which the mask leaves a half
             sample_length=sequence_length,
-            source=source,
+            source=f"closed formula of a decoder{' under autocast' if autocast else ''}",
         )
 
-    found = activations(
-        2 * (4 + 2 * item) * hidden,
-        (4 + 2 * item) * hidden,
-        item * hidden,
-        0,
-        f"closed formula of a {precision} decoder",
-    )
+    one = (4 + 2 * item) * hidden
+    found = regime(stream=item * hidden, norm=2 * one, last_norm=one, wide=item == 4, autocast=False)
     if precision == "no":
         return found
-    # Norms keep input and normalised input in fp32; three projections of the first and two of the second cast for
-    # themselves; the output projection's is the last.
-    copies = item * (blocks + words * hidden)
-    regime = activations((16 + 5 * item) * hidden, (8 + item) * hidden, 4 * hidden, copies, "closed formula, autocast")
-    return replace(found, autocast=regime)
+    # In fp32: input and normalised input; in 16 bits: the inputs of three projections and of two, or of the output's.
+    norm, last_norm = (16 + 5 * item) * hidden, (8 + item) * hidden
+    autocast = regime(stream=4 * hidden, norm=norm, last_norm=last_norm, wide=True, autocast=True)
+    return replace(found, autocast=autocast)
 
 
 def _usual_width(parameters: int) -> int:

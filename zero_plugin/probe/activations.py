@@ -15,10 +15,10 @@ from torch.func import functional_call
 
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.nested import list_leaves, map_leaves, to_fp32
-from zero_plugin.plan.situation import Activations, Affine
+from zero_plugin.plan.situation import Activations, Affine, highest
 from zero_plugin.probe.device_kernels import DeviceKernels
 from zero_plugin.probe.live_bytes import LiveBytes
-from zero_plugin.probe.recomputation import recomputed, watch_blocks
+from zero_plugin.probe.recomputation import watch_blocks
 from zero_plugin.probe.sizes import repeated_blocks
 from zero_plugin.resolve.facts import Precision
 
@@ -26,8 +26,8 @@ __all__ = ["Example", "trace_activations"]
 
 Example = Mapping[str, Any] | Sequence[Any] | Tensor
 
+_SAMPLES: Final = (2, 3)  # not 1, which some operations and models treat apart
 _TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_FAR: Final = 16  # samples; up to here the line of the working space lies above all of its parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ class _Trace:
 
     saved: int
     after: list[int]
-    saved_checkpointed: int | None
-    after_checkpointed: list[int]
+    checkpointed: tuple[int, list[int]] | None
     flops: float
 
 
@@ -46,7 +45,7 @@ def trace_activations(
     example: Example | Callable[[int], Example],
     precision: Precision = "bf16",
 ) -> Activations:
-    """What one forward of `model` keeps for its backward, traced at micro-batches 1 and 2 without memory for tensors.
+    """What one forward of `model` keeps for its backward, traced at two micro-batches without memory for tensors.
 
     Both passes run in training mode on torch's fake tensors, with a GPU's kernels (see `DeviceKernels`). The outputs,
     in fp32, and the loss live until the backward ends, as in most loops. A parameter's gradient dies when it is made,
@@ -69,7 +68,7 @@ def trace_activations(
     def trace(*, autocast: bool) -> Activations:
         dtype = None if autocast else _TYPES.get(precision)
         regime = torch.autocast("cpu", _TYPES[precision]) if autocast else nullcontext()
-        return _affine(*(_trace(model, make(samples), dtype, regime) for samples in (1, 2)))
+        return _affine(*(_trace(model, make(samples), dtype, regime) for samples in _SAMPLES))
 
     try:
         found = replace(trace(autocast=False), sample_length=_length(make(1)))
@@ -100,22 +99,20 @@ def _trace(
         return torch.empty(tuple(getattr(leaf, "ds_shape", leaf.shape)), dtype=kind, device="cpu")
 
     def step(run: Callable[[Any], Any]) -> _Trace:
-        with LiveBytes(weights.values()) as tape, watch_blocks(repeated_blocks(model), tape) as passes:
+        with LiveBytes(weights.values()) as tape, watch_blocks(repeated_blocks(model), tape) as blocks:
             inputs = map_leaves(fake_like, example)
             with regime:
                 outputs = run(inputs)
             outputs = map_leaves(to_fp32, outputs)
             loss = _loss(outputs)
-            saved, forward, lost = tape.live, len(tape.after), [own.lost() for own in passes]
-            flops = tape.flops + kernels.flops
+            saved, flops = tape.live, tape.flops + kernels.flops
+            blocks.end_forward()
             # torch.autograd.backward would leave the mode of the kernels, in which checkpoints run forwards again
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-        if not passes:
-            return _Trace(saved, tape.after, None, [], flops)
-        checkpointed = saved + sum(lost) - sum(own.kept for own in passes)
-        return _Trace(saved, tape.after, checkpointed, recomputed(tape.after, forward, lost, passes), flops)
+            checkpointed = blocks.checkpointed(saved) if blocks.passes else None
+        return _Trace(saved, tape.after, checkpointed, flops)
 
     with fake, kernels, torch.enable_grad(), _training(model):
         weights: dict[str, Tensor] = {
@@ -146,29 +143,28 @@ class _Step(nn.Module):
         return self.model(*example) if isinstance(example, list | tuple) else self.model(example)
 
 
-def _affine(one: _Trace, two: _Trace) -> Activations:
-    """The lines through the traces of one sample and of two."""
-    saved, transient = _lines(one.saved, one.after, two.saved, two.after)
-    found = Activations(
-        saved, transient, flops_per_sample=two.flops - one.flops, source="traced at micro-batches 1 and 2"
-    )
-    if one.saved_checkpointed is None or two.saved_checkpointed is None:
+def _affine(two: _Trace, three: _Trace) -> Activations:
+    """The lines through the traces of two samples and of three."""
+    saved, transient = _lines(two.saved, two.after, three.saved, three.after)
+    flops = three.flops - two.flops
+    found = Activations(saved, transient, flops_per_sample=flops, source="traced at micro-batches 2 and 3")
+    if two.checkpointed is None or three.checkpointed is None:
         return found
-    saved, transient = _lines(
-        one.saved_checkpointed, one.after_checkpointed, two.saved_checkpointed, two.after_checkpointed
-    )
+    saved, transient = _lines(*two.checkpointed, *three.checkpointed)
     return replace(found, checkpointed=saved, checkpointed_transient=transient)
 
 
-def _lines(saved: int, after: list[int], saved_of_two: int, after_of_two: list[int]) -> tuple[Affine, Affine]:
+def _lines(saved: int, after: list[int], saved_of_three: int, after_of_three: list[int]) -> tuple[Affine, Affine]:
     """Of the bytes saved, and of the most above them. Each operation has its line; the batch tells which is highest."""
-    kept = Affine(2 * saved - saved_of_two, saved_of_two - saved)
-    if len(after) != len(after_of_two):  # the forward takes another way with two samples
-        after, after_of_two = [max(after)], [max(after_of_two)]
-    near = max(after)
-    far = max(one + (_FAR - 1) * (two - one) for one, two in zip(after, after_of_two, strict=True))
-    slope = (far - near) // (_FAR - 1)
-    return kept, Affine(near - slope - kept.fixed, slope - kept.per_sample)
+    kept = _line(saved, saved_of_three)
+    if len(after) != len(after_of_three):  # the forward takes another way with three samples
+        after, after_of_three = [max(after)], [max(after_of_three)]
+    peak = highest(map(_line, after, after_of_three))
+    return kept, Affine(peak.fixed - kept.fixed, peak.per_sample - kept.per_sample)
+
+
+def _line(two: int, three: int) -> Affine:
+    return Affine(3 * two - 2 * three, three - two)
 
 
 def _resizer(example: Example) -> Callable[[int], Example]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 import torch
@@ -39,11 +39,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.converted = 0
         self._apart = {tensor.untyped_storage()._cdata: tensor for tensor in apart}
-        self._born: dict[int, int] = {}
+        self._born: dict[int, tuple[int, int]] = {}  # address of a storage → operations before it, bytes
 
     def born(self, tensor: Tensor) -> int:
         """After how many operations its storage was first seen; -1 for one that does not count."""
-        return self._born.get(tensor.untyped_storage()._cdata, -1)
+        return self._born.get(tensor.untyped_storage()._cdata, (-1, 0))[0]
+
+    def alive(self, begin: int, end: int, apart: Collection[int]) -> int:
+        """Bytes alive now of the storages that were first seen from one number of operations to another.
+
+        Args:
+            begin, end: numbers of operations.
+            apart: addresses of storages that do not count.
+        """
+        found = ((key, size) for key, (born, size) in self._born.items() if begin <= born < end)
+        return sum(size for key, size in found if key not in apart)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and look at what it made."""
@@ -67,7 +77,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, storage.nbytes()
         if key not in self._born and key not in self._apart:
             self.live += size
-            self._born[key] = len(self.after)
+            self._born[key] = len(self.after), size
             weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
