@@ -161,7 +161,10 @@ def _offloads(wanted: Wanted) -> Iterator[tuple[Device, Device]]:
     if asked[0] is not None and asked[1] is not None:
         yield asked[0], asked[1]
         return
+    in_part = wanted.ratio not in (None, 1.0)
     for pair in _OFFLOADS:
+        if in_part and pair[0] == "nvme":
+            continue
         if all(wish in (None, device) for wish, device in zip(asked, pair, strict=True)):
             yield pair
 

@@ -1,0 +1,264 @@
+"""What holds of every plan, whatever the model and the machines."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.footprint import footprint
+from zero_plugin.plan.known_devices import KNOWN_DEVICES
+from zero_plugin.plan.options import Wanted
+from zero_plugin.plan.search import Candidate, Plan, search
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.step_time import step_time
+from zero_plugin.plan.what_if import scale_model, what_if
+
+GIB = 2**30
+EXAMPLES = settings(max_examples=25)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelSizes, Activations]:
+    """A decoder's shape, from a few million parameters to a hundred billion."""
+    hidden = draw(st.sampled_from([256, 512, 1024, 2048, 4096, 6144, 8192]))
+    layers = draw(st.integers(2, 96))
+    length = draw(st.sampled_from([128, 1024, 4096]))
+    trainable = draw(st.sampled_from([True, True, False]))
+    parameters = (
+        ParameterSize(32_000 * hidden, trainable=trainable),
+        ParameterSize(4 * hidden**2, 3 * layers, trainable=trainable),
+        ParameterSize(hidden, 2 * layers),
+    )
+    model = ModelSizes("drawn", parameters, largest_module=4 * hidden**2, hidden_size=hidden, layers=layers)
+    kept = layers * length * hidden * draw(st.integers(8, 40))
+    recomputed = Affine(0, 2 * layers * length * hidden) if draw(st.booleans()) else None
+    return model, Activations(
+        Affine(0, kept),
+        Affine(0, length * 32_000),
+        recomputed,
+        None if recomputed is None else Affine(0, kept // layers + length * 32_000),
+        flops_per_sample=2.0 * model.elements * length,
+        sample_length=length,
+    )
+
+
+clusters = st.builds(
+    lambda gpu, gpus, nodes, host, disk: state_cluster(
+        gpu=gpu, gpus=gpus, nodes=nodes, host_memory=host * GIB, nvme=disk * GIB or None
+    ),
+    st.sampled_from([device.name for device in KNOWN_DEVICES]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 1, 2, 8]),
+    st.integers(16, 2048),
+    st.sampled_from([0, 0, 500, 4000]),
+)
+optimizers = st.sampled_from([OptimizerSizes(), OptimizerSizes("lion", 1), OptimizerSizes("sgd", 0)])
+
+
+def batch_for(cluster: Cluster, samples: int) -> Wanted:
+    return Wanted(global_batch=samples * cluster.processes)
+
+
+def pace(plan: Plan) -> float:
+    """Seconds per sample of what was chosen; infinite where nothing fits. Equal up to the search's own rounding."""
+    return float("inf") if plan.chosen is None else plan.chosen.seconds_per_sample * (1 - 1e-8)
+
+
+@EXAMPLES
+@given(
+    models(),
+    clusters,
+    optimizers,
+    st.sampled_from([1, 6, 16]),
+    st.sampled_from(["device_bytes", "host_bytes", "nvme_bytes"]),
+    st.floats(1.01, 8),
+)
+def test_more_memory_is_never_slower(
+    drawn: tuple[ModelSizes, Activations],
+    cluster: Cluster,
+    optimizer: OptimizerSizes,
+    samples: int,
+    which: str,
+    factor: float,
+) -> None:
+    """On the same machines with more of one memory, the plan is as fast or faster."""
+    more: dict[str, Any] = {which: int(getattr(cluster, which) * factor) + GIB}
+    wanted = batch_for(cluster, samples)
+    before = search(*drawn, optimizer, cluster, wanted)
+    after = search(*drawn, optimizer, replace(cluster, **more), wanted)
+    assert pace(after) <= pace(before) * (1 + 1e-7)
+
+
+@EXAMPLES
+@given(models(), clusters, optimizers, st.floats(1.02, 3))
+def test_larger_models_are_shared_as_much_or_more(
+    drawn: tuple[ModelSizes, Activations], cluster: Cluster, optimizer: OptimizerSizes, factor: float
+) -> None:
+    """With the batch and the offload fixed, a larger model of the same shape never gets a lower stage.
+
+    The activations stay as they are: with more of them a plan may leave stage 3 for recomputing ones at stage 2.
+    """
+    model, activations = drawn
+    larger, scaled = scale_model(model, activations, factor)
+    kept = replace(activations, flops_per_sample=scaled.flops_per_sample)
+    for offload in ("none", "cpu"):
+        wanted = Wanted(
+            micro_batch=1,
+            accumulation=4,
+            offload_optimizer=offload,
+            offload_param="none",
+            ratio=1.0,
+            activation_checkpointing=False,
+        )
+        small = search(model, activations, optimizer, cluster, wanted).chosen
+        large = search(larger, kept, optimizer, cluster, wanted).chosen
+        if large is not None:
+            assert small is not None
+            assert (large.setup.stage or 0) >= (small.setup.stage or 0)
+
+
+@EXAMPLES
+@given(models(), clusters, optimizers, st.sampled_from([1, 6, 16, None]), st.sampled_from([0.0, 0.1, 0.35]))
+def test_what_fits_fits(
+    drawn: tuple[ModelSizes, Activations],
+    cluster: Cluster,
+    optimizer: OptimizerSizes,
+    samples: int | None,
+    margin: float,
+) -> None:
+    """Of every candidate: its memory and time are those of its setup, it fits if and only if that has room."""
+    total = None if samples is None else samples * cluster.processes
+    plan = search(*drawn, optimizer, cluster, Wanted(global_batch=total, margin=margin))
+    for candidate in plan.candidates:
+        setup = candidate.setup
+        needed = footprint(*drawn, optimizer, setup, cluster)
+        assert candidate.footprint == needed
+        assert candidate.time == step_time(*drawn, optimizer, setup, cluster)
+        if total is not None:
+            assert setup.micro_batch * setup.accumulation * cluster.processes == total
+        room = (
+            needed.device_bytes <= (1 - margin) * cluster.device_bytes
+            and needed.host_bytes <= (1 - margin) * cluster.host_bytes
+            and needed.nvme_bytes <= (1 - margin) * cluster.nvme_bytes
+        )
+        if not candidate.rejected:
+            assert room
+        elif "no NVMe disk" not in candidate.rejected and "own Adam" not in candidate.rejected:
+            assert not room
+    fitting = [candidate for candidate in plan.candidates if not candidate.rejected]
+    assert (plan.chosen is None) == (not fitting)
+    if plan.chosen is not None:
+        assert plan.chosen in fitting
+        assert pace(plan) <= min(candidate.seconds_per_sample for candidate in fitting)
+
+
+FIXED: dict[str, st.SearchStrategy[Any]] = {
+    "stage": st.sampled_from(["ddp", 0, 1, 2, 3]),
+    "precision": st.sampled_from(["no", "bf16", "fp16"]),
+    "offload_optimizer": st.sampled_from(["none", "cpu", "nvme"]),
+    "offload_param": st.sampled_from(["none", "cpu", "nvme"]),
+    "ratio": st.sampled_from([0.3, 1.0]),
+    "sub_group_size": st.just(12_345_678),
+    "micro_batch": st.sampled_from([1, 2, 3]),
+    "accumulation": st.sampled_from([1, 2, 4]),
+    "activation_checkpointing": st.booleans(),
+    "reduce_bucket": st.just(30_000_000),
+    "persistence_threshold": st.just(500),
+    "overlap_comm": st.just(False),
+    "pin_memory": st.booleans(),
+}
+
+
+@settings(max_examples=80)
+@given(
+    models(),
+    clusters,
+    st.lists(st.sampled_from(sorted(FIXED)), max_size=4, unique=True).flatmap(
+        lambda names: st.fixed_dictionaries({name: FIXED[name] for name in names})
+    ),
+)
+def test_what_is_fixed_is_kept(drawn: tuple[ModelSizes, Activations], cluster: Cluster, fixed: dict[str, Any]) -> None:
+    """Every candidate has every fixed value, or the question is refused because they exclude each other."""
+    try:
+        plan = search(*drawn, OptimizerSizes(), cluster, Wanted(global_batch=12 * cluster.processes, **fixed))
+    except ConfigError as error:
+        assert "no such way of training" in str(error) or "train_batch_size" in str(error)  # noqa: PT017
+        return
+    assert plan.candidates
+    for candidate in plan.candidates:
+        for name, value in fixed.items():
+            got = getattr(candidate.setup, name)
+            if name == "ratio" and candidate.setup.offload_optimizer == "none":
+                continue  # of nothing
+            if name == "sub_group_size" and candidate.setup.stage != 3:
+                continue  # read at stage 3 only
+            assert got == (None if value == "ddp" else value), name
+
+
+@EXAMPLES
+@given(models(), clusters, optimizers)
+def test_same_question_same_answer(
+    drawn: tuple[ModelSizes, Activations], cluster: Cluster, optimizer: OptimizerSizes
+) -> None:
+    """Searching twice gives equal plans, line by line."""
+    wanted = batch_for(cluster, 6)
+    assert search(*drawn, optimizer, cluster, wanted) == search(*drawn, optimizer, cluster, wanted)
+
+
+@settings(max_examples=8)
+@given(models(), clusters)
+def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> None:
+    """Each change makes the model fit; a model of the largest size fits, and one a hundredth larger does not."""
+    wanted = batch_for(cluster, 6)
+    plan = search(*drawn, OptimizerSizes(), cluster, wanted)
+    answer = what_if(*drawn, OptimizerSizes(), cluster, wanted)
+    assert bool(answer.changes) <= (plan.chosen is None)
+    for change in answer.changes:
+        assert not change.chosen.rejected
+        assert footprint(*drawn, OptimizerSizes(), change.chosen.setup, change.cluster).device_bytes <= (
+            change.cluster.device_bytes
+        )
+    assume(answer.largest_elements > 10**7)  # below, rounding of small tensors counts
+    for share, fits in ((0.99, True), (1.01, False)):
+        resized = scale_model(*drawn, share * answer.largest_elements / drawn[0].elements)
+        assert (search(*resized, OptimizerSizes(), cluster, wanted).chosen is not None) == fits
+
+
+@EXAMPLES
+@given(models(), clusters, optimizers, st.sampled_from([1, 2, 3]))
+def test_larger_micro_batches_are_never_slower(
+    drawn: tuple[ModelSizes, Activations], cluster: Cluster, optimizer: OptimizerSizes, stage: Any
+) -> None:
+    """Which is why the search takes the largest that fits: the same samples in fewer micro-batches."""
+    setups = [Setup(stage=stage, micro_batch=m, accumulation=16 // m) for m in (1, 2, 4, 8, 16)]
+    seconds = [step_time(*drawn, optimizer, setup, cluster).seconds for setup in setups]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
+
+
+def test_simplest_of_equally_fast_ones() -> None:
+    """Where all weights fit and nothing else takes time, plain training is chosen over every stage, and no option is
+    missing from the lines."""
+    model = ModelSizes("one", (ParameterSize(1000, 1000),))
+    cluster = replace(state_cluster(gpu="A100-80GB", nvme=GIB * 1000), memory_bandwidth=1e30, pcie_bandwidth=1e30)
+    cluster = replace(cluster, adam_bandwidth=1e30, nvme_read=1e30, nvme_write=1e30)
+    activations = Activations(Affine(0, 1000), checkpointed=Affine(0, 10), flops_per_sample=1e12)
+    plan = search(model, activations, OptimizerSizes(), cluster, Wanted(global_batch=4))
+    assert plan.chosen is not None
+    assert plan.chosen.setup.stage is None
+    assert not plan.chosen.setup.activation_checkpointing
+    kinds = {(c.setup.stage, c.setup.offload_optimizer, c.setup.offload_param) for c in plan.candidates}
+    devices = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme")]
+    assert kinds == {
+        *((stage, "none", "none") for stage in (None, 1, 2, 3)),
+        *((stage, "cpu", "none") for stage in (1, 2)),
+        *((3, *pair) for pair in devices),
+    }
+    assert any(c.setup.ratio < 1 for c in plan.candidates)
+    assert all(isinstance(c, Candidate) for c in plan.candidates)
+    assert {f.name for f in fields(Setup)} <= {f.name for f in fields(Wanted)} | {"sub_group_size"}
