@@ -1,0 +1,132 @@
+"""A cluster from what is stated, what is here, and what is known of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.known_devices import KNOWN_DEVICES, find_device, nearest_device
+from zero_plugin.plan.situation import Cluster
+
+GIB = 2**30
+HERE = Cluster(
+    device_bytes=10 * GIB,
+    host_bytes=100 * GIB,
+    devices=2,
+    device_name="NVIDIA something",
+    flops={"no": 1.0, "bf16": 2.0, "fp16": 2.0},
+    memory_bandwidth=3.0,
+    pcie_bandwidth=4.0,
+    adam_bandwidth=5.0,
+    sources={"adam_bandwidth": "measured", "host_bytes": "this machine"},
+)
+CPU = replace(HERE, device_name="CPU")
+
+
+def test_known_gpu_is_another_machine() -> None:
+    """`--gpu` takes nothing of this machine; every speed is there with its source, and host memory is stated."""
+    cluster = state_cluster(gpu="h100", gpus=8, nodes=2, host_memory=64 * GIB, here=HERE)
+    assert cluster.processes == 16
+    assert cluster.device_bytes == 81559 * 2**20
+    assert cluster.host_bytes == 64 * GIB
+    assert cluster.adam_bandwidth != HERE.adam_bandwidth
+    assert cluster.flops == {"no": 0.4 * 67e12, "bf16": 0.4 * 989e12, "fp16": 0.4 * 989e12}
+    for field in fields(Cluster):
+        if field.name.endswith("bandwidth") or field.name in ("flops", "nvme_read", "nvme_write"):
+            assert getattr(cluster, field.name)
+            assert cluster.sources[field.name]
+    assert cluster.sources["host_bytes"] == cluster.sources["nodes"] == "stated"
+
+
+def test_host_memory_that_nobody_tells() -> None:
+    """It is taken to be as much as the GPUs have, and that is said."""
+    cluster = state_cluster(gpu="A100-40GB", gpus=4)
+    assert cluster.host_bytes == 4 * cluster.device_bytes
+    assert "assumed" in cluster.sources["host_bytes"]
+
+
+def test_this_machine_with_less_memory() -> None:
+    """What is stated replaces this machine's own; the rest, and where it comes from, stays."""
+    cluster = state_cluster(gpu_memory=4 * GIB, gpus=1, here=HERE)
+    assert (cluster.device_bytes, cluster.devices, cluster.host_bytes) == (4 * GIB, 1, 100 * GIB)
+    assert cluster.flops == HERE.flops
+    assert cluster.sources["adam_bandwidth"] == "measured"
+    assert cluster.sources["device_bytes"] == "stated"
+
+
+def test_stated_memory_where_no_gpu_is() -> None:
+    """Speeds are those of the known GPU with the nearest memory, the host is this one: the same plan on every CPU."""
+    cluster = state_cluster(gpu_memory=31 * GIB, host_memory=64 * GIB, here=CPU)
+    assert cluster.device_bytes == 31 * GIB
+    assert cluster.flops == find_device("V100-32GB").flops
+    assert "V100-32GB" in cluster.sources["flops"]
+    assert (cluster.devices, cluster.adam_bandwidth) == (2, 5.0)
+    assert cluster.sources["adam_bandwidth"] == "measured"
+
+
+def test_cpu_as_it_is() -> None:
+    """Where nothing is stated, this machine is planned for, GPU or not."""
+    assert state_cluster(here=CPU) == CPU
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ({}, "--gpu: nothing tells how much memory a GPU has"),
+        ({"gpu": "A1000"}, "Did you mean A6000?"),
+        ({"gpu": "T4", "gpus": 0}, "--gpus: 0 is below 1"),
+        ({"gpu": "T4", "nodes": -1}, "--nodes: -1 is below 1"),
+    ],
+)
+def test_wrong(stated: dict[str, Any], told: str) -> None:
+    """What cannot be read is refused with the flag, and with what would do."""
+    with pytest.raises(ConfigError) as error:
+        state_cluster(**stated)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("rtx4090", "RTX-4090"),
+        ("4090", "RTX-4090"),
+        ("l40s", "L40S"),
+        ("A100", "A100-40GB"),
+        *((device.name, device.name) for device in KNOWN_DEVICES),
+    ],
+)
+def test_names(name: str, known: str) -> None:
+    """As drivers write them, as people type them, and as the table has them."""
+    assert find_device(name).name == known
+
+
+@pytest.mark.parametrize("name", ["L4000", "H100 94GB", "RTX", "80GB", "A", ""])
+def test_names_that_mean_no_known_gpu(name: str) -> None:
+    """A name is not stretched: another memory, or a part of a name, is another GPU or none."""
+    with pytest.raises(ConfigError):
+        find_device(name)
+
+
+def test_nearest() -> None:
+    """By memory; of equally near ones the slower."""
+    assert nearest_device(24 * GIB).name == "RTX-3090"
+    assert nearest_device(10**15).name == "B200-180GB"
+
+
+def test_volta_and_turing_have_no_bf16() -> None:
+    """Their tensor cores take fp16 only, so bf16 runs at fp32's speed."""
+    for name in ("V100-32GB", "T4"):
+        flops = find_device(name).flops
+        assert flops["bf16"] == flops["no"] < flops["fp16"]
