@@ -107,7 +107,7 @@ def planned_values(
     assert chosen is not None, "what fits nowhere fills nothing"
     paths = [path for path in _CHOSEN if asked.value(*path) is AUTO]
     if chosen.setup.sub_group_size != Setup().sub_group_size and asked.value(*_SUB_GROUP) is None:
-        paths.append(_SUB_GROUP)  # the plan counts on sub-groups that are smaller than DeepSpeed's own
+        paths.append(_SUB_GROUP)  # it counts on smaller ones than DeepSpeed's default
     found = {path: (getattr(chosen.setup, _CHOSEN[path]), _reason(path, plan, chosen, cluster)) for path in paths}
     if _STAGE in found:
         found[_STAGE] = (found[_STAGE][0], f"{found[_STAGE][1]} (activations: {source})")
