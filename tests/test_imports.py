@@ -15,9 +15,17 @@ import zero_plugin.cli
 import zero_plugin.config
 import zero_plugin.doctor
 import zero_plugin.launch
+import zero_plugin.plan
 import zero_plugin.resolve
 
-COLD_PACKAGES = [zero_plugin.config, zero_plugin.resolve, zero_plugin.launch, zero_plugin.doctor, zero_plugin.cli]
+COLD_PACKAGES = [
+    zero_plugin.config,
+    zero_plugin.resolve,
+    zero_plugin.plan,
+    zero_plugin.launch,
+    zero_plugin.doctor,
+    zero_plugin.cli,
+]
 
 COLD_MODULES = [
     name
@@ -40,7 +48,8 @@ def test_importing_loads_no_torch(module: str) -> None:
 # What a folder may not import: what stands above it.
 ABOVE = {
     "config": ("resolve", "probe", "strategies", "data", "checkpoint", "facade", "accelerator", "launch", "cli"),
-    "resolve": ("probe", "strategies", "data", "checkpoint", "facade", "accelerator", "launch", "cli"),
+    "plan": ("probe", "strategies", "data", "checkpoint", "facade", "accelerator", "launch", "cli"),
+    "resolve": ("plan", "probe", "strategies", "data", "checkpoint", "facade", "accelerator", "launch", "cli"),
     "probe": ("strategies", "checkpoint", "facade", "accelerator", "launch", "cli"),
     "strategies": ("facade", "accelerator", "launch", "cli"),
     "data": ("facade", "accelerator", "launch", "cli"),
