@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zero_plugin.agreement import collective
@@ -45,6 +46,7 @@ from zero_plugin.facade.gradients import GradientCalls
 from zero_plugin.facade.loading import LoadingCalls
 from zero_plugin.facade.loop import LoopCalls
 from zero_plugin.facade.prepare import PrepareCalls
+from zero_plugin.facade.pretrained import checking_pretrained
 from zero_plugin.facade.processes import ProcessCalls
 from zero_plugin.facade.restoring import LoadHook, RestoringCalls
 from zero_plugin.facade.resuming import ResumingCalls
@@ -55,7 +57,7 @@ from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.handlers import sort_handlers
-from zero_plugin.meter import Meter
+from zero_plugin.meter import Meter, memory_available_bytes
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.out_of_memory import explain_shortages
 from zero_plugin.plugins import (
@@ -66,6 +68,7 @@ from zero_plugin.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from zero_plugin.predicting import local_processes
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.same_everywhere import expect_same_run
@@ -207,6 +210,7 @@ class Accelerator(
         self._meter = Meter(self._processes.world_size, self.device)
         self._told: set[str] = set()
         self._loading = ExitStack()
+        self._host_bytes = memory_available_bytes(torch.device("cpu"))
         self._use_configuration(self._configurations.document)
         self.resolved: Resolved | None = None
         self._dataloaders: list[DataLoaderAdapter] = []
@@ -266,6 +270,8 @@ class Accelerator(
                 self._say(line)
         self._loading.close()
         self._loading.enter_context(self._strategy.load_pretrained())
+        if not self._strategy.partitions_parameters or launch_settings(document).zero3_init_flag is False:
+            self._loading.enter_context(checking_pretrained(local_processes(self._processes), self._host_bytes))
         if self.deepspeed_plugin is not None:
             self.deepspeed_plugin.build_pretrained_by(self._strategy.load_pretrained)
 

@@ -25,6 +25,7 @@ from zero_plugin.probe.model import probe_model
 from zero_plugin.resolve.facts import Facts, LoopFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved, SchedulerSection
+from zero_plugin.room import expect_room, expect_room_without_zero
 from zero_plugin.run_record import describe_run, keep_record
 from zero_plugin.scheduler import AcceleratedScheduler
 from zero_plugin.schedules import build_schedule
@@ -61,12 +62,18 @@ def start_training(
 
     Raises:
         ConfigError: see `resolve`, `plan_open_fields`.
+        MachineError, StrategyError: there is no room; see `expect_room` and `expect_room_without_zero`.
     """
     model, optimizer, schedules = pair
     facts = _with_pair(replace(facts, model=probe_model(model)), optimizer, schedules)
-    facts = plan_open_fields(document, facts, model, peek, processes)
+    facts, _ = plan_open_fields(document, facts, model, peek, processes)
     resolved = resolve(document, facts)
     _tell(document, facts, resolved, processes, say)
+    stage = strategy.zero_stage(resolved)
+    strategy.make_room(resolved, processes)
+    expect_room(model, resolved, stage, facts, processes, say)
+    if stage is None:
+        expect_room_without_zero(document, model, resolved, facts, peek, processes)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
     left_out = _find_left_out(model, optimizer, say)
     session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, say, **how), processes)

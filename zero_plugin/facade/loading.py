@@ -20,9 +20,13 @@ from zero_plugin.checkpoint.session_tensors import session_fragments
 from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.checkpoint.weight_names import WeightsReport, find_weights, match_weights
 from zero_plugin.errors import CheckpointError, LoopError
+from zero_plugin.meter import memory_available_bytes
+from zero_plugin.predicting import local_processes
+from zero_plugin.room import expect_room_to_load
 from zero_plugin.strategies.base import Session, Strategy
 from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment
 from zero_plugin.strategies.named_tensors import persistent_tensors
+from zero_plugin.strategies.processes import Processes
 from zero_plugin.unwrapping import extract_model
 
 __all__ = ["LoadingCalls"]
@@ -34,6 +38,7 @@ class LoadingCalls:
     device: torch.device
     device_placement: bool
     _follow_configuration: Callable[[], None]
+    _processes: Processes
     _say: Callable[[str], None]
     _session_of: Callable[[nn.Module], Session | None]
     _strategy: Strategy
@@ -87,6 +92,7 @@ class LoadingCalls:
         Raises:
             CheckpointError: on every process: names or shapes do not fit, all of them told, and nothing was written; or
                 a file is missing or damaged.
+            MachineError: host memory does not hold the model for each process of a machine.
         """
         return self._load(model, Path(weights), strict)
 
@@ -131,12 +137,28 @@ class LoadingCalls:
                     all_or_none(lambda: read(session_fragments(session, changing=True)))
             else:
                 all_or_none(lambda: report.initialized.extend(_without_values(module, places)))
-                self._strategy.allot(module, self.device if self.device_placement else torch.device("cpu"))
+                target = self.device if self.device_placement else torch.device("cpu")
+                if target.type == "cpu":
+                    all_or_none(lambda: self._expect_room(module))
+                self._strategy.allot(module, target)
                 all_or_none(lambda: read(self._strategy.fragments_to_fill(module, places)))
                 self._initialize(module, report.initialized)
         if not report.is_complete:
             self._say(str(report))
         return report
+
+    def _expect_room(self, module: nn.Module) -> None:
+        """Raise where host memory does not hold what every process of this machine is about to allot."""
+        empty = {id(slot.tensor): slot.tensor for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
+        parts = self._processes.world_size if self._strategy.partitions_parameters else 1
+        expect_room_to_load(
+            size // parts,
+            local_processes(self._processes),
+            memory_available_bytes(torch.device("cpu")),
+            f"the {type(module).__name__}",
+            "Start fewer processes on this machine, or use ZeRO stage 3, where no process holds all of it.",
+        )
 
     def _initialize(self, module: nn.Module, names: Collection[str]) -> None:
         if names:

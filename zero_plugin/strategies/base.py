@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -267,6 +267,13 @@ class Session(ABC):
     def restore_scale(self, state: Mapping[str, float]) -> None:
         """Go on from a `scale_state`, if this session scales at all and the scale is not fixed by the configuration."""
 
+    def reduction_state(self) -> list[list[str]]:
+        """Which parameters' gradients are summed together, where that may change; the same on all processes."""
+        return []
+
+    def restore_reduction(self, state: list[list[str]]) -> None:  # noqa: B027 - nothing to do where it never changes
+        """Sum gradients as where `reduction_state` was asked for. Collective."""
+
     @property
     @abstractmethod
     def loss_scale(self) -> float:
@@ -376,6 +383,19 @@ class Strategy(ABC):
     def whole_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
         """Inside, tensors of a module that is not prepared are whole; what process 0 writes stays. Collective."""
         return nullcontext()
+
+    @property
+    def partitions_parameters(self) -> bool:
+        """Whether no process holds whole parameters."""
+        return False
+
+    def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:  # noqa: ARG002
+        """The ZeRO stage in which this strategy runs a configuration; None where it runs it without ZeRO."""
+        return None
+
+    def make_room(self, resolved: Resolved, processes: Processes) -> None:  # noqa: ARG002
+        """Remove what runs that were killed have left where this one will put files."""
+        return
 
     def savings(self, resolved: Resolved) -> tuple[str, ...]:  # noqa: ARG002
         """What to write into the configuration so that a process needs less device memory, the cheapest first.

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
 from zero_plugin.strategies.deepspeed.casting import cast_buffers, compute_in
 from zero_plugin.strategies.deepspeed.handlers import unused_handlers
-from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders
+from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.processes import Processes
@@ -68,6 +68,15 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.accept`: there is no DDP, no autocast, and a loss scale that doubles and halves only."""
         super().accept(handlers)
         return unused_handlers(handlers)
+
+    def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:
+        """See `Strategy.zero_stage`."""
+        stage: Literal[0, 1, 2, 3] = resolved.zero_stage  # type: ignore[assignment]  # it has no other
+        return stage
+
+    def make_room(self, resolved: Resolved, processes: Processes) -> None:
+        """See `Strategy.make_room`."""
+        remove_abandoned(resolved.deepspeed_config(), processes)
 
     def savings(self, resolved: Resolved) -> tuple[str, ...]:
         """See `Strategy.savings`."""
@@ -144,7 +153,7 @@ class DeepSpeedStrategy(Strategy):
     @contextmanager
     def init_model(self) -> Iterator[None]:
         """See `Strategy.init_model`."""
-        if not self._asks_for_partitions:
+        if not self.partitions_parameters:
             yield
             return
         _import_deepspeed(self._processes)
@@ -158,7 +167,7 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.allot`: below stage 3 in the type of training at once, at stage 3 this process' partitions."""
         if not any(p.is_meta for p in module.parameters()):
             super().allot(module, device)
-        elif not self._asks_for_partitions:
+        elif not self.partitions_parameters:
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
             allot_whole(module, device, _DTYPES[expected_precision(self._document, machine)])
         else:
@@ -195,7 +204,7 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.load_pretrained`; where transformers is imported by now, and `zero3_init_flag` is not false."""
         if partitioned is None:
             partitioned = self._settings.zero3_init_flag is not False
-        partitions = partitioned and self._asks_for_partitions and "transformers" in sys.modules
+        partitions = partitioned and self.partitions_parameters and "transformers" in sys.modules
         integration = sys.modules.get("transformers.integrations.deepspeed")
         if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
@@ -206,7 +215,8 @@ class DeepSpeedStrategy(Strategy):
         return partition_pretrained(BuildConfig(self._document, self._processes)) if partitions else whole_pretrained()
 
     @property
-    def _asks_for_partitions(self) -> bool:
+    def partitions_parameters(self) -> bool:
+        """See `Strategy.partitions_parameters`."""
         stage = self._document.deepspeed.value("zero_optimization", "stage")
         return isinstance(stage, int) and stage == 3
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zero_plugin.strategies.processes import Processes
 
-__all__ = ["give_own_swap_folders", "remove_swap_folders"]
+__all__ = ["give_own_swap_folders", "remove_abandoned", "remove_swap_folders"]
 
 _PREFIX = "zero_plugin-swap-"
 _engine_numbers = itertools.count()
@@ -29,14 +29,10 @@ def give_own_swap_folders(config: dict[str, Any], processes: Processes) -> tuple
     DeepSpeed removes and fills a folder with a fixed name, so that two jobs or engines with one `nvme_path` would
     destroy each other's files. What killed runs left below `nvme_path` is removed. Collective.
     """
-    zero = config.get("zero_optimization", {})
-    sections = [zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)]
-    sections = [section for section in sections if section.get("device") == "nvme"]
+    sections = _nvme_sections(config)
     if not sections:
         return ()
-    if processes.local_rank == 0:
-        for section in sections:
-            _remove_abandoned(Path(section["nvme_path"]))
+    remove_abandoned(config, processes)
     run = [f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"]
     dist.broadcast_object_list(run, src=0)
     number = next(_engine_numbers)
@@ -52,6 +48,13 @@ def give_own_swap_folders(config: dict[str, Any], processes: Processes) -> tuple
     return tuple(folders)
 
 
+def remove_abandoned(config: dict[str, Any], processes: Processes) -> None:
+    """Remove the folders, below each `nvme_path`, of runs of which no process lives; one process of a machine does."""
+    if processes.local_rank == 0:
+        for section in _nvme_sections(config):
+            _remove_abandoned(Path(section["nvme_path"]))
+
+
 def remove_swap_folders(folders: Iterable[Path]) -> None:
     """Remove engines' folders and the run's folder above; no process may use them any more."""
     for folder in folders:
@@ -63,6 +66,12 @@ def remove_swap_folders(folders: Iterable[Path]) -> None:
             folder.parent.rmdir()
         except OSError:
             continue  # another engine of this run still has files there
+
+
+def _nvme_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+    zero = config.get("zero_optimization", {})
+    sections = [zero[name] for name in ("offload_optimizer", "offload_param") if zero.get(name)]
+    return [section for section in sections if section.get("device") == "nvme"]
 
 
 def _hold(run_folder: Path) -> None:

@@ -1,0 +1,137 @@
+"""Room for a run on its machine: what does not fit is refused with both numbers before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_plugin.room
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.errors import MachineError, StrategyError
+from zero_plugin.plan.footprint import Footprint
+from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts
+from zero_plugin.resolve.resolve import resolve
+from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.room import (
+    Room,
+    expect_room,
+    expect_room_to_load,
+    expect_room_without_zero,
+    find_room,
+    shortages,
+)
+from zero_plugin.strategies.processes import Processes
+
+GIB = 2**30
+ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+NEEDS = Footprint(
+    device={},
+    device_phase="step",
+    host={"processes": 4 * GIB, "master weights": 40 * GIB, "optimizer states": 80 * GIB},
+    locked=3 * GIB,
+    nvme={"parameters": 100 * GIB},
+)
+
+
+@pytest.mark.parametrize(
+    ("room", "told"),
+    [
+        (Room(200 * GIB, None, {}), []),
+        (Room(125 * GIB, None, {}), [(False, "4 processes keep 120 GiB in host memory (optimizer states 80 GiB")]),
+        (Room(119 * GIB, None, {}), [(True, "and only 119 GiB can be had")]),
+        (Room(None, None, {}), []),
+        (Room(None, 4 * GIB, {}), []),
+        (Room(None, 2 * GIB, {}), [(True, "locks 3 GiB for the NVMe drive's buffers, and only 2 GiB may be locked")]),
+        (Room(None, None, {"/nvme": 200 * GIB}), []),
+        (Room(None, None, {"/nvme": 105 * GIB}), [(False, "100 GiB in /nvme, and little more, 105 GiB are free")]),
+        (Room(50 * GIB, 1, {"/nvme": 9}), [(True, "host memory"), (True, "locks"), (True, "/nvme")]),
+    ],
+    ids=str,
+)
+def test_both_numbers_and_what_helps(room: Room, told: list[tuple[bool, str]]) -> None:
+    """What cannot work is told apart from what hardly will; memory that the processes have already does not count."""
+    found = list(shortages(NEEDS, room, 4))
+    assert [is_short for is_short, _ in found] == [is_short for is_short, _ in told]
+    for (_, line), (_, part) in zip(found, told, strict=True):
+        assert part in line
+        assert "What helps: " in line
+
+
+def resolved_for(section: Mapping[str, Any], strategy: Any = "deepspeed", **launch: Any) -> tuple[Any, Resolved, Facts]:
+    document = document_from_mapping({"use_cpu": True, **launch, "deepspeed_config": section}, "code")
+    facts = Facts(
+        LoopFacts(4, "the loader"),
+        MachineFacts(),
+        ModelFacts(hidden_size=1000, parameters=2_002_000),
+        OptimizerFacts("adamw", {"lr": 0.1}),
+        strategy=strategy,
+    )
+    return document, resolve(document, facts), facts
+
+
+def model() -> nn.Module:
+    """8 MB of fp32 weights."""
+    return nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+
+
+def test_offload_is_refused_where_host_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own copy counts as there: Adam's states, masters and gradients of 2,002,000 elements do not fit."""
+    _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+    said: list[str] = []
+    expect_room(model(), resolved, 2, facts, ALONE, said.append)
+    assert said == []
+    monkeypatch.setattr(zero_plugin.room, "memory_available_bytes", lambda _: 10_000_000)
+    with pytest.raises(MachineError, match=r"nothing was allocated:\n1 processes keep .* MiB in host memory") as caught:
+        expect_room(model(), resolved, 2, facts, ALONE, said.append)
+    assert "and only 17.2 MiB can be had" in str(caught.value)  # 10,000,000 and the model's 8,008,000 bytes
+
+
+def test_nothing_is_looked_at_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a collective run: the machine has no part in it."""
+    monkeypatch.setattr(zero_plugin.room, "memory_available_bytes", lambda _: 0)
+    _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2}})
+    expect_room(model(), resolved, 2, facts, ALONE, print)
+    expect_room(model(), resolved, None, facts, ALONE, print)
+
+
+def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    """Its nearest folder above tells; the free bytes are the disk's."""
+    folder = tmp_path / "runs" / "nvme"
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+    _, resolved, _ = resolved_for({"zero_optimization": zero})
+    room = find_room(resolved, held=5)
+    assert room.nvme[str(folder)] > 0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("stated", ["60MiB", "20MiB"])
+def test_without_the_zero_that_is_asked_for(stated: str) -> None:
+    """A stated device of 60 MiB holds fp32 weights, gradients and Adam's states, one of 20 MiB does not: refused."""
+    zero = {"zero_optimization": {"stage": 2}}
+    document, resolved, facts = resolved_for(zero, "single", distributed_type="NO", gpu_memory=stated)
+    batch = torch.zeros(4, 1000)
+    if stated == "60MiB":
+        expect_room_without_zero(document, model(), resolved, facts, lambda: batch, ALONE)
+        return
+    with pytest.raises(StrategyError, match="ZeRO stage 2 dropped") as caught:
+        expect_room_without_zero(document, model(), resolved, facts, lambda: batch, ALONE)
+    assert "training takes 38.2 MiB of each device, which has 20 MiB" in str(caught.value)
+
+
+def test_nobody_who_asked_for_none_is_refused() -> None:
+    """Without a ZeRO section there is nothing that was dropped."""
+    document, resolved, facts = resolved_for({}, "single", distributed_type="NO", gpu_memory="1MiB")
+    expect_room_without_zero(document, model(), resolved, facts, lambda: None, ALONE)
+
+
+def test_a_copy_for_each_process() -> None:
+    """Eight processes load eight copies."""
+    expect_room_to_load(GIB, 8, 8 * GIB, "the model", "do this")
+    expect_room_to_load(GIB, 8, None, "the model", "do this")
+    with pytest.raises(MachineError, match=r"1 GiB of host memory in each of 8 processes, 8 GiB together, and 7 GiB"):
+        expect_room_to_load(GIB, 8, 7 * GIB, "the model", "do this")

@@ -1,0 +1,60 @@
+"""What a run takes by the plan's arithmetic, and what it is found to take after its first step."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zero_plugin.meter import memory_available_bytes
+from zero_plugin.plan.footprint import Footprint, footprint
+from zero_plugin.plan.optimizers import asked_optimizer
+from zero_plugin.plan.running import Stage, running_setup
+from zero_plugin.plan.situation import Activations, Affine, Cluster
+from zero_plugin.probe.sizes import model_sizes
+from zero_plugin.resolve.facts import Facts
+from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.strategies.processes import Processes
+
+__all__ = ["local_processes", "predict_memory"]
+
+
+def predict_memory(
+    model: nn.Module,
+    resolved: Resolved,
+    stage: Stage,
+    facts: Facts,
+    processes: Processes,
+    activations: Activations | None = None,
+) -> Footprint:
+    """The memory of a run, on this process' device, on its machine and on its NVMe drive.
+
+    Args:
+        model: the user's module, not prepared yet.
+        resolved: its configuration.
+        stage: of ZeRO that it runs; None without.
+        facts: it was resolved from.
+        processes: this process and its peers.
+        activations: what a forward keeps; None leaves them out.
+    """
+    sizes = model_sizes(model)
+    if facts.optimizer is None:
+        sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
+    on_gpu = processes.device.type == "cuda"
+    here = local_processes(processes)
+    host = memory_available_bytes(torch.device("cpu")) or 0
+    device = torch.cuda.get_device_properties(processes.device).total_memory if on_gpu else host
+    return footprint(
+        sizes,
+        activations or Activations(Affine()),
+        asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu),
+        running_setup(resolved, stage),
+        Cluster(device, host, nodes=processes.world_size // here, devices=here),
+    )
+
+
+def local_processes(processes: Processes) -> int:
+    """How many processes of the run are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", processes.world_size))
