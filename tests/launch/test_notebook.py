@@ -160,6 +160,64 @@ def test_ctrl_c(everyone: bool, tmp_path: Path) -> None:
                 os.killpg(kernel.pid, signal.SIGKILL)
 
 
+def test_ctrl_c_while_the_processes_are_made(tmp_path: Path) -> None:
+    """torch has noted none of those that it has forked by then: they end too, and nobody waits for them."""
+    cell = """
+from torch.multiprocessing.spawn import ProcessContext
+note = ProcessContext.__init__
+def wait_and_note(*them):
+    print("made", flush=True)
+    time.sleep(100)
+    note(*them)
+ProcessContext.__init__ = wait_and_note
+notebook_launcher(lambda: time.sleep(200), num_processes=2)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{NOTEBOOK}{cell}"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as kernel:  # fmt: skip
+        try:
+            assert kernel.stdout is not None
+            assert kernel.stdout.readline() == "made\n"
+            kernel.send_signal(signal.SIGINT)
+            assert kernel.communicate(timeout=60)[1].rstrip().endswith("KeyboardInterrupt")
+            with pytest.raises(ProcessLookupError):
+                os.killpg(kernel.pid, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(kernel.pid, signal.SIGKILL)
+
+
+def test_the_others_end_soon_after_a_failure(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """One that does not listen to SIGTERM has five seconds from there, as in `zero-plugin launch`, not torch's 30."""
+    done = run_cells(
+        """
+log = os.open("seconds", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+def f():
+    if os.environ["RANK"] == "1":
+        time.sleep(1)
+        raise ValueError("boom")
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
+    while True:
+        time.sleep(0.1)
+        if asked:
+            os.write(log, f"{time.monotonic() - asked[0]}\\n".encode())
+""",
+        """
+try:
+    debug_launcher(f)
+except Exception as error:
+    print(error)
+print(open("seconds").read().splitlines()[-1])
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ValueError: boom" in done.stdout
+    assert 1 < float(done.stdout.splitlines()[-1]) < 20
+
+
 def test_a_process_that_cannot_be_copied_is_refused(
     run_cells: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Ended", "end_workers_so"]
+__all__ = ["Ended", "end_copies_soon", "end_workers_so"]
 
 _AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
 _LOOK_S: Final = 0.05
@@ -82,6 +82,23 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
         yield idle
     finally:
         SubprocessContext.close = close  # type: ignore[method-assign]
+
+
+@contextmanager
+def end_copies_soon() -> Iterator[None]:
+    """While it is entered, what torchrun has forked off a notebook ends as soon after a failure as other workers do."""
+    from torch.multiprocessing.spawn import ProcessContext
+
+    wait = ProcessContext._join_procs_with_timeout
+
+    def wait_less(copies: ProcessContext, timeout: float) -> None:
+        wait(copies, min(timeout, _AFTER_FAILURE_S))
+
+    ProcessContext._join_procs_with_timeout = wait_less  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ProcessContext._join_procs_with_timeout = wait  # type: ignore[method-assign]
 
 
 def _why_idle(pid: int) -> str:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.errors import LaunchError
+from zero_plugin.launch.ending import end_copies_soon
 from zero_plugin.launch.engine import log_folder, set_log_level
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
@@ -30,6 +32,7 @@ _TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for
 # The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
 _DRIVER_ASKED: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # what the engine leaves in the environment
+_LAST_SECONDS: Final = 5.0  # of a copy that torch does not know of, before it is killed
 _TRACEBACK: Final = "traceback"  # file beside torchrun's error file of each worker
 
 
@@ -57,7 +60,11 @@ def run_forked(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     set_log_level(debug=spec.debug)
-    with log_folder(spec.log_dir) as folder, _own_signals(), _meant_to_fork(), variables_while(_DRIVER_ASKED, _LEFT):
+    ends = _no_copy_is_left(), _own_signals(), end_copies_soon()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(log_folder(spec.log_dir))
+        for context in (*ends, _meant_to_fork(), variables_while(_DRIVER_ASKED, _LEFT)):
+            stack.enter_context(context)
         config = LaunchConfig(
             min_nodes=spec.machines,
             max_nodes=spec.machines,
@@ -144,6 +151,22 @@ def _try_copy() -> None:
     torch.set_num_threads(2)
     torch.ones(2**20).exp_()
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _no_copy_is_left() -> Iterator[None]:
+    """End copies that torch does not know of: a signal came while it made them. Python would wait for their end."""
+    before = multiprocessing.active_children()
+    try:
+        yield
+    finally:
+        for end in ("terminate", "kill"):
+            left = [copy for copy in multiprocessing.active_children() if copy not in before]
+            for copy in left:
+                getattr(copy, end)()
+            deadline = time.monotonic() + _LAST_SECONDS
+            for copy in left:
+                copy.join(max(0.0, deadline - time.monotonic()))
 
 
 @contextlib.contextmanager
