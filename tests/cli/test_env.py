@@ -25,6 +25,7 @@ def test_versions_devices_and_default_config(tmp_path: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert lines["torch"] == version("torch")
     assert lines["deepspeed"] == version("deepspeed")
+    assert lines["TPU"] == "none"
     assert lines["config"] == str(default)
     assert lines["num_processes:"] == "3"
 

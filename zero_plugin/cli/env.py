@@ -10,10 +10,11 @@ import zero_plugin
 from zero_plugin.config.location import find_config_file
 from zero_plugin.installed import installed_version
 from zero_plugin.launch.machine import count_cores, has_gpu_driver, host_memory_bytes
+from zero_plugin.probe.tpu import PJRT_DEVICE, find_tpu
 
 __all__ = ["env"]
 
-_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "safetensors", "numpy")
+_PACKAGES = ("torch", "torch_xla", "deepspeed", "transformers", "accelerate", "peft", "safetensors", "numpy")
 
 
 def env() -> None:
@@ -36,6 +37,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "cores", str(count_cores())
     yield "host memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
     yield "GPUs", ", ".join(_gpu_names()) or "none"
+    chosen = os.environ.get(PJRT_DEVICE)
+    yield "TPU", find_tpu(os.environ) or (f"{PJRT_DEVICE} is {chosen}" if chosen else "none")
 
 
 def _gpu_names() -> list[str]:

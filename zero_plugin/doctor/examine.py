@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, launch_settings
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_tpu, launch_settings
 from zero_plugin.doctor.builds import build_folder, check_builds, check_locks, missing_builds
 from zero_plugin.doctor.disk import check_disk, look_at_disk
 from zero_plugin.doctor.finding import Finding
@@ -25,12 +25,14 @@ from zero_plugin.doctor.needs import Needs, find_needs
 from zero_plugin.doctor.places import check_folders, check_gpus, check_hostname, check_nodes, check_port
 from zero_plugin.doctor.software import TESTED, check_packages, check_python
 from zero_plugin.doctor.toolchain import check_compiler, check_cuda, check_ninja, nvcc_version, torch_cuda
+from zero_plugin.doctor.tpu import check_tpu
 from zero_plugin.errors import ConfigError
 from zero_plugin.installed import installed_version
 from zero_plugin.launch.affinity import read_nodes
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.machine import Machine, count_cores, has_gpu_driver, host_memory_bytes
 from zero_plugin.launch.spec import Program
+from zero_plugin.probe.tpu import find_tpu
 from zero_plugin.strategies.deepspeed.build_lock import find_stale_build_locks
 
 __all__ = ["examine"]
@@ -50,9 +52,10 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     """
     settings = launch_settings(document)
     names = _gpu_names()
+    tpu = find_tpu(environ)
     needs = find_needs(document, settings, len(names))
     yield from _software(needs)
-    yield _launch(document, len(names), environ)
+    yield _launch(document, Machine(len(names), count_cores(), tpu), environ)
     cuda = torch_cuda(_torch_folder() / "version.py")
     folder = build_folder(environ, cuda)
     stale = find_stale_build_locks()
@@ -65,7 +68,11 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     of_build = {**environ, **({} if needs.on_gpu else {"DS_ACCELERATOR": "cpu"})}
     config = document.sources[0] if document.sources else ""
     yield from check_builds(needs.ops, folder, of_build, build=build and not stale, config=config)
-    yield check_gpus(names, environ, driver=has_gpu_driver(), torch_cuda=cuda is not None, asked=_gpus_asked(settings))
+    on_tpu = asks_for_tpu(settings)
+    if not on_tpu:
+        driver, asked = has_gpu_driver(), _gpus_asked(settings)
+        yield check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, asked=asked)
+    yield check_tpu(tpu, environ, asked=on_tpu)
     yield check_host_memory(host_memory_bytes(), _available_bytes(), needs)
     yield check_locked_memory(_locked_limit(), needs)
     there = shutil.disk_usage(_SHARED) if _SHARED.is_dir() else None
@@ -87,13 +94,13 @@ def _software(needs: Needs) -> Iterator[Finding]:
     yield from check_packages({name: installed_version(name) for name in TESTED}, required, deepspeed=needs.deepspeed)
 
 
-def _launch(document: Document, gpus: int, environ: Mapping[str, str]) -> Finding:
+def _launch(document: Document, machine: Machine, environ: Mapping[str, str]) -> Finding:
     """What `launch` would refuse, but for the port, which has a line of its own."""
     document = replace(document, launch=document.launch.without("main_process_port"))
-    program = Program(str(Path(__file__)))  # any file that exists
+    program = Program(str(Path(__file__)), kind="module")  # any that no file has to be looked for
     name = ", ".join(document.sources) or "no file: the defaults"
     try:
-        build_spec(document, program, Machine(gpus, count_cores()), environ)
+        build_spec(document, program, machine, environ)
     except ConfigError as error:
         found = "; ".join(problem.headline for problem in error.problems)
         return Finding("config", "wrong", found, "\n".join(problem.fix for problem in error.problems))

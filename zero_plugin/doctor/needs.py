@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, asks_for_tpu
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.resolve.defaults import deepspeed_default
 
@@ -54,7 +54,7 @@ def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs
         settings: its launch part.
         gpus: of this machine.
     """
-    on_gpu = bool(gpus) and not asks_for_cpu(settings)
+    on_gpu = bool(gpus) and not asks_for_cpu(settings) and not asks_for_tpu(settings)
     processes = max(1, (settings.num_processes or (gpus if on_gpu else 1)) // settings.num_machines)
     if not asks_for_deepspeed(document, settings):
         return Needs(on_gpu=on_gpu, processes=processes, binds_cores=settings.enable_cpu_affinity)

@@ -47,7 +47,7 @@ class Run:
 
     @property
     def carried(self) -> torch.device:
-        """What tensors the process group takes; beside XLA devices, which have an all-reduce of their own, the CPU's."""
+        """Where the process group takes tensors from: the device, or the CPU beside XLA's own all-reduce."""
         return torch.device("cpu") if self.device.type == "xla" else self.device
 
     @property
