@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from zero_plugin.plan.buffers import (
     autocast_copies,
+    carried_gradients,
     flattening,
     gathered_parameters,
     host_swap_buffers,
     reduction_buffers,
-    step_transient,
+    step_moments,
 )
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Setup
 from zero_plugin.plan.states import device_states, host_tensors, nvme_states, window_gradients
@@ -95,18 +96,17 @@ def footprint(
     # What was traced under autocast has the copies among what it saves.
     copies = 0 if activations.autocast else autocast_copies(model, setup)
     beside = {"gathered parameters": gathered, "reduction buffers": reducing, "autocast copies": copies}
-    # The last of several backwards begins with the sums of the others.
-    carried = gradients if setup.accumulation > 1 else 0
+    carried = carried_gradients(model, setup, processes)
     flat = flattening(model, setup, processes)
     kept = states.get("parameters", 0)
     if setup.stage in (1, 2) and kept + flat > cluster.device_bytes:
         flat = 0  # then DeepSpeed makes the flat copy in host memory
-    step = step_transient(model, optimizer, setup, processes)
+    step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
         "initialisation": {"parameters": kept, "flat copy": flat},
         "forward": {**_with(states, gradients=carried), **beside, "activations": saved, "transient": transient},
         "backward": {**_with(states, gradients=gradients), **beside, "transient": transient},
-        "step": {**_with(states, gradients=gradients), "step transient": step},
+        "step": {**states, **step, "gradients": states.get("gradients", 0) + step.get("gradients", 0)},
     }
     phases = {name: _with_margins(terms, states, processes) for name, terms in phases.items()}
     peak = max(phases, key=lambda name: sum(phases[name].values()))

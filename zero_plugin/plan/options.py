@@ -58,6 +58,7 @@ class Wanted:
     allgather_bucket: int | None = None
     prefetch_bucket: int | None = None
     persistence_threshold: int | None = None
+    max_live_parameters: int | None = None
     max_reuse_distance: int | None = None
     param_buffer: int | None = None
     overlap_comm: bool | None = None
@@ -150,7 +151,7 @@ def _base(model: ModelSizes, wanted: Wanted) -> Setup:
         "persistence_threshold": choose_persistence_threshold(facts),
     }
     sizes = {name: size for name, found in chosen.items() for size, _ in [found or (None, "")] if size is not None}
-    names = ("max_reuse_distance", "param_buffer", "pin_memory", *chosen)
+    names = ("max_live_parameters", "max_reuse_distance", "param_buffer", "pin_memory", *chosen)
     fixed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
     gradient_bytes = wanted.gradient_bytes or _GRADIENT_BYTES[wanted.precision]
     return replace(Setup(precision=wanted.precision, gradient_bytes=gradient_bytes), **(sizes | fixed))

@@ -73,9 +73,9 @@ def sub_groups(parameters: Parameters, processes: int, size: int) -> tuple[int, 
     return (*groups, filled) if filled else tuple(groups)
 
 
-def persistent_elements(parameters: Parameters, threshold: int) -> int:
-    """Elements of the parameters that stage 3 keeps whole on every device, trained or not."""
-    return sum(p.elements * p.count for p in parameters if p.elements <= threshold)
+def persistent_elements(parameters: Parameters, processes: int, threshold: int) -> int:
+    """Elements that stage 3 keeps whole on every device, trained or not, each parameter with its padding."""
+    return sum(_ceil(p.elements, processes) * processes * p.count for p in parameters if p.elements <= threshold)
 
 
 def _trained(parameters: Parameters) -> int:

@@ -26,6 +26,7 @@ _FIELDS: Final[Mapping[str, Path]] = {
     "allgather_bucket": (_ZERO, "allgather_bucket_size"),
     "prefetch_bucket": (_ZERO, "stage3_prefetch_bucket_size"),
     "persistence_threshold": (_ZERO, "stage3_param_persistence_threshold"),
+    "max_live_parameters": (_ZERO, "stage3_max_live_parameters"),
     "max_reuse_distance": (_ZERO, "stage3_max_reuse_distance"),
     "param_buffer": (_ZERO, "offload_param", "buffer_size"),
     "overlap_comm": (_ZERO, "overlap_comm"),

@@ -200,6 +200,7 @@ class Setup:
         activation_checkpointing: whether every block is recomputed in the backward.
         reduce_bucket, allgather_bucket, prefetch_bucket: elements.
         persistence_threshold: stage 3 keeps parameters with no more elements whole on every device.
+        max_live_parameters: elements up to which stage 3 gathers ahead.
         max_reuse_distance: stage 3 does not release parameters that come again within so many elements.
         param_buffer: elements of each of the five buffers between host and NVMe for parameters.
         overlap_comm: whether reductions run beside the backward, with a second bucket.
@@ -220,6 +221,7 @@ class Setup:
     allgather_bucket: int = 25_000_000
     prefetch_bucket: int = 25_000_000
     persistence_threshold: int = 10_000
+    max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
     param_buffer: int = 100_000_000
     overlap_comm: bool = False

@@ -17,9 +17,11 @@ from zero_plugin.plan.situation import ModelSizes, OptimizerSizes, Setup
 
 __all__ = [
     "device_states",
-    "host_states",
+    "host_tensors",
+    "largest_trained",
     "nvme_states",
     "sub_groups_on_device",
+    "sums_on_every_device",
     "weight_bytes",
     "window_gradients",
 ]
@@ -60,10 +62,10 @@ def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, pr
     found = {"parameters": (flat + frozen) * width}
     if setup.offload_optimizer == "none":
         found |= {"master weights": own * _FP32, "optimizer states": optimizer.states * own * _FP32}
-        if _is_bf16_optimizer(setup):
+        if sums_on_every_device(setup):
             found["gradients"] = flat * _FP32
     else:
-        found["buckets"] = _largest_trained(model) * width  # temp_grad_buffer_for_gpu_offload
+        found["buckets"] = largest_trained(model) * width  # temp_grad_buffer_for_gpu_offload
     return found
 
 
@@ -75,7 +77,9 @@ def _stage3_device(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, p
     if setup.offload_param == "none":
         found["parameters"] = (own + frozen) * width
     if processes > 1 or setup.offload_param != "none":
-        found["persistent parameters"] = persistent_elements(model.parameters, setup.persistence_threshold) * width
+        found["persistent parameters"] = (
+            persistent_elements(model.parameters, processes, setup.persistence_threshold) * width
+        )
     found["buckets"] = setup.reduce_bucket * width
     on_device = own
     if setup.offload_optimizer == "none":
@@ -83,9 +87,7 @@ def _stage3_device(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, p
     else:
         on_device = sum(sub_groups_on_device(model, setup, processes))
         found["gradients"] = on_device * _FP32
-    # In fp32 the partitions themselves are what is optimized, where both live in one place.
-    if width != _FP32 or setup.offload_optimizer != "none" or setup.offload_param != "none":
-        found["master weights"] = on_device * _FP32
+    found["master weights"] = on_device * _FP32  # also in fp32
     found["optimizer states"] = optimizer.states * on_device * _FP32
     return found
 
@@ -105,8 +107,10 @@ def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
         return 0 if processes > 1 else trained * width
     if setup.stage == 0:
         return trained * width
-    if setup.stage == 3 or _is_bf16_optimizer(setup):
+    if setup.stage == 3:
         return 0
+    if sums_on_every_device(setup):
+        return trained * width  # added to the sums, and not freed before the step
     if setup.stage == 1:
         return trained * setup.gradient_bytes
     if setup.gradient_bytes == _FP32 != width:
@@ -114,17 +118,10 @@ def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
     return 0 if setup.offload_optimizer != "none" else touched_elements(model.parameters, processes) * width
 
 
-def host_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
-    """Bytes of one process in host memory that outlast a step, without buffers of the NVMe drive."""
-    if setup.stage in (None, 0):
-        return {}
-    return {name: sum(sizes) for name, sizes in host_tensors(model, optimizer, setup, processes).items()}
-
-
 def host_tensors(
     model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
 ) -> dict[str, tuple[int, ...]]:
-    """Bytes of each tensor of one process in host memory that outlasts a step."""
+    """Bytes of each tensor of one process in host memory that outlasts a step, without buffers of the NVMe drive."""
     if setup.stage == 3:
         return _stage3_host(model, optimizer, setup, processes)
     if setup.stage in (None, 0) or setup.offload_optimizer == "none":
@@ -135,8 +132,8 @@ def host_tensors(
         "master weights": (own * _FP32,),
         "optimizer states": (own * _FP32,) * optimizer.states,
         "gradients": (own * _FP32,),
-        "parameters": (own * width,),  # on their way back to the device
-        "buffers": (_largest_trained(model) * width,),
+        # The updated weights on their way back to the device, and one gradient on its way from there.
+        "staging": (own * width, largest_trained(model) * width),
     }
     if setup.stage == 2 and setup.gradient_bytes == width:
         # Every backward adds to a host copy, since only the step tells that the window ends.
@@ -187,13 +184,14 @@ def nvme_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, proc
     return found
 
 
-def _is_bf16_optimizer(setup: Setup) -> bool:
-    """DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
+def sums_on_every_device(setup: Setup) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
     sums_in_fp32 = setup.precision == "bf16" and setup.gradient_bytes == _FP32
     return setup.stage == 1 and sums_in_fp32 and setup.offload_optimizer == "none"
 
 
-def _largest_trained(model: ModelSizes) -> int:
+def largest_trained(model: ModelSizes) -> int:
+    """Elements of the largest parameter that is trained."""
     return max((p.elements for p in model.parameters if p.trainable), default=0)
 
 
