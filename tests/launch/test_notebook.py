@@ -160,32 +160,22 @@ def test_ctrl_c(everyone: bool, tmp_path: Path) -> None:
                 os.killpg(kernel.pid, signal.SIGKILL)
 
 
-def test_ctrl_c_while_the_processes_are_made(tmp_path: Path) -> None:
-    """torch has noted none of those that it has forked by then: they end too, and nobody waits for them."""
-    cell = """
-from torch.multiprocessing.spawn import ProcessContext
-note = ProcessContext.__init__
-def wait_and_note(*them):
-    print("made", flush=True)
-    time.sleep(100)
-    note(*them)
-ProcessContext.__init__ = wait_and_note
+def test_ctrl_c_while_the_processes_are_made(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """In the midst of a fork an exception has no way out, and logging is locked: the signal counts a moment later."""
+    done = run_cells(
+        """
+def interrupt():
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # not for the copy that is a trial
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # here Python sees it
+            pass
+
+os.register_at_fork(after_in_parent=interrupt)
 notebook_launcher(lambda: time.sleep(200), num_processes=2)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{NOTEBOOK}{cell}"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as kernel:  # fmt: skip
-        try:
-            assert kernel.stdout is not None
-            assert kernel.stdout.readline() == "made\n"
-            kernel.send_signal(signal.SIGINT)
-            assert kernel.communicate(timeout=60)[1].rstrip().endswith("KeyboardInterrupt")
-            with pytest.raises(ProcessLookupError):
-                os.killpg(kernel.pid, 0)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(kernel.pid, signal.SIGKILL)
+    )
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "ignored" not in done.stderr
 
 
 def test_the_others_end_soon_after_a_failure(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -94,7 +94,7 @@ def end_copies_soon() -> Iterator[None]:
     def wait_less(copies: ProcessContext, timeout: float) -> None:
         wait(copies, min(timeout, _AFTER_FAILURE_S))
 
-    ProcessContext._join_procs_with_timeout = wait_less  # type: ignore[method-assign]
+    ProcessContext._join_procs_with_timeout = wait_less  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

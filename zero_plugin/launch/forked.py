@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,7 +31,6 @@ _TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for
 # The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
 _DRIVER_ASKED: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # what the engine leaves in the environment
-_LAST_SECONDS: Final = 5.0  # of a copy that torch does not know of, before it is killed
 _TRACEBACK: Final = "traceback"  # file beside torchrun's error file of each worker
 
 
@@ -60,7 +58,7 @@ def run_forked(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     set_log_level(debug=spec.debug)
-    ends = _no_copy_is_left(), _own_signals(), end_copies_soon()
+    ends = _own_signals(), _signals_wait_for_forks(), end_copies_soon()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(log_folder(spec.log_dir))
         for context in (*ends, _meant_to_fork(), variables_while(_DRIVER_ASKED, _LEFT)):
@@ -154,19 +152,35 @@ def _try_copy() -> None:
 
 
 @contextlib.contextmanager
-def _no_copy_is_left() -> Iterator[None]:
-    """End copies that torch does not know of: a signal came while it made them. Python would wait for their end."""
-    before = multiprocessing.active_children()
+def _signals_wait_for_forks() -> Iterator[None]:
+    """A signal that comes while torch makes the copies counts when they are made.
+
+    torch raises it as an exception, which has no way out of what Python runs around a fork: it would be lost, and leave
+    logging locked for ever, since it is logging's lock that Python holds there.
+    """
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    fork: Callable[[Any], None] = MultiprocessContext._start
+
+    def fork_undisturbed(workers: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            fork(workers)  # torch handles no signals there
+            return
+        come: list[int] = []
+        handlers = {number: signal.signal(number, lambda number, _: come.append(number)) for number in _SIGNALS}
+        try:
+            fork(workers)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if come:
+            signal.raise_signal(come[0])
+
+    MultiprocessContext._start = fork_undisturbed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for end in ("terminate", "kill"):
-            left = [copy for copy in multiprocessing.active_children() if copy not in before]
-            for copy in left:
-                getattr(copy, end)()
-            deadline = time.monotonic() + _LAST_SECONDS
-            for copy in left:
-                copy.join(max(0.0, deadline - time.monotonic()))
+        MultiprocessContext._start = fork  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
