@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.launch.memory import MemoryWatch
+from zero_plugin.launch.memory import MemoryWatch, largest_processes
 from zero_plugin.launch.report import FirstFailure, describe_failure, describe_idle, find_first_failure, shell_code
 from zero_plugin.launch.worker import FIRST_FAILURE
 
@@ -120,6 +120,29 @@ def test_memory_is_watched() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_the_largest_processes() -> None:
+    """Whoever holds memory is found, by size, name and id; the report of a kill tells the largest."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; a = bytearray(2**29); print(flush=True); sys.stdin.readline()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = largest_processes(10**6)
+        assert [size for size, _, _ in found] == sorted((size for size, _, _ in found), reverse=True)
+        (size, name) = next((size, name) for size, pid, name in found if pid == child.pid)
+        assert 2**29 < size < 2**30
+        assert name.startswith("python")
+        size = largest_processes(1)[0][0]
+        told = describe_failure(FirstFailure(0, -9))
+        assert "The largest of all processes that are still here: " in told
+        assert " has 0.5 GiB" in told or size > 2**29
+    finally:
+        child.communicate()
 
 
 def test_shell_codes() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-__all__ = ["MemoryWatch", "available_bytes", "count_memory_kills"]
+__all__ = ["MemoryWatch", "available_bytes", "count_memory_kills", "largest_processes"]
 
 _LOOK_S: Final = 1.0
 _PROC: Final = Path("/proc")
@@ -74,6 +74,13 @@ def count_memory_kills() -> int | None:
             for number in _numbers(folder / name, "oom_kill"):
                 return number
     return next(iter(_numbers(_PROC / "vmstat", "oom_kill")), None)  # of the whole machine
+
+
+def largest_processes(count: int) -> list[tuple[int, int, str]]:
+    """Bytes in memory, id and name of the largest processes that can be seen here, without this one; largest first."""
+    numbers = [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+    sizes = sorted(((_resident_bytes(pid), pid) for pid in numbers if pid != os.getpid()), reverse=True)
+    return [(size, pid, _text(_PROC / str(pid) / "comm")) for size, pid in sizes[:count]]
 
 
 def _own_groups() -> list[Path]:

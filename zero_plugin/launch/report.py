@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from zero_plugin.config.attempt import Shortage
 from zero_plugin.launch.machine import host_memory_bytes
-from zero_plugin.launch.memory import MemoryWatch
+from zero_plugin.launch.memory import MemoryWatch, largest_processes
 from zero_plugin.launch.worker import FIRST_FAILURE
 
 __all__ = [
@@ -31,6 +31,7 @@ _SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + n
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
 _GIB: Final = 2**30
+_TOLD: Final = _GIB // 4  # what another process has at least, to be told of
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
 _NATIVE: Final = (
     "An error in compiled code (torch, an extension, a driver), not in Python. PYTHONFAULTHANDLER=1 shows the Python "
@@ -172,6 +173,9 @@ def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> s
         shares = sorted((-memory.resident.get(pid, 0), rank) for rank, pid in processes.items())
         largest = "".join(f"; rank {rank} had {-share / _GIB:.1f} GiB" for share, rank in shares[:4] if share)
         lines.append(f"At the last look {memory.available / _GIB:.1f} GiB could be had{largest}.")
+    others = [f"{name} ({pid}) has {size / _GIB:.1f} GiB" for size, pid, name in largest_processes(3) if size >= _TOLD]
+    if others and kills != 0:
+        lines.append(f"The largest of all processes that are still here: {', '.join(others)}.")
     return "\n".join(lines if kills == 0 else [*lines, _LOWERS_HOST_MEMORY])
 
 
