@@ -128,18 +128,31 @@ def test_a_default_file_is_named(tmp_path: Path) -> None:
     assert str(default) in done.stderr
 
 
+RESTARTED = """
+import os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+open("ran", "w")
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+total = torch.ones(1)
+dist.all_reduce(total)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(1)
+os.write(1, f"{sys.argv[1]} {os.environ['OMP_NUM_THREADS']} {total.tolist()}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.processes
 def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path) -> None:
-    """`--dry_run` starts nothing; its output, run by a shell, runs the script with the same environment."""
-    (tmp_path / "a.py").write_text(
-        "import os, sys; print(sys.argv[1], os.environ['OMP_NUM_THREADS']); open('ran', 'w')"
-    )
-    arguments = ["launch", "--cpu", "--num_cpu_threads_per_process", "3"]
+    """`--dry_run` starts nothing; its output, run by a shell, runs the script in the same environment, and restarts."""
+    (tmp_path / "a.py").write_text(RESTARTED)
+    arguments = ["launch", "--cpu", "--num_cpu_threads_per_process", "3", "--num_processes", "2", "--max_restarts", "1"]
     done = run(*arguments, "--dry_run", "a.py", "it's $HOME", folder=tmp_path)
     assert done.returncode == 0
     assert not (tmp_path / "ran").exists()
     lines = done.stdout.splitlines()
-    assert lines[-1].startswith("torchrun --nnodes=1 --nproc-per-node=1")
+    assert lines[-1].startswith("torchrun --nnodes=1 --nproc-per-node=2")
     assert all(line.startswith(("#", "export ")) for line in lines[:-1])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shell = subprocess.run(
@@ -150,4 +163,4 @@ def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path) -> None:
         text=True,
         timeout=90,
     )
-    assert shell.stdout.strip() == "it's $HOME 3", shell.stderr
+    assert shell.stdout.splitlines() == ["it's $HOME 3 [2.0]"] * 2, shell.stderr

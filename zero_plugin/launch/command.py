@@ -12,7 +12,19 @@ from zero_plugin.launch.affinity import core_ranges
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.spec import Hosts, LaunchSpec, Program
 
-__all__ = ["program_arguments", "python_command", "shell_script", "tell_cores", "torchrun_command", "worker_command"]
+__all__ = [
+    "NEW_STORE",
+    "program_arguments",
+    "python_command",
+    "shell_script",
+    "tell_cores",
+    "torchrun_command",
+    "worker_command",
+]
+
+# torch has the workers of an elastic restart meet in the store of those before them, where they read the addresses of
+# processes that are gone. This has it make another one.
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 _PREFIX = {"script": [], "module": ["-m"], "executable": ["--no_python"]}
 
@@ -72,6 +84,11 @@ def shell_script(spec: LaunchSpec) -> str:
             f'cat > "${CONFIG_FILE_VARIABLE}" <<"END"',
             json.dumps(spec.deepspeed_config, indent=2),
             "END",
+        ]
+    if spec.max_restarts and spec.replicas is None:
+        lines += [
+            "# else the workers of a restart would meet in the store of those before them",
+            f"export {NEW_STORE}=1",
         ]
     command = torchrun_command(spec) if spec.replicas is None else python_command(spec)
     return "\n".join([*lines, shlex.join(command)])

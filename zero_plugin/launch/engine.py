@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE, Shortage, take_shortage
 from zero_plugin.errors import LaunchError
-from zero_plugin.launch.command import worker_command
+from zero_plugin.launch.command import NEW_STORE, worker_command
 from zero_plugin.launch.contact import Contact
 from zero_plugin.launch.ending import Ended, end_workers_so
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
@@ -34,11 +34,6 @@ from zero_plugin.launch.report import (
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
 
 __all__ = ["run_workers"]
-
-# torch has the workers of an elastic restart meet in the store of those before them, where they read the addresses of
-# processes that are gone. This has it make another one; not at the first start, since a port is chosen for it that
-# another launch could take just then.
-_NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 # Loggers whose warnings repeat what the report says.
 _NOISE = (
@@ -82,13 +77,13 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     contact = Contact(spec.rendezvous, spec.machines)
     restarts = 0
     if spec.machines > 1 and spec.max_restarts:
-        os.environ[_NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
+        os.environ[NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
 
     def tell_restart(failures: Mapping[int, Ended]) -> None:
         nonlocal restarts
         restarts += 1
         if restarts <= spec.max_restarts:
-            os.environ[_NEW_STORE] = "1"
+            os.environ[NEW_STORE] = "1"  # not at the first start: its port is chosen, and another launch could take it
             told = tell_end(find_first_failure(failures, Path(folder)))
             smaller = _cut_micro_batch(take_shortage(Path(folder)))
             print(  # noqa: T201
