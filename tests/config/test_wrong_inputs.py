@@ -261,7 +261,7 @@ WRONG: list[tuple[str, str, str | bytes, str, str, str]] = [
     ("SageMaker", "c.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "1:1", 'compute_environment: "AMAZON_SAGEMAKER" is not supported', "Only LOCAL_MACHINE is supported; delete the key."),
     ("a compiler that is none", "c.yaml", "use_cpu: true\ndynamo_config:\n  dynamo_backend: INDUKTOR\n", "3:3", 'dynamo_config.dynamo_backend: "INDUKTOR" is not legal here', "Did you mean inductor? Write no, eager,"),
     ("sequence parallelism", "c.yaml", "parallelism_config:\n  parallelism_config_sp_size: 2\n", "2:3", "parallelism_config.parallelism_config_sp_size: 2 is not supported", "Only data parallelism is supported: write 1, or delete it."),
-    ("an unknown launcher", "c.yaml", YAML + "  deepspeed_multinode_launcher: psdh\n", "4:3", 'deepspeed_multinode_launcher: "psdh" is not legal here', "Did you mean pdsh? Write pdsh, standard, openmpi, mvapich,"),
+    ("an unknown launcher", "c.yaml", YAML + "  deepspeed_multinode_launcher: psdh\n", "4:3", 'deepspeed_multinode_launcher: "psdh" is not legal here', "Did you mean pdsh? Write standard, pdsh, openmpi, slurm,"),
     ("a switch that is text", "c.yaml", "use_cpu: maybe\n", "1:1", 'use_cpu: "maybe" is not legal here', "Write true or false (default false)."),
     ("a path for the section", "c.yaml", "deepspeed_config: zero3.json\n", "1:1", 'deepspeed_config: "zero3.json" is not a mapping of keys', "Write a path as deepspeed_config: {deepspeed_config_file:"),
     ("a list for the section", "c.yaml", "deepspeed_config: [zero3.json]\n", "1:1", 'deepspeed_config: ["zero3.json"] is not a mapping of keys', "Write a path as deepspeed_config: {deepspeed_config_file:"),

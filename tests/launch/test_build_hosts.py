@@ -178,6 +178,18 @@ def test_what_is_refused_before_anything_starts(keys: dict[str, Any], parts: lis
         assert part in str(caught.value)
 
 
+def test_launchers_that_are_not_tested_are_passed_on() -> None:
+    """Also one that only a later DeepSpeed knows; it is said. What is near to a known name is a slip."""
+    for name in ("impi", "hydra"):
+        (note,) = check_document(document(deepspeed_hostfile="hosts", deepspeed_multinode_launcher=name))
+        assert f"{name} is untested: it is passed on to DeepSpeed's launcher" in note.headline
+    spec = build(deepspeed_multinode_launcher="hydra")
+    assert spec.hosts is not None
+    assert "--launcher hydra" in " ".join(spec.hosts.command)
+    with pytest.raises(ConfigError, match="Did you mean openmpi"):
+        check_document(document(deepspeed_hostfile="hosts", deepspeed_multinode_launcher="open-mpi"))
+
+
 def test_the_hostfile_counts_the_machines() -> None:
     """Where num_machines is not written, a rank is not measured by its default of one."""
     check_document(document(deepspeed_hostfile="hosts", deepspeed_multinode_launcher="nossh", machine_rank=1))

@@ -13,6 +13,8 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 
 __all__ = [
+    "LAUNCHERS",
+    "UNTESTED_LAUNCHERS",
     "LaunchSettings",
     "asks_for_cpu",
     "asks_for_deepspeed",
@@ -86,6 +88,11 @@ _Bytes = Annotated[
 _PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun takes no key without a value
 
 
+# What starts the machines of a run, as far as it is tested here, and what else DeepSpeed's launcher is known to take.
+LAUNCHERS = ("standard", "pdsh", "openmpi", "slurm", "nossh")
+UNTESTED_LAUNCHERS = ("mvapich", "mpich", "impi")
+
+
 class LaunchSettings(BaseModel):
     """The launch part of a document. Names and meanings are Accelerate's, but for `debug`; `auto` means the default."""
 
@@ -144,11 +151,9 @@ class LaunchSettings(BaseModel):
     `processes`, so that a script moved from Accelerate keeps its curve."""
     deepspeed_hostfile: str | None = None
     """File that names the hosts for DeepSpeed's own launcher. Default: none."""
-    deepspeed_multinode_launcher: (
-        Literal["pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm"] | None
-    ) = None
-    """What starts the other machines: all but `standard` are DeepSpeed's launcher, which reads a hostfile. Default:
-    `pdsh` with a hostfile, else `standard` (torchrun on every machine)."""
+    deepspeed_multinode_launcher: str | None = Field(None, pattern=r"^\w[\w-]*$", examples=list(LAUNCHERS))
+    """What starts the other machines: all but `standard` are DeepSpeed's launcher, which reads a hostfile, and is given
+    names that it alone knows. Default: `pdsh` with a hostfile, else `standard` (torchrun on every machine)."""
     deepspeed_exclusion_filter: str | None = None
     """Hosts and slots to leave out, in DeepSpeed's notation. Default: none."""
     deepspeed_inclusion_filter: str | None = None

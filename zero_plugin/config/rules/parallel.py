@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from zero_plugin.config.launch_settings import LAUNCHERS, UNTESTED_LAUNCHERS
 from zero_plugin.config.rules.asked import Asked, is_count
 from zero_plugin.config.tree import AUTO, Entry
-from zero_plugin.config.validation import show
+from zero_plugin.config.validation import did_you_mean, show
 from zero_plugin.errors import Problem
 
 __all__ = ["check_parallel"]
@@ -45,7 +46,21 @@ def _machines(asked: Asked) -> Iterator[Problem]:
     if inclusion is not None and exclusion is not None and inclusion.value and exclusion.value:
         message = f"stands beside deepspeed_inclusion_filter at {inclusion.origin.where}"
         yield Problem(exclusion.origin.where, "deepspeed_exclusion_filter", message, "Keep one of the two.")
+    yield from _launcher(launch.get("deepspeed_multinode_launcher"))
     yield from _hosts(asked)
+
+
+def _launcher(typed: Entry | None) -> Iterator[Problem]:
+    """A name that is none of DeepSpeed's may be of a later release, or misspelt."""
+    if typed is None or not isinstance(typed.value, str) or typed.value in LAUNCHERS:
+        return
+    key, known = "deepspeed_multinode_launcher", (*LAUNCHERS, *UNTESTED_LAUNCHERS)
+    if typed.value not in known and (near := did_you_mean(typed.value, known)):
+        fix = f"Did you mean {near}? Write {', '.join(known)}, or a name that DeepSpeed's launcher knows."
+        yield Problem(typed.origin.where, key, f"{show(typed.value)} is not legal here", fix)
+    else:
+        message = f"{typed.value} is untested: it is passed on to DeepSpeed's launcher as it is"
+        yield Problem(typed.origin.where, key, message, "", severity="note")
 
 
 def _hosts(asked: Asked) -> Iterator[Problem]:
