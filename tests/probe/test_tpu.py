@@ -57,5 +57,7 @@ def test_a_container_that_hides_the_bus(tmp_path: Path, name: str) -> None:
 def test_nothing_is_imported_to_look() -> None:
     """The launcher and `env` look before there is a worker, and in milliseconds."""
     code = "import sys, os, zero_plugin.probe.tpu as t; t.find_tpu(os.environ); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "False\n"

@@ -22,7 +22,7 @@ from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
 from zero_plugin.launch.worker import die_with_launcher
 
-__all__ = ["run_forked", "variables_while"]
+__all__ = ["find_threads", "meant_to_fork", "run_forked", "variables_while"]
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _INTERRUPTED: Final = 130  # 128 + SIGINT
@@ -50,7 +50,7 @@ def run_forked(
     Raises:
         LaunchError: this process cannot be copied any more; a copy has failed; the machines of the run did not meet.
     """
-    threads = _find_threads(int(os.environ["OMP_NUM_THREADS"]))
+    threads = find_threads(int(os.environ["OMP_NUM_THREADS"]))
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,7 +61,7 @@ def run_forked(
     ends = _own_signals(), _signals_wait_for_forks(), end_copies_soon()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(log_folder(spec.log_dir))
-        for context in (*ends, _meant_to_fork(), variables_while(_DRIVER_ASKED, _LEFT)):
+        for context in (*ends, meant_to_fork(), variables_while(_DRIVER_ASKED, _LEFT)):
             stack.enter_context(context)
         config = LaunchConfig(
             min_nodes=spec.machines,
@@ -96,8 +96,12 @@ def run_forked(
 # ---- before ----------------------------------------------------------------------------------------------------------
 
 
-def _find_threads(wanted: int) -> int:
+def find_threads(wanted: int, *, on_gpus: bool = True) -> int:
     """How many threads torch may compute with in a copy of this process.
+
+    Args:
+        wanted: how many it should.
+        on_gpus: whether the copy may use CUDA; torch_xla asks CUDA for its devices when it is imported.
 
     Raises:
         LaunchError: a copy could not train.
@@ -111,10 +115,10 @@ def _find_threads(wanted: int) -> int:
             "share that.\nMake the Accelerator inside the launched function; end this one first with "
             "accelerator.end_training(), or restart the kernel."
         )
-    if torch.cuda.is_initialized():
+    if on_gpus and torch.cuda.is_initialized():
         raise LaunchError(_on_cuda("has computed on a GPU"))
-    trial = multiprocessing.get_context("fork").Process(target=_try_copy)
-    with _meant_to_fork():
+    trial = multiprocessing.get_context("fork").Process(target=_try_copy, args=(on_gpus,))
+    with meant_to_fork():
         trial.start()
     trial.join(_TRIAL_SECONDS)
     if trial.exitcode == _CUDA_IS_DEAD:
@@ -140,11 +144,11 @@ def _on_cuda(what: str) -> str:
     )
 
 
-def _try_copy() -> None:
+def _try_copy(on_gpus: bool) -> None:
     """In a copy: does CUDA work, and do several threads?"""
     import torch
 
-    if torch.cuda._is_in_bad_fork():
+    if on_gpus and torch.cuda._is_in_bad_fork():
         os._exit(_CUDA_IS_DEAD)
     torch.set_num_threads(2)
     torch.ones(2**20).exp_()
@@ -213,7 +217,7 @@ def variables_while(values: Mapping[str, str], others: Iterable[str] = ()) -> It
 
 
 @contextlib.contextmanager
-def _meant_to_fork() -> Iterator[None]:
+def meant_to_fork() -> Iterator[None]:
     """Python warns from 3.12 on that a copy of a process with threads may hang; whether it does was tried."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)

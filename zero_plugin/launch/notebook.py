@@ -16,6 +16,7 @@ from zero_plugin.config.overlay import overlay_code
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import Path as KeyPath
 from zero_plugin.launch.build import build_spec
+from zero_plugin.launch.device_copies import run_on_devices
 from zero_plugin.launch.engine import configuration_file
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
 from zero_plugin.launch.forked import run_forked, variables_while
@@ -49,12 +50,13 @@ def notebook_launcher(
     """Run `function(*args)` in several processes, each a copy of this one, and return when all have ended.
 
     What the function finds here, it has there: names of the notebook, modules, data. What it changes stays there. One
-    process is no copy: the function then runs here. `Accelerator()` belongs inside the function.
+    process is no copy: the function then runs here. `Accelerator()` belongs inside the function. On a TPU, each of its
+    devices has a copy.
 
     Args:
         function: the training; also one that is defined in a cell.
         args: its positional arguments, any iterable.
-        num_processes: on this machine; by default what `config` says, else one for each GPU, else one.
+        num_processes: on this machine; by default what `config` says, else one for each GPU or TPU device, else one.
         mixed_precision: `fp16` or `bf16`; `no` leaves it to `config` and to the function.
         use_port: where several machines meet, on `master_addr`; on one machine a free port is taken.
         master_addr: address of machine 0.
@@ -92,7 +94,9 @@ def notebook_launcher(
     if rdzv_id != "none":
         spec = replace(spec, rendezvous=replace(spec.rendezvous, run_id=rdzv_id))
     with _variables(spec):
-        if spec.local_processes * spec.machines == 1:
+        if spec.replicas is not None:
+            run_on_devices(function, tuple(args), spec.replicas.count)
+        elif spec.local_processes * spec.machines == 1:
             function(*args)
         else:
             run_forked(spec, function, tuple(args), line_prefix=log_line_prefix_template)
@@ -136,6 +140,10 @@ def _document(config: Any, values: Mapping[KeyPath, tuple[str, Any]], call: str)
 def _build(function: Callable[..., Any], document: Document, endpoint: str | None) -> LaunchSpec:
     program = Program(getattr(function, "__qualname__", repr(function)), kind="function")
     spec = build_spec(document, program, look_at_machine(), os.environ, rendezvous_endpoint=endpoint)
+    if spec.replicas is not None:
+        devices = "every XLA device" if spec.replicas.count is None else f"{spec.replicas.count} × XLA"
+        print(f"zero_plugin: {program.name} runs on {devices}", file=sys.stderr, flush=True)  # noqa: T201
+        return spec
     added = spec.environment.get("DS_ACCELERATOR")
     where = "the CPU" if (added.value if added else os.environ.get("DS_ACCELERATOR")) == "cpu" else "GPUs"
     reason = f" ({spec.local_processes_reason})" if spec.local_processes_reason else ""
