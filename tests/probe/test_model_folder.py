@@ -45,7 +45,7 @@ def test_one_of_the_two_is_enough(tmp_path: Path) -> None:
         ({"config.json": b"{"}, "config.json cannot be read"),
         ({"config.json": b"[]"}, "holds no keys"),
         ({"model.safetensors": b"short"}, "is no safetensors file"),
-        ({"model.safetensors": b"\xff" * 8}, "a header of 18446744073709551615 bytes"),
+        ({"model.safetensors": b"\xff" * 8}, "a header of 18,446,744,073,709,551,615 bytes"),
         ({"model.safetensors": b"\x02" + b"\0" * 7 + b"[]"}, "is no safetensors file"),
         ({"model.safetensors": b"\x08" + b"\0" * 7 + b'{"a": 1}'}, "is no safetensors file"),
         ({"model.safetensors.index.json": b"{}"}, "has no weight_map"),

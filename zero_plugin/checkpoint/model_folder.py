@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any, Final
 
 from zero_plugin.checkpoint.place import ITEM_BYTES, Place
 from zero_plugin.errors import CheckpointError
+from zero_plugin.probe.safetensors_header import read_header, read_keys, weight_files
 
 __all__ = ["ModelFolder", "read_head", "read_model_folder"]
 
-_LARGEST_HEAD: Final = 100_000_000  # bytes; the safetensors library's own bound
 _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -44,14 +43,11 @@ def read_model_folder(folder: Path) -> ModelFolder:
     Raises:
         CheckpointError: it has no safetensors, or a file of it is missing or damaged; the message names it.
     """
-    index, single, config = (
-        folder / name for name in ("model.safetensors.index.json", "model.safetensors", "config.json")
-    )
-    indexed: dict[str, str] = (
-        _read_json(index).get("weight_map", {}) if index.is_file() and not single.is_file() else {}
-    )
-    found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    files = sorted(set(indexed.values())) or [path.name for path in found]
+    config = folder / "config.json"
+    try:
+        files, indexed = weight_files(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} has an index that cannot be read: {error}.") from error
     if not files:
         has_pickles = any((folder / name).exists() for name in _PICKLED)
         hint = "Its weights are pickles (pytorch_model.bin): save them as safetensors first." if has_pickles else ""
@@ -66,15 +62,12 @@ def read_model_folder(folder: Path) -> ModelFolder:
         tied |= {alias: kept for alias, kept in metadata.items() if kept in own and alias not in own}
     lost = sorted(set(indexed) - set(places))
     if lost:
-        raise CheckpointError(f"{index} names {lost[0]}, which {indexed[lost[0]]} does not hold.")
-    return ModelFolder(places, tied, _read_json(config) if config.is_file() else {})
+        raise CheckpointError(f"{folder}'s index names {lost[0]}, which {indexed[lost[0]]} does not hold.")
+    return ModelFolder(places, tied, _read_config(config) if config.is_file() else {})
 
 
 def read_head(path: Path, name: str) -> tuple[dict[str, Place], dict[str, str]]:
     """Where each tensor of a safetensors file is, and the texts that the file carries.
-
-    Format (huggingface/safetensors, README "Format"): 8 bytes with the head's length, little-endian; the head, JSON;
-    the tensors' bytes.
 
     Args:
         path: of the file.
@@ -85,36 +78,26 @@ def read_head(path: Path, name: str) -> tuple[dict[str, Place], dict[str, str]]:
     """
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(_LARGEST_HEAD, size):
-                raise ValueError(f"a head of {length:,} bytes")
-            head = json.loads(file.read(length))
-        metadata = head.pop("__metadata__", {})
+        stored, metadata = read_header(path)
         places = {}
-        for tensor, entry in head.items():
-            begin, end = entry["data_offsets"]
-            if entry["dtype"] not in ITEM_BYTES:
-                raise ValueError(f"{tensor} is of type {entry['dtype']}")
-            place = Place(name, entry["dtype"], tuple(map(int, entry["shape"])), 8 + length + begin)
-            if end - begin != place.size:
-                raise ValueError(f"{tensor} has {end - begin:,} bytes instead of {place.size:,}")
-            places[tensor] = place
-        end = max((place.start + place.size for place in places.values()), default=0)
+        for tensor, entry in stored.items():
+            if entry.type_name not in ITEM_BYTES:
+                raise ValueError(f"{tensor} is of type {entry.type_name}")
+            places[tensor] = place = Place(name, entry.type_name, entry.shape, entry.start)
+            if entry.end - entry.start != place.size:
+                raise ValueError(f"{tensor} has {entry.end - entry.start:,} bytes instead of {place.size:,}")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no safetensors file that can be read: {error}.") from error
+    end = max((entry.end for entry in stored.values()), default=0)
     if end > size:
         raise CheckpointError(f"{path} has {size:,} bytes instead of {end:,}.")
     return places, metadata
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_keys(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no keys.")
-    return content

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.probe.safetensors_header import read_header, read_keys, weight_files
 from zero_plugin.probe.width import common_width, stated_width
 from zero_plugin.resolve.facts import ModelFacts
 
-__all__ = ["probe_model_folder"]
+__all__ = ["probe_model_folder", "weight_shapes"]
 
 _CONFIG: Final = "config.json"
-_LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library's own bound
 
 
 def probe_model_folder(folder: str | Path, where: str) -> ModelFacts:
@@ -33,52 +31,44 @@ def probe_model_folder(folder: str | Path, where: str) -> ModelFacts:
     folder = Path(folder)
     if not folder.is_dir():
         raise _error(where, f"{folder} is no folder", "Name the folder of a transformers model.")
-    config, files = folder / _CONFIG, _weight_files(folder, where)
-    if not config.is_file() and not files:
+    shapes = weight_shapes(folder, where).values()
+    config = folder / _CONFIG
+    if not config.is_file() and not shapes:
         raise _error(where, f"{folder} holds neither {_CONFIG} nor *.safetensors", "Name the folder of a model.")
-    stated = _read_json(config, where) if config.is_file() else None
-    shapes = [shape for file in files for shape in _shapes(file, where)]
     sizes = [math.prod(shape) for shape in shapes]
-    hidden, reason = stated_width(stated, _CONFIG)
+    hidden, reason = stated_width(_read_config(config, where) if config.is_file() else None, _CONFIG)
     if hidden is None:
         hidden, reason = common_width(shapes)
     return ModelFacts(hidden, reason, max(sizes, default=0), sum(sizes))
 
 
-def _weight_files(folder: Path, where: str) -> list[Path]:
-    """The files of the model's index, else `model.safetensors`, else every safetensors file of the folder."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        names = _read_json(index, where).get("weight_map")
-        if not isinstance(names, dict):
-            raise _error(where, f"{index} has no weight_map", "Download the model again.")
-        return [folder / name for name in sorted(set(names.values()))]
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+def weight_shapes(folder: Path, where: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in a model's folder, by name, from the headers of its safetensors; empty without any.
 
+    Args:
+        folder: of the model.
+        where: who named it, for errors.
 
-def _shapes(file: Path, where: str) -> Iterator[tuple[int, ...]]:
-    """The shape of every tensor, from the header: 8 bytes with its length, little-endian, then JSON."""
+    Raises:
+        ConfigError: a file is missing or broken.
+    """
+    file = folder
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > _LARGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(stream.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                yield tuple(map(int, tensor["shape"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _error(where, f"{file} is no safetensors file: {error}", "Download the file again.") from None
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in weight_files(folder)[0]:
+            file = folder / name
+            shapes |= {tensor: stored.shape for tensor, stored in read_header(file)[0].items()}
+    except (OSError, ValueError) as error:
+        what = str(error) if file == folder else f"{file} is no safetensors file: {error}"
+        raise _error(where, what, "Download the file again.") from None
+    return shapes
 
 
-def _read_json(file: Path, where: str) -> dict[str, Any]:
+def _read_config(file: Path, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text("utf-8"))
+        return read_keys(file)
     except (OSError, ValueError) as error:
         raise _error(where, f"{file} cannot be read: {error}", "Download the file again.") from None
-    if not isinstance(content, dict):
-        raise _error(where, f"{file} holds no keys", "Download the file again.")
-    return content
 
 
 def _error(where: str, message: str, fix: str) -> ConfigError:
