@@ -46,22 +46,24 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is to be trained, on what."""
+    """What is to be trained, on what, of whose memory the share `margin` stays free."""
 
     model: ModelSizes
     activations: Activations
     optimizer: OptimizerSizes
     cluster: Cluster
+    margin: float
 
     def measure(self, setup: Setup) -> Footprint:
-        """The memory of one way of training."""
-        return footprint(self.model, self.activations, self.optimizer, setup, self.cluster)
+        """The memory of one way of training on devices that have no more than may be used."""
+        usable = replace(self.cluster, device_bytes=int((1 - self.margin) * self.cluster.device_bytes))
+        return footprint(self.model, self.activations, self.optimizer, setup, usable)
 
     def time(self, setup: Setup) -> StepTime:
         """The time of one way of training."""
         return step_time(self.model, self.activations, self.optimizer, setup, self.cluster)
 
-    def shortage(self, needed: Footprint, margin: float) -> str:
+    def shortage(self, needed: Footprint) -> str:
         """What `needed` exceeds, with both numbers; "" where it fits."""
         cluster, found = self.cluster, []
         for need, there, where, terms in (
@@ -69,7 +71,7 @@ class Situation:
             (needed.host_bytes, cluster.host_bytes, "in host memory", needed.host),
             (needed.nvme_bytes, cluster.nvme_bytes, "on NVMe", needed.nvme),
         ):
-            usable = int((1 - margin) * there)
+            usable = int((1 - self.margin) * there)
             if need > usable:
                 most = max(terms, key=lambda name: terms[name])
                 found.append(
@@ -99,7 +101,7 @@ def search(
         ConfigError: what is fixed excludes itself.
         ValueError: a speed of the cluster is not known.
     """
-    situation = Situation(model, activations, optimizer, cluster)
+    situation = Situation(model, activations, optimizer, cluster, wanted.margin)
     sizes = batches(cluster, wanted)
     lines = options(model, activations, optimizer, cluster, wanted)
     candidates = tuple(_best(situation, option, sizes, wanted) for option in lines)
@@ -127,18 +129,18 @@ def _best(situation: Situation, option: Option, sizes: list[Batch], wanted: Want
     setups = [_unpinned_if_needed(situation, _with_batch(setup, sizes[-1]), wanted) for setup in option.setups]
     if option.refused:
         return _candidate(situation, setups[0], option.refused)
-    largest = ((setup, _largest_batch(situation, setup, sizes, wanted.margin)) for setup in setups)
+    largest = ((setup, _largest_batch(situation, setup, sizes)) for setup in setups)
     fitting = [_candidate(situation, _with_batch(setup, batch)) for setup, batch in largest if batch]
     if fitting:
         return _fastest(fitting)
-    return _candidate(situation, setups[0], situation.shortage(situation.measure(setups[0]), wanted.margin))
+    return _candidate(situation, setups[0], situation.shortage(situation.measure(setups[0])))
 
 
-def _largest_batch(situation: Situation, setup: Setup, sizes: list[Batch], margin: float) -> Batch | None:
+def _largest_batch(situation: Situation, setup: Setup, sizes: list[Batch]) -> Batch | None:
     """The first of `sizes`, which fall, that fits: a larger micro-batch is never slower."""
 
     def fits(batch: Batch) -> bool:
-        return not situation.shortage(situation.measure(_with_batch(setup, batch)), margin)
+        return not situation.shortage(situation.measure(_with_batch(setup, batch)))
 
     if sizes[0].accumulation == 1 and fits(sizes[0]):
         return sizes[0]  # apart: a window of one backward carries no gradients into it
@@ -152,7 +154,7 @@ def _largest_batch(situation: Situation, setup: Setup, sizes: list[Batch], margi
 def _unpinned_if_needed(situation: Situation, setup: Setup, wanted: Wanted) -> Setup:
     """Without page-locked memory where host memory is short: torch rounds each locked tensor up to a power of two."""
     if wanted.pin_memory is not None or situation.measure(setup).host_bytes <= (
-        (1 - wanted.margin) * situation.cluster.host_bytes
+        (1 - situation.margin) * situation.cluster.host_bytes
     ):
         return setup
     return replace(setup, pin_memory=False)

@@ -66,7 +66,7 @@ def what_if(
     Raises:
         ConfigError: what is fixed excludes itself.
     """
-    situation = Situation(model, activations, optimizer, cluster)
+    situation = Situation(model, activations, optimizer, cluster, wanted.margin)
     changes = () if _fits(situation, wanted) else tuple(_changes(situation, wanted))
     return WhatIf(changes, _largest(situation, wanted))
 
@@ -143,7 +143,7 @@ def _tried(situation: Situation, wanted: Wanted, what: str) -> Iterator[Change]:
 def _least(situation: Situation, wanted: Wanted, name: str) -> int | None:
     """The least of one kind of memory by which something fits; None where no amount of it suffices."""
     roomy = _with_memory(situation, name, _PLENTY)
-    fitting = (found for found in leanest(roomy, wanted) if not roomy.shortage(found, wanted.margin))
+    fitting = (found for found in leanest(roomy, wanted) if not roomy.shortage(found))
     return min((int(getattr(found, name) / (1 - wanted.margin)) + 1 for found in fitting), default=None)
 
 
@@ -153,7 +153,7 @@ def _with_memory(situation: Situation, name: str, size: int) -> Situation:
 
 
 def _fits(situation: Situation, wanted: Wanted) -> bool:
-    return any(not situation.shortage(found, wanted.margin) for found in leanest(situation, wanted))
+    return any(not situation.shortage(found) for found in leanest(situation, wanted))
 
 
 def _largest(situation: Situation, wanted: Wanted) -> int:
