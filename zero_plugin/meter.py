@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Meter", "memory_available_bytes"]
+__all__ = ["Meter", "memory_available_bytes", "peak_bytes"]
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -48,6 +48,11 @@ def memory_available_bytes(device: torch.device) -> int | None:
     cached = _read_counts(_CGROUP / "memory.stat")  # of files, which the system drops before it refuses memory
     held = used - cached.get("active_file", 0) - cached.get("inactive_file", 0)
     return max(0, min(kilobytes * 1024, limit - held))
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that torch's allocator has handed out on the device so far; None on one that has no such count."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
 def _read_counts(file: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a run takes by the plan's arithmetic, and what it is found to take after its first step."""
+"""What a run takes by the plan's arithmetic."""
 
 from __future__ import annotations
 

@@ -16,11 +16,14 @@ from zero_plugin.accumulation import AccumulationWindow, Epoch
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.measuring import Prediction, watch_memory
+from zero_plugin.meter import peak_bytes
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.optimizers import describe_optimizer
 from zero_plugin.pairing import Pair, parameters_left_out
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.planning import plan_open_fields
+from zero_plugin.predicting import local_processes, predict_memory
 from zero_plugin.probe.model import probe_model
 from zero_plugin.resolve.facts import Facts, LoopFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
@@ -66,20 +69,26 @@ def start_training(
     """
     model, optimizer, schedules = pair
     facts = _with_pair(replace(facts, model=probe_model(model)), optimizer, schedules)
-    facts, _ = plan_open_fields(document, facts, model, peek, processes)
+    peak_before = peak_bytes(processes.device)
+    facts, activations = plan_open_fields(document, facts, model, peek, processes)
     resolved = resolve(document, facts)
     _tell(document, facts, resolved, processes, say)
     stage = strategy.zero_stage(resolved)
     strategy.make_room(resolved, processes)
     expect_room(model, resolved, stage, facts, processes, say)
+    predicted = None
     if stage is None:
-        expect_room_without_zero(document, model, resolved, facts, peek, processes)
+        predicted = expect_room_without_zero(document, model, resolved, facts, peek, processes)
+    elif activations is not None:
+        predicted = predict_memory(model, resolved, stage, facts, processes, activations)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
     left_out = _find_left_out(model, optimizer, say)
     session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, say, **how), processes)
     session.left_out = left_out
     parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
     training = Training(session, facts, resolved, window, parameters)
+    if predicted is not None:
+        training.prediction = Prediction(predicted, local_processes(processes), processes.device, peak_before)
     session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
     return training
 
@@ -138,6 +147,8 @@ def begin_steps(
     optimizer.run_in(training.session, training.window)
     training.session.follow_zero_grad(optimizer.zero_grad)
     training.given_optimizer, training.optimizer = given, optimizer
+    if training.prediction is not None:
+        watch_memory(training.session, optimizer, training.prediction, say)
     for schedule in optimizer.schedules:  # prepared before
         _say_learning_rate(schedule, training.resolved, training.facts, say)
     section = training.resolved.scheduler

@@ -141,7 +141,7 @@ def expect_room_without_zero(
     facts: Facts,
     peek: Callable[[], Any],
     processes: Processes,
-) -> None:
+) -> Footprint | None:
     """Refuse to train without the ZeRO that is asked for, where the model does not fit without; collective.
 
     Args:
@@ -152,31 +152,36 @@ def expect_room_without_zero(
         peek: an example of what the loop's batches hold; None where none can be had.
         processes: this process and its peers.
 
+    Returns:
+        On process 0, what training takes then; None where no ZeRO is dropped.
+
     Raises:
         StrategyError: on every process, with what is needed and what is there.
     """
     settings = launch_settings(document)
     dropped = dropped_zero(document, settings)
     if not dropped or facts.optimizer is None:
-        return
+        return None
     if processes.device.type == "cpu":
         free = (memory_available_bytes(processes.device) or 0) // local_processes(processes)
     else:
         free = free_bytes(model, processes.device)
     capacity = settings.gpu_memory or min(gather_object([free]))
-    told = [""]
+    told, predicted = [""], None
     if processes.rank == 0 and capacity:
         activations, _ = find_activations(model, model_sizes(model), peek(), resolved.precision)
-        needed = predict_memory(model, resolved, None, facts, processes, activations).allocated_bytes
-        if needed > capacity:
+        predicted = predict_memory(model, resolved, None, facts, processes, activations)
+        if predicted.allocated_bytes > capacity:
             told[0] = (
-                f"{dropped}, but without it the model does not fit: training takes {show_gib(needed)} of each device, "
-                f"which has {show_gib(capacity)}{_told(activations)}.\n"
+                f"{dropped}, but without it the model does not fit: training takes "
+                f"{show_gib(predicted.allocated_bytes)} of each device, which has {show_gib(capacity)}"
+                f"{_told(activations)}.\n"
                 "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of "
                 "the configuration."
             )
     if refusal := broadcast_object_list(told)[0]:
         raise StrategyError(refusal)
+    return predicted
 
 
 def expect_room_to_load(size: int, copies: int, available: int | None, what: str, fix: str) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.measuring import Prediction
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.resolve.facts import Facts
@@ -37,6 +38,7 @@ class Training:
         looks: how many of its backwards `FirstSteps` has looked at.
         reached: whether a gradient has come since it was last set to False; see `watch_gradients`.
         take_back_schedule: undoes the schedule that the configuration describes and that steps by itself.
+        prediction: what a plan says that it takes; None where none was made.
         reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not in the last one
             of a window.
     """
@@ -53,6 +55,7 @@ class Training:
     reached: bool = False
     watches: bool = False
     take_back_schedule: Callable[[], None] | None = None
+    prediction: Prediction | None = None
     reduces_each_batch: bool = False
 
     def __post_init__(self) -> None:
