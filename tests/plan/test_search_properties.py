@@ -216,8 +216,12 @@ def test_same_question_same_answer(
 @settings(max_examples=8)
 @given(models(), clusters)
 def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> None:
-    """Each change makes the model fit; a model of the largest size fits, and one a hundredth larger does not."""
-    wanted = batch_for(cluster, 6)
+    """Each change makes the model fit; a model of the largest size fits, and one a hundredth larger does not.
+
+    With page-locked tensors, rounded up to powers of two, or with whole sub-groups on one side, a slightly larger model
+    can take less.
+    """
+    wanted = replace(batch_for(cluster, 6), pin_memory=False, ratio=1.0)
     plan = search(*drawn, OptimizerSizes(), cluster, wanted)
     answer = what_if(*drawn, OptimizerSizes(), cluster, wanted)
     assert bool(answer.changes) <= (plan.chosen is None)
