@@ -35,6 +35,7 @@ def describe_training(training: Training) -> dict[str, Any]:
         "groups": describe_groups(session.optimizer, pieces),
         "scalars": state_scalars(pieces),
         "loss_scale": session.scale_state(),
+        "reduction": session.reduction_state(),
         "applied_steps": training.optimizer.applied_steps,
         "skipped_in_a_row": training.optimizer.skipped_in_a_row,
     }
@@ -71,6 +72,7 @@ def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]
     if not restore_groups(session.optimizer, session.optimized_pieces(), saved["groups"]):
         left.append("learning rates and other settings of the parameter groups, which are of other parameters here")
     session.restore_scale(saved["loss_scale"])
+    session.restore_reduction(saved.get("reduction", []))
     training.optimizer.applied_steps = saved["applied_steps"]
     training.optimizer.skipped_in_a_row = saved["skipped_in_a_row"]
     return left

@@ -31,6 +31,7 @@ from zero_plugin.strategies.base import (
     Session,
     SessionRequest,
 )
+from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
@@ -97,6 +98,8 @@ class TorchSession(Session):
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         if self._ddp is not None:
             _route_no_sync(self._ddp, self.no_sync)
+        self._buckets: list[list[str]] = []  # that DDP began with, where they were given
+        self._divides_anew = self._ddp is not None and not self._ddp.find_unused_parameters
         self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
         self._recorder = recorder
@@ -234,6 +237,9 @@ class TorchSession(Session):
         self.last_norm, self._norm = self._norm, None
         self._forget_window()
         self._are_spent = True
+        if self._divides_anew and self._ddp is not None:
+            # DDP does so in the next forward; a checkpoint that is saved before has to tell of it.
+            self._divides_anew = not self._ddp.reducer._rebuild_buckets()
         self._run_recorded()
         return applied
 
@@ -304,6 +310,16 @@ class TorchSession(Session):
         """See `Session.restore_scale`."""
         if self._scale is not None and state:
             self._scale.restore(state)
+
+    def reduction_state(self) -> list[list[str]]:
+        """See `Session.reduction_state`."""
+        return [] if self._ddp is None else bucket_names(self._ddp) or self._buckets
+
+    def restore_reduction(self, state: list[list[str]]) -> None:
+        """See `Session.restore_reduction`."""
+        if self._ddp is not None and state:
+            arrange_buckets(self._ddp, state)
+            self._buckets, self._reduces, self._divides_anew = state, False, True
 
     @property
     def loss_scale(self) -> float:
