@@ -24,6 +24,7 @@ ZERO = {
 def test_no_config_is_forgotten() -> None:
     """The folder holds these and no others."""
     assert {file.name for file in FOLDER.iterdir()} == {
+        "auto.yaml",
         "ddp.yaml",
         "cpu.yaml",
         *(f"{name}.{kind}" for name in ZERO for kind in ("json", "yaml")),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,17 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.decoder import decoder_activations
-from zero_plugin.plan.fields import Planned, fits_nowhere, fixed_fields, open_fields, planned_values
+from zero_plugin.plan.fields import (
+    BY_FORMULA,
+    TRACED,
+    UNKNOWN,
+    Planned,
+    fits_nowhere,
+    fixed_fields,
+    nvme_folder,
+    open_fields,
+    planned_values,
+)
 from zero_plugin.plan.optimizers import asked_optimizer
 from zero_plugin.plan.search import search
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes
@@ -32,9 +41,6 @@ from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.processes import Processes
 
 __all__ = ["find_activations", "free_bytes", "plan_open_fields"]
-
-# The share of memory that stays free, by how the activations are known.
-_MARGINS: Final = {"traced": 0.1, "formula": 0.2, "unknown": 0.35}
 
 
 def plan_open_fields(
@@ -103,14 +109,13 @@ def find_activations(
     """What a forward keeps, and the margin that fits how it is known: traced, by formula, or not at all."""
     for example in forward_arguments(model, batch):
         try:
-            return trace_activations(model, example, precision), _MARGINS["traced"]
+            return trace_activations(model, example, precision), TRACED
         except ConfigError:  # noqa: PERF203 - not the arguments that the loop passes
             continue
     length = _sequence_length(batch)
     if length and sizes.hidden_size and sizes.layers and sizes.vocabulary:
-        return decoder_activations(sizes, length, precision), _MARGINS["formula"]
-    margin = _MARGINS["unknown"]
-    return Activations(Affine(), source=f"unknown, so that {margin:.0%} of the memory stay free for them"), margin
+        return decoder_activations(sizes, length, precision), BY_FORMULA
+    return Activations(Affine(), source=f"unknown, so that {UNKNOWN:.0%} of the memory stay free for them"), UNKNOWN
 
 
 def _sequence_length(batch: Any) -> int:
@@ -122,10 +127,8 @@ def _sequence_length(batch: Any) -> int:
 
 def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster:
     """These machines, with the memory that is free now or stated in the configuration."""
-    settings, zero = launch_settings(document), document.deepspeed.section("zero_optimization")
-    folders = [zero.value(f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
-    folder = next((Path(folder) for folder in folders if isinstance(folder, str)), None)
-    here = replace(measure_cluster(devices, nodes, folder))
+    settings = launch_settings(document)
+    here = measure_cluster(devices, nodes, nvme_folder(document.deepspeed))
     if free:
         here = replace(here, device_bytes=free, sources={**here.sources, "device_bytes": "free now"})
     return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)

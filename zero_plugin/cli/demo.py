@@ -25,7 +25,7 @@ __all__ = ["demo"]
 _FOLDER = Path(package.__file__).parent
 
 
-@with_launch_flags("module", "no_python")  # the program is the demo's
+@with_launch_flags("module", "no_python", "model", "sequence_length")  # the program is the demo's
 def demo(
     ctx: typer.Context,
     arguments: Annotated[

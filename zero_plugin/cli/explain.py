@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -15,11 +15,14 @@ from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.table import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import STANDARD_INPUT
-from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, launch_settings
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
 from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.machine import has_gpu_driver
+from zero_plugin.launch.planning import find_cluster
+from zero_plugin.plan.before_run import plan_before_run, waits_for_plan
+from zero_plugin.plan.model_source import ModelSource
 from zero_plugin.probe.model_folder import probe_model_folder
 from zero_plugin.resolve.facts import (
     Facts,
@@ -32,6 +35,7 @@ from zero_plugin.resolve.facts import (
 )
 from zero_plugin.resolve.listing import Row, list_defaults, list_values
 from zero_plugin.resolve.resolve import resolve
+from zero_plugin.resolve.resolved import PLACEMENT
 
 __all__ = ["explain", "explain_file"]
 
@@ -54,6 +58,7 @@ _OPTIONS: Mapping[str, str] = {
         "--hidden_size or --model",
     ),
     **dict.fromkeys(("zero_optimization.sub_group_size", "zero_optimization.offload_param.buffer_size"), "--model"),
+    **dict.fromkeys(map(dotted, PLACEMENT), "--model with --gpu_memory"),
 }
 
 
@@ -68,6 +73,13 @@ class _Accelerator(str, Enum):
     cuda = "cuda"
 
 
+class SizedModel(NamedTuple):
+    """A model to plan for, and the tokens of one of its samples."""
+
+    source: ModelSource
+    sequence_length: int
+
+
 _FACTS = "What a run would tell"
 
 
@@ -75,7 +87,7 @@ def _fact(flag: str, text: str, least: float | None = None) -> Any:
     return typer.Option(flag, help=text, rich_help_panel=_FACTS, min=least, show_default=False)
 
 
-@with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint")
+@with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint", "model", "sequence_length")
 def explain(
     ctx: typer.Context,
     file: Annotated[
@@ -110,6 +122,7 @@ def explain(
     model: Annotated[
         str | None, _fact("--model", "Folder of a transformers model: config.json, headers of *.safetensors.")
     ] = None,
+    sequence_length: Annotated[int | None, _fact("--sequence_length", "Tokens of a sample; default: 2048.", 1)] = None,
     **_: Any,
 ) -> None:
     """Resolve FILE as far as it can be without a run, and print every value with where it came from.
@@ -129,9 +142,11 @@ def explain(
     )
     kind: Literal["cpu", "cuda"] | None = None if accelerator is None else accelerator.value
     flags = typed_flags(ctx)
-    ours = explain_file(file, flags, settings or [], facts, kind, everything=everything)
+    sized = None if model is None else SizedModel(ModelSource(model), sequence_length or 2048)
+    ours = explain_file(file, flags, settings or [], facts, kind, sized, everything=everything)
     if diff is not None:
-        print_difference(ours, explain_file(diff, flags, settings or [], facts, kind), as_json=output is _Format.json)
+        theirs = explain_file(diff, flags, settings or [], facts, kind, sized)
+        print_difference(ours, theirs, as_json=output is _Format.json)
     elif output is _Format.json:
         print(json.dumps(_as_json(ours), indent=2, ensure_ascii=False))
     elif output is _Format.deepspeed:
@@ -146,6 +161,7 @@ def explain_file(
     assignments: list[str],
     facts: Facts,
     accelerator: Literal["cpu", "cuda"] | None,
+    sized: SizedModel | None = None,
     *,
     everything: bool = False,
 ) -> Explained:
@@ -157,6 +173,7 @@ def explain_file(
         assignments: `key=value`, laid over all.
         facts: of the run; processes of 0 are the document's.
         accelerator: None for what this machine seems to have.
+        sized: the model, for a plan where one is waited for and the machines' memory is known.
         everything: also list the defaults of keys nobody wrote.
 
     Raises:
@@ -176,11 +193,21 @@ def explain_file(
     machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
     facts = replace(facts, machine=machine, strategy=strategy)
     try:
+        facts = _with_plan(document, facts, settings, sized)
         resolved = resolve(document, facts)
     except ConfigError as error:
         raise error if accelerator else _with_other_machine(document, facts, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
     return Explained(document, facts, resolved, rows)
+
+
+def _with_plan(document: Document, facts: Facts, settings: LaunchSettings, sized: SizedModel | None) -> Facts:
+    """The facts with a plan, where one is waited for, a model is named, and the memory is stated or a GPU's here."""
+    known = settings.gpu_memory is not None or (facts.machine.accelerator == "cuda" and has_gpu_driver())
+    if sized is None or not known or not waits_for_plan(document, facts):
+        return facts
+    cluster = find_cluster(document, settings, facts.machine.processes)
+    return replace(facts, planned=plan_before_run(document, facts, sized.source, sized.sequence_length, cluster))
 
 
 def _check_processes(document: Document, world_size: int) -> None:

@@ -16,6 +16,7 @@ from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.foreign import overridden
 from zero_plugin.launch.machine import look_at_machine
+from zero_plugin.launch.planning import plan_launch, sequence_length
 from zero_plugin.launch.spec import Program
 
 __all__ = ["launch"]
@@ -43,10 +44,14 @@ def launch(
     endpoint = flags.get("rdzv_endpoint")
     said = [f"configuration: {', '.join(document.sources)}"] if document.sources and "config_file" not in flags else []
     document, of_job = fill_from_job(document, os.environ, endpoint)
+    machine = look_at_machine()
+    if "model" in flags:
+        document, of_plan = plan_launch(document, flags["model"], sequence_length(flags), machine.gpus)
+        said += of_plan
     spec = build_spec(
         document,
         Program(program, tuple(arguments or ()), kind),
-        look_at_machine(),
+        machine,
         os.environ,
         rendezvous_endpoint=endpoint,
     )

@@ -22,6 +22,7 @@ _COMMANDS = {
     "launch": ("zero_plugin.cli.launch", "launch", True),
     "check": ("zero_plugin.cli.check", "check", False),
     "explain": ("zero_plugin.cli.explain", "explain", False),
+    "plan": ("zero_plugin.cli.plan", "plan", False),
     "test": ("zero_plugin.cli.selftest", "selftest", False),
     "doctor": ("zero_plugin.cli.doctor", "doctor", False),
     "env": ("zero_plugin.cli.env", "env", False),

@@ -30,7 +30,7 @@ _WORKER: Final = Path(package.__file__).parent / "worker.py"
 _MARKS: Final[dict[str, Mark]] = {"ok": "ok", "wrong": "wrong", "begun": "wrong", "left out": "left out"}
 
 
-@with_launch_flags("module", "no_python")  # the program is the self-test's
+@with_launch_flags("module", "no_python", "model", "sequence_length")  # the program is the self-test's
 def selftest(
     ctx: typer.Context,
     folder: Annotated[

@@ -36,7 +36,10 @@ _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
 _ZERO_FLAGS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))
 _FILE_FLAG: Final = "--deepspeed_config_file"
 # Flags that are no key of the document: they choose files, or say what runs.
-_NO_KEY: Final = ("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "quiet", "rdzv_endpoint")
+_NO_KEY: Final = (
+    *("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "quiet", "rdzv_endpoint"),
+    *("model", "sequence_length"),
+)
 
 
 def document_from_flags(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
@@ -18,9 +19,24 @@ from zero_plugin.resolve.defaults import deepspeed_default
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import PLACEMENT, Resolved
 
-__all__ = ["Planned", "fits_nowhere", "fixed_fields", "open_fields", "planned_values"]
+__all__ = [
+    "BY_FORMULA",
+    "TRACED",
+    "UNKNOWN",
+    "Planned",
+    "fits_nowhere",
+    "fixed_fields",
+    "nvme_folder",
+    "open_fields",
+    "planned_values",
+]
 
 Planned = Mapping[Path, tuple[Any, str]]
+
+# The share of memory that stays free, by how the activations are known.
+TRACED: Final = 0.1
+BY_FORMULA: Final = 0.2
+UNKNOWN: Final = 0.35
 
 _ZERO: Final = "zero_optimization"
 _STAGE, _OPTIMIZER, _PARAM = PLACEMENT
@@ -52,6 +68,12 @@ _SIZES: Final[Mapping[str, Path]] = {
 def open_fields(tree: Tree) -> tuple[Path, ...]:
     """The fields that only a plan can fill, as far as a training configuration leaves them open."""
     return tuple(path for path in (*PLACEMENT, _RATIO) if tree.value(*path) is AUTO)
+
+
+def nvme_folder(tree: Tree) -> FilePath | None:
+    """Where a training configuration has NVMe offload keep its files."""
+    folders = [tree.value(_ZERO, f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
+    return next((FilePath(folder) for folder in folders if isinstance(folder, str)), None)
 
 
 def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, margin: float) -> Wanted:
@@ -106,7 +128,9 @@ def planned_values(
     """
     chosen = plan.chosen
     assert chosen is not None, "what fits nowhere fills nothing"
-    paths = [path for path in _CHOSEN if asked.value(*path) is AUTO]
+    paths = [path for path in _CHOSEN if asked.value(*path) is AUTO and path != _MICRO]
+    if wanted.micro_batch is None and asked.value(*_MICRO) in (None, AUTO):
+        paths.append(_MICRO)
     if chosen.setup.sub_group_size != Setup().sub_group_size and asked.value(*_SUB_GROUP) is None:
         paths.append(_SUB_GROUP)  # it counts on smaller ones than DeepSpeed's default
     found = {path: (getattr(chosen.setup, _CHOSEN[path]), _reason(path, plan, chosen, cluster)) for path in paths}
