@@ -19,6 +19,12 @@ __all__ = ["Report", "as_json", "print_report"]
 
 _HEAD: Final = ("", "way of training", "batch", "device", "host", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
+_FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
+    "stage": "zero_stage",
+    "offload_optimizer": "offload_optimizer_device",
+    "offload_param": "offload_param_device",
+    "accumulation": "gradient_accumulation_steps",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +150,20 @@ def _about_what_if(report: Report) -> list[str]:
     if report.what_if is None:
         return []
     lines = ["", "any one of these would do:"] if report.what_if.changes else []
-    lines += [f"  {change.what}: {name_setup(change.chosen.setup)}" for change in report.what_if.changes]
+    lines += [f"  {_as_flag(change.what)}: {name_setup(change.chosen.setup)}" for change in report.what_if.changes]
     largest = report.what_if.largest_elements
     lines.append(f"the largest model of this shape that fits: {show_count(largest) if largest else 'none'}")
     return lines
+
+
+def _as_flag(change: str) -> str:
+    """A change of what is fixed as the flag to leave out."""
+    field, fixed, value = change.partition(" free instead of ")
+    if not fixed:
+        return change
+    shown = "" if field == "activation_checkpointing" else f" {value}"
+    negated = "no_" if value == "False" else ""
+    return f"without --{negated}{_FLAGS.get(field, field)}{shown}"
 
 
 def _terms(terms: Mapping[str, int]) -> str:

@@ -1,0 +1,196 @@
+"""`zero-plugin plan`: the table, JSON, the written configuration, what to change, and what it says of wrong inputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.cli.main import main
+from zero_plugin.config.check import find_problems
+from zero_plugin.config.read import read_document
+
+LLAMA = ("--params", "7B", "--hidden_size", "4096", "--layers", "32")
+NODE = ("--gpu", "A100-40GB", "--gpus", "8", "--host_memory", "512GiB", "--global_batch", "64")
+
+PlanCommand = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> PlanCommand:
+    """Run the command in an empty folder; exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zero-plugin", "plan", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_the_table(plan: PlanCommand) -> None:
+    """A line for every way, one marked, a reason on each that does not fit; below it what the chosen one is made of."""
+    code, output, _ = plan(*LLAMA, *NODE)
+    assert code == 0
+    head, columns, *lines = output.splitlines()
+    assert head.startswith("decoder of 4,096 × 32, 7B parameters, 2048 tokens per sample, on 8 × A100-40GB")
+    assert columns.split() == ["way", "of", "training", "batch", "device", "host", "step", "samples/s", "why", "not"]
+    table = lines[: lines.index("")]
+    marked = [line for line in table if line.startswith("→")]
+    assert len(marked) == 1
+    assert marked[0].split()[1:3] == ["stage", "3"]
+    without_time = [line for line in table if " s  " not in line]
+    assert without_time
+    assert all("usable; most is" in line or "no NVMe disk is stated" in line for line in without_time)
+    rest = output[output.index("\n\n") :]
+    assert "→ stage 3: the fastest that fits with 10% left free; 64 samples per optimizer step" in rest
+    assert "optimizer states" in rest
+    assert "activations: closed formula of a decoder" in rest
+
+
+def test_json_has_every_number(plan: PlanCommand) -> None:
+    """Sums are those of the terms; the chosen one is named by its place; it is the fastest of those that fit."""
+    code, output, _ = plan(*LLAMA, *NODE, "--json", "--what_if")
+    found = json.loads(output)
+    assert code == 0
+    fitting = [way for way in found["candidates"] if not way["rejected"]]
+    chosen = found["candidates"][found["chosen"]]
+    assert chosen["seconds"] == min(way["seconds"] for way in fitting)
+    for way in found["candidates"]:
+        assert sum(way["device"].values()) == way["device_bytes"]
+        assert sum(way["host"].values()) == way["host_bytes"]
+        assert sum(way["time"].values()) == pytest.approx(way["seconds"])
+    assert found["model"]["parameters"] == pytest.approx(7e9, rel=0.01)
+    assert found["cluster"]["sources"]["flops"] == "40% of A100-40GB's data sheet"
+    assert found["what_if"]["largest_parameters"] > 7e9
+
+
+@pytest.mark.parametrize("name", ["plan.yaml", "plan.json"])
+@pytest.mark.parametrize(
+    "machines",
+    [
+        (),
+        ("--gpu_memory", "24GiB", "--gpus", "1", "--global_batch", "8", "--nodes", "1"),
+        ("--zero_stage", "2", "--activation_checkpointing"),
+        ("--nodes", "2", "--offload_param_device", "cpu"),
+        ("--nvme", "2TB", "--offload_optimizer_device", "nvme", "--nvme_path", "/nvme"),
+    ],
+)
+def test_the_written_config_is_the_chosen_way(
+    plan: PlanCommand, tmp_path: Path, name: str, machines: tuple[str]
+) -> None:
+    """It passes the check without a finding, and says the stage, the devices, the batch and the processes."""
+    options = [*LLAMA, *(NODE if "--gpu_memory" not in machines else ("--host_memory", "512GiB")), *machines]
+    code, output, errors = plan(*options, "--output", name, "--json")
+    assert code == 0, errors
+    found = json.loads(output)
+    setup = found["candidates"][found["chosen"]]["setup"]
+    document = read_document(str(tmp_path / name))
+    assert find_problems(document) == []
+    tree = document.deepspeed
+    assert tree.value("zero_optimization", "stage") == setup["stage"]
+    for what in ("optimizer", "param"):
+        device = tree.value("zero_optimization", f"offload_{what}", "device", default="none")
+        assert device == setup[f"offload_{what}"]
+    assert tree.value("train_micro_batch_size_per_gpu") == setup["micro_batch"]
+    assert tree.value("gradient_accumulation_steps") == setup["accumulation"]
+    if name.endswith("yaml"):
+        cluster = found["cluster"]
+        assert document.launch.value("num_processes") == cluster["nodes"] * cluster["devices"]
+        assert document.launch.value("mixed_precision") == "bf16"
+
+
+def test_training_without_zero_is_written_too(plan: PlanCommand, tmp_path: Path) -> None:
+    """Where DDP is the fastest that fits, the YAML asks for it; a DeepSpeed JSON cannot, and gets the fastest ZeRO."""
+    small = ("--params", "100M", "--gpu", "A100-80GB", "--gpus", "8")
+    assert plan(*small, "--output", "plan.yaml")[0] == 0
+    document = read_document(str(tmp_path / "plan.yaml"))
+    assert document.launch.value("distributed_type") == "MULTI_GPU"
+    assert find_problems(document) == []
+    assert plan(*small, "--output", "plan.json")[0] == 0
+    assert read_document(str(tmp_path / "plan.json")).deepspeed.value("zero_optimization", "stage") == 1
+    code, _, errors = plan(*small, "--output", "plan.yaml")
+    assert (code, "plan.yaml exists" in errors) == (2, True)
+
+
+def test_where_nothing_fits(plan: PlanCommand) -> None:
+    """Exit code 1; every way has its reason, and what would do comes unasked."""
+    cramped = ("--gpu_memory", "8GiB", "--host_memory", "16GiB")
+    code, output, _ = plan(*LLAMA, *cramped, "--gpus", "2", "--output", "plan.yaml")
+    assert code == 1
+    assert "nothing fits with 10% of each memory left free" in output
+    assert "any one of these would do:" in output
+    assert "in host memory instead of 16 GiB" in output
+    assert "the largest model of this shape that fits: " in output
+    assert not Path("plan.yaml").exists()
+    typed = ("--offload_optimizer_device", "none", "--offload_param_device", "none", "--global_batch", "8")
+    _, output, _ = plan(*LLAMA, "--gpu", "A10", "--host_memory", "256GiB", *typed)
+    assert "  without --offload_optimizer_device none: stage" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--params", "seven"), ("--params: 'seven' is no count", "Write e.g. 7B")),
+        ((*LLAMA, "--gpu_memory", "lots"), ("--gpu_memory: 'lots' is no amount of memory", "24GiB")),
+        ((*LLAMA, "--gpu", "A1000"), ("--gpu", "not known", "A100-80GB")),
+        ((*LLAMA,), ("nothing tells how much memory a GPU has", "--gpu_memory")),
+        (("--gpu", "A100-80GB"), ("nothing tells the model's size", "--params")),
+        (("no_such_folder", "--gpu", "A100-80GB"), ("no_such_folder", "config.json")),
+        ((*LLAMA, *NODE, "--micro_batch", "3"), ("64", "micro-batch 3")),
+        ((*LLAMA, *NODE, "--output", "plan.txt"), ("plan.txt is neither YAML nor JSON", "plan.yaml")),
+        ((*LLAMA, *NODE, "--zero_stage", "2", "--offload_param_device", "cpu"), ("stage 2", "need stage 3")),
+        (
+            (*LLAMA, *NODE, "--nvme", "2TB", "--offload_optimizer_device", "nvme", "--output", "plan.yaml"),
+            ("--nvme_path: is missing",),
+        ),
+    ],
+)
+def test_wrong_inputs(
+    plan: PlanCommand, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    """Where, what, and what to write; exit code 2, no traceback."""
+    monkeypatch.setattr("zero_plugin.cli.plan.has_gpu_driver", lambda: False)
+    code, _, errors = plan(*arguments)
+    assert code == 2
+    assert "Traceback" not in errors
+    for word in words:
+        assert word in errors
+
+
+def test_a_transformers_config(plan: PlanCommand, tmp_path: Path) -> None:
+    """A config.json alone is enough: the model is built without weights and traced."""
+    config: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+    config |= {"intermediate_size": 128, "num_attention_heads": 4, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, output, _ = plan("config.json", "--gpu", "T4", "--gpus", "1", "--sequence_length", "16")
+    assert code == 0
+    assert output.startswith("LlamaForCausalLM, ")
+    assert "activations: traced" in output
+    assert "activations: closed formula" in plan("config.json", "--gpu", "T4", "--no_trace")[1]
+
+
+def test_sizes_alone_load_no_torch(tmp_path: Path) -> None:
+    """A plan from numbers imports neither torch nor transformers, so that it is there in an instant."""
+    code = (
+        "import sys; sys.argv = ['zero-plugin', 'plan', *sys.argv[1:]]\n"
+        "from zero_plugin.cli.main import main\n"
+        "try:\n    main()\n"
+        "finally:\n    assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & sys.modules.keys()\n"
+    )
+    command = [sys.executable, "-c", code, *LLAMA, *NODE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "→ stage 3" in done.stdout

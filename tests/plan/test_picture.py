@@ -1,0 +1,91 @@
+"""The picture of a plan: every way drawn, in the kinds of file that it promises, readable in grey."""
+
+from __future__ import annotations
+
+import builtins
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.errors import ConfigError, MachineError
+from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
+from zero_plugin.plan.naming import name_setup
+from zero_plugin.plan.options import Wanted
+from zero_plugin.plan.picture import draw_plan
+from zero_plugin.plan.search import Plan, search
+from zero_plugin.plan.situation import Cluster, OptimizerSizes
+
+
+def planned(gpu_memory: int = 40 * 2**30) -> tuple[Plan, Cluster]:
+    model = decoder_sizes(parameters=7_000_000_000)
+    cluster = state_cluster(gpu_memory=gpu_memory, host_memory=512 * 2**30, gpus=8)
+    return search(model, decoder_activations(model, 2048), OptimizerSizes(), cluster, Wanted(global_batch=64)), cluster
+
+
+@pytest.fixture
+def _matplotlib() -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs the extra `pictures`")
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
+    """The text of an SVG has each way's name, the chosen one in green, the capacity, and the terms."""
+    import matplotlib as mpl
+
+    plan, cluster = planned()
+    file = tmp_path / "plan.svg"
+    with mpl.rc_context({"svg.fonttype": "none"}):  # letters as text, not as outlines
+        draw_plan(file, plan, cluster, "a model on 8 GPUs", 0.1)
+    text = file.read_text()
+    assert "a model on 8 GPUs" in text
+    assert "40 GiB there, 36 usable" in text
+    for candidate in plan.candidates:
+        assert (f">{name_setup(candidate.setup)}  " in text) == (candidate.rejected != "no NVMe disk is stated")
+    assert plan.chosen is not None
+    line = next(line for line in text.splitlines() if f">{name_setup(plan.chosen.setup)}  " in line)
+    assert "#1d7a3a" in line
+    for term in ("parameters", "optimizer states", "gradients", "activations"):
+        assert f">{term}<" in text
+
+
+@pytest.mark.usefixtures("_matplotlib")
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
+def test_kinds_of_file(tmp_path: Path, suffix: str, magic: bytes) -> None:
+    """The suffix says what is written, also where nothing fits."""
+    plan, cluster = planned(2 * 2**30)
+    assert plan.chosen is None
+    file = tmp_path / f"plan{suffix}"
+    draw_plan(file, plan, cluster, "nothing fits", 0.1)
+    assert file.read_bytes().startswith(magic)
+
+
+def test_the_colours_stay_apart_in_grey() -> None:
+    """Terms that lie beside each other in a bar differ in lightness."""
+    from zero_plugin.plan.picture import _COLOURS
+
+    def lightness(colour: str) -> float:
+        red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    shades = [lightness(colour) for colour in _COLOURS]
+    assert all(abs(one - other) > 30 for one, other in pairwise(shades))
+
+
+def test_wrong_names_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another suffix names the legal ones; without matplotlib the message says what to install."""
+    plan, cluster = planned()
+    with pytest.raises(ConfigError, match=r"plan\.png, \.svg or \.pdf"):
+        draw_plan(tmp_path / "plan.jpeg", plan, cluster, "", 0.1)
+    real = builtins.__import__
+
+    def without_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    with pytest.raises(MachineError, match=r"pip install 'zero-plugin\[pictures\]'"):
+        draw_plan(tmp_path / "plan.png", plan, cluster, "", 0.1)
