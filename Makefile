@@ -1,5 +1,6 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
 # make test   lint, types and the whole test suite
+# make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
 # They build .venv first, from constraints.txt; a second run installs nothing.
 
@@ -8,7 +9,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check campaign benchmarks clean libaio iproute2
+VENV_TPU ?= .venv-tpu
+PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet
+
+.PHONY: demo test test-tpu check campaign benchmarks clean libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
@@ -19,6 +23,11 @@ demo: $(VENV)/.installed libaio
 test: check libaio iproute2
 	$(BIN)/python -m pytest -m "not campaign and not processes" --numprocesses 2
 	$(BIN)/python -m pytest -m "not campaign and processes" --numprocesses 2 --dist loadfile
+
+# Trainings that change their path go on in the other environment, under DeepSpeed.
+test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
+	ZERO_PLUGIN_PYTHON=$(abspath $(BIN))/python \
+	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -37,7 +46,7 @@ benchmarks: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py --sizes 5M --steps 4 --pairs 15
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output
+	rm -rf $(VENV) $(VENV_TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo_output
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +62,15 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.installed-torch
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[pictures,dev]'
+	@touch $@
+
+# torch_xla is built for one torch, older than that of constraints.txt; nothing here needs DeepSpeed.
+$(VENV_TPU)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_TPU)
+	$(PIP_TPU) --constraint constraints.txt numpy pyyaml jsonschema pydantic safetensors packaging rich typer \
+		questionary pytest pytest-timeout pytest-xdist
+	$(PIP_TPU) torch==2.9.0 torch-xla==2.9.0
+	$(PIP_TPU) --no-deps --editable .
 	@touch $@
 
 # Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable
 from enum import Enum
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from zero_plugin.collectives import broadcast, process_index
 from zero_plugin.errors import LoopError
 
-__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+__all__ = ["seed_torch", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -31,11 +32,18 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += process_index() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # the CPU and every device, also one not yet initialised
+    seed_torch(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it in deterministic mode
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators: the CPU's and every device's, also of one not yet initialised."""
+    torch.manual_seed(seed)
+    if "torch_xla" in sys.modules:  # which has a generator that torch does not know
+        sys.modules["torch_xla"].manual_seed(seed)
 
 
 def synchronize_rng_state(rng_type: str | Enum, generator: torch.Generator | None = None) -> None:

@@ -331,7 +331,7 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """False: nothing trains by XLA."""
+        """False: what an optimizer steps with is averaged before, in `backward`."""
         return False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from zero_plugin.seeding import seed_torch
 
 __all__ = ["random_state", "restore_random_state"]
 
@@ -22,6 +25,7 @@ def random_state() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
     }
 
 
@@ -48,7 +52,7 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str |
     seed = zlib.crc32(other.numpy().tobytes()) + rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    seed_torch(seed)
     return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
 
 
@@ -59,6 +63,8 @@ def _restore(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+    if state.get("xla") is not None and "torch_xla" in sys.modules:  # checkpoints of before have no such key
+        sys.modules["torch_xla"].manual_seed(state["xla"])
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

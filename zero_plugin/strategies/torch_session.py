@@ -69,7 +69,7 @@ class TorchSession(Session):
         scale: the loss scale of `fp16`.
         skips: whether a step whose gradients are not finite is skipped.
         autocast: arguments of the autocast that forwards run under.
-        recorder: of a device that runs nothing by itself.
+        recorder: of a device that runs nothing by itself; it can be asked for.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TorchSession(Session):
         self._divides_anew = self._ddp is not None and not self._ddp.find_unused_parameters
         self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
-        self._recorder = recorder
+        self.recorder = recorder
         self._averages = False  # in the running backward, the recorder is to
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
@@ -152,8 +152,8 @@ class TorchSession(Session):
             raise LoopError(LATE_BACKWARD)
         self._has_gradients |= reached
         self._reduces &= not reached
-        if self._recorder is not None and reached:
-            self._recorder.end_backward(self.module, averages=self._averages)
+        if self.recorder is not None and reached:
+            self.recorder.end_backward(self.module, averages=self._averages)
         if self._ddp is not None:
             try:
                 self._ddp.reducer._check_reducer_finalized()
@@ -380,8 +380,8 @@ class TorchSession(Session):
         return self._finite
 
     def _run_recorded(self) -> None:
-        if self._recorder is not None:
-            self._recorder.run()
+        if self.recorder is not None:
+            self.recorder.run()
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._trained_parameters() if p.grad is not None]

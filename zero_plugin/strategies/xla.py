@@ -9,17 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin import collectives
 from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.choices import DDPCommunicationHookType
 from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import LoopError
-from zero_plugin.plugins import AutocastKwargs
+from zero_plugin.errors import ConfigError, LoopError, Problem
+from zero_plugin.handlers import Handlers
+from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.strategies.autocast import autocast_as
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.lone import LoneOptimizer
+from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession, keep_weights_in_fp32, torch_optimizer, torch_session
 from zero_plugin.strategies.xla_runtime import check_world_size, import_torch_xla, refuse_threads, start_runtime
@@ -63,7 +66,7 @@ class Replica:
 
 
 def find_replica() -> Replica:
-    """This process' place, as the XLA runtime has it, which is started.
+    """Start the XLA runtime, and find this process' place in it.
 
     Raises:
         LaunchError: the runtime has no TPU, connects fewer processes than were started, or runs several in threads.
@@ -72,17 +75,14 @@ def find_replica() -> Replica:
     torch_xla = import_torch_xla()
     start_runtime()
     runtime = importlib.import_module("torch_xla.runtime")
-    check_world_size(runtime.world_size())
-    refuse_threads(runtime.world_size())
-    if runtime.world_size() == 1:
-        return Replica(0, 0, 1, 1, torch_xla.device())
-    return Replica(
-        runtime.global_ordinal(),
-        runtime.local_ordinal(),
-        runtime.world_size(),
-        runtime.local_device_count(),
-        torch_xla.device(),
-    )
+    world_size = runtime.world_size()
+    check_world_size(world_size)
+    refuse_threads(world_size)
+    torch_xla.manual_seed(torch.initial_seed())  # what `set_seed` before could not reach
+    device = torch_xla.device()
+    if world_size == 1:
+        return Replica(0, 0, 1, 1, device)
+    return Replica(runtime.global_ordinal(), runtime.local_ordinal(), world_size, runtime.local_device_count(), device)
 
 
 class XlaStrategy(Strategy):
@@ -100,11 +100,24 @@ class XlaStrategy(Strategy):
         device = self._processes.device.type
         return None if device == "xla" else f"this run computes on {device}"
 
+    def accept(self, handlers: Handlers) -> list[str]:
+        """See `Strategy.accept`."""
+        self.handlers = handlers
+        ddp = handlers.ddp or DistributedDataParallelKwargs()
+        if handlers.compiles:
+            message = "torch_xla compiles each step as a whole by itself"
+            raise ConfigError([Problem("dynamo_backend", "", message, "Leave it out on a TPU.")])
+        if {ddp.comm_hook, ddp.comm_wrapper} != {DDPCommunicationHookType.NO}:
+            where, message = "DistributedDataParallelKwargs(comm_hook=…)", "there is no DDP on XLA"
+            raise ConfigError([Problem(where, "", message, "Leave it out: gradients travel in their own type.")])
+        unused = [name for name in ddp.to_kwargs() if name not in ("broadcast_buffers", "find_unused_parameters")]
+        told = f"DistributedDataParallelKwargs({', '.join(unused)}): on XLA one all-reduce averages all gradients"
+        return [told] if unused else []
+
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`."""
         keep_weights_in_fp32(request)
         module = request.model
-        _take_from_first(module)
         if request.is_placed:
             _move(module, processes.device)
         elif any(p.device.type != "xla" for p in module.parameters()):
@@ -112,9 +125,13 @@ class XlaStrategy(Strategy):
                 f"prepare() got a {type(module).__name__} that is to stay where it is, and that is not the XLA "
                 "device.\nLeave device_placement out, or call .to(accelerator.device) before its optimizer is made."
             )
-        recorder = _Recorder(processes)
-        recorder.follow_inference(module)
-        return torch_session(module, request, torch_optimizer(request), self.handlers, recorder)
+        _take_from_first(module)
+        recorder = _Recorder(processes, self.handlers.ddp or DistributedDataParallelKwargs())
+        module.register_forward_pre_hook(recorder.before_forward)
+        optimizer = torch_optimizer(request)
+        if optimizer is None and not request.only_evaluates and processes.world_size > 1:
+            recorder.refuse_gradients(module)
+        return torch_session(module, request, optimizer, self.handlers, recorder)
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
         """See `Strategy.autocast`."""
@@ -125,7 +142,9 @@ class XlaStrategy(Strategy):
         keep_weights_in_fp32(request)
         optimizer = torch_optimizer(request)
         assert isinstance(session, TorchSession)
+        assert isinstance(session.recorder, _Recorder)
         assert optimizer is not None, "the request is for one"
+        session.recorder.allow_gradients()
         session.train_with(optimizer)
 
     def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
@@ -134,36 +153,93 @@ class XlaStrategy(Strategy):
 
 
 class _Recorder:
-    """See `Recorder`: torch_xla notes operations down as a graph, which it compiles once and runs at a `sync`."""
+    """See `Recorder`: torch_xla notes operations down as a graph, and compiles and runs it at a `sync`.
 
-    def __init__(self, processes: Processes) -> None:
+    Args:
+        processes: this replica and its peers.
+        given: what a script has set of DDP, of which buffers and unused parameters have a meaning here.
+    """
+
+    def __init__(self, processes: Processes, given: DistributedDataParallelKwargs) -> None:
         self._replicas = processes.world_size
+        self._given = given
+        self._is_first = torch.tensor(processes.rank == 0, device=processes.device)
         self._sync = importlib.import_module("torch_xla").sync
-        self._model = importlib.import_module("torch_xla.core.xla_model")
-
-    def end_backward(self, module: nn.Module, *, averages: bool) -> None:
-        """See `Recorder.end_backward`.
-
-        What does not end a window is run, so that the graph of a step is the same however many backwards came before.
-        """
-        if not averages:
-            self._sync()
-        elif self._replicas > 1:
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
-            self._model.all_reduce(self._model.REDUCE_SUM, gradients, scale=1.0 / self._replicas)
+        self._operations = importlib.import_module("torch_xla.core.xla_model")
+        self._refusal: Any = None
 
     def run(self) -> None:
         """See `Recorder.run`."""
         self._sync()
 
-    def follow_inference(self, module: nn.Module) -> None:
-        """Run what is noted down before each forward that trains nothing: else a whole evaluation is one graph."""
+    def end_backward(self, module: nn.Module, *, averages: bool) -> None:
+        """See `Recorder.end_backward`.
 
-        def run_before(*_: Any) -> None:
-            if not torch.is_grad_enabled():
-                self._sync()
+        What does not end a window runs at once: so a step's graph is the same however many backwards came before.
+        """
+        if not averages:
+            self._sync()
+        elif self._replicas > 1:
+            gradients = self._gradients(module)
+            self._operations.all_reduce(self._operations.REDUCE_SUM, gradients, scale=1.0 / self._replicas)
+            if self._given.broadcast_buffers:
+                self._share_buffers(module)
 
-        module.register_forward_pre_hook(run_before)
+    def before_forward(self, *_: Any) -> None:
+        """Where nothing is trained, run what the last forward left: else a whole evaluation becomes one graph."""
+        if not torch.is_grad_enabled():
+            self._sync()
+
+    def refuse_gradients(self, module: nn.Module) -> None:
+        """Raise in a backward through a model without an optimizer: nothing would average its gradients."""
+        name = type(module).__name__
+
+        def refuse(_: Tensor) -> None:
+            raise LoopError(
+                f"this backward() makes gradients of a {name} that was prepared without an optimizer: on XLA they "
+                "would not be averaged over the processes.\nPass its optimizer to prepare(), or freeze it: "
+                "model.requires_grad_(False)."
+            )
+
+        first = next((p for p in module.parameters() if p.requires_grad), None)
+        if first is not None:
+            self._refusal = first.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+
+    def allow_gradients(self) -> None:
+        """An optimizer has come."""
+        if self._refusal is not None:
+            self._refusal.remove()
+
+    def _gradients(self, module: nn.Module) -> list[Tensor]:
+        """Those to average, of the same parameters in every replica."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if self._given.find_unused_parameters:
+            used = collectives.reduce(torch.tensor([p.grad is not None for p in trained]), "sum").tolist()
+            for p, count in zip(trained, used, strict=True):
+                if count:  # made anew in one order: a graph with a collective has to be the same on all replicas
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            self._sync()  # so what differs between them is none of it
+        elif unused := [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]:
+            raise LoopError(
+                f"the losses of this window do not depend on {', '.join(unused[:8])}"
+                f"{' and others' if len(unused) > 8 else ''} of the {type(module).__name__}: the replicas wait for "
+                "their gradients.\nWhere parameters sit out by intention: Accelerator(kwargs_handlers=["
+                "DistributedDataParallelKwargs(find_unused_parameters=True)]). Else freeze them before prepare()."
+            )
+        return [p.grad for p in trained if p.grad is not None]
+
+    @torch.no_grad()
+    def _share_buffers(self, module: nn.Module) -> None:
+        """Give running statistics the values of process 0, as DDP does."""
+        buffers = [
+            tensor
+            for _, tensor in persistent_tensors(module)
+            if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        ]
+        for buffer in buffers:
+            buffer.copy_(torch.where(self._is_first, buffer, torch.zeros_like(buffer)))
+        if buffers:
+            self._operations.all_reduce(self._operations.REDUCE_SUM, buffers)
 
 
 def _take_from_first(module: nn.Module) -> None:
@@ -174,14 +250,14 @@ def _take_from_first(module: nn.Module) -> None:
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move a module that its optimizer, and ties between its layers, go on knowing by the same objects.
+    """Move a module whose optimizer, and ties between its layers, know its parameters as objects.
 
-    `module.to` makes new parameters where the device is of another kind.
+    `module.to` makes new ones where the device is of another kind.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device == device:
             continue
-        moved: torch.Tensor = tensor.detach().to(device)
+        moved: Tensor = tensor.detach().to(device)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
         moved.__dict__.update(tensor.__dict__)

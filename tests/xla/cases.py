@@ -1,0 +1,211 @@
+"""What runs on XLA devices: CASE FOLDER. Each case is a process of its own, and fails by an exception."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ["PJRT_DEVICE"] = "CPU"
+
+import pytest
+import torch
+from loop import ACCUMULATION, SAMPLES, Run, by_hand, largest_difference, make_parts, part_of, train
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero_plugin import Accelerator, DistributedDataParallelKwargs, DistributedType
+from zero_plugin.errors import LoopError
+
+XLA = {"distributed_type": "TPU", "scheduler_counts": "steps"}
+
+
+def refuse_differences(ours: Run, theirs: Run, *, bf16: bool = False) -> None:
+    """fp32 within 1e-5 (weights 1e-4), bf16 within 1e-2; learning rates are the same."""
+    found = {what: largest_difference(ours, theirs, what) for what in ("losses", "norms", "rates", "weights")}
+    print(found, flush=True)
+    assert found["losses"] < (1e-2 if bf16 else 1e-5), found
+    assert found["norms"] < (5e-2 if bf16 else 1e-4), found
+    assert found["weights"] < (5e-2 if bf16 else 1e-4), found
+    assert found["rates"] == 0.0, found
+
+
+def one_device(folder: Path) -> None:
+    """The whole loop in fp32, without a new program after the first epoch."""
+    import torch_xla.debug.metrics as metrics
+
+    def programs() -> int:
+        compiled = metrics.metric_data("CompileTime")
+        return compiled[0] if compiled else 0
+
+    accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
+    assert accelerator.device.type == "xla"
+    assert accelerator.distributed_type is DistributedType.XLA
+    made: list[int] = []
+
+    class Counting(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            made.append(programs())
+            return super().__iter__()
+
+    model, optimizer, schedule, loader = make_parts()
+    ours = train(accelerator, (model, optimizer, schedule, Counting(loader.dataset, batch_size=loader.batch_size)))
+    made.append(programs())
+    print("programs before each epoch, and in the end:", made, flush=True)
+    assert made[0] < made[1] == made[2], made  # the end reads weights and losses, which may take programs of its own
+    assert model.inner.weight is model.again.weight
+    (theirs,) = by_hand(1)
+    refuse_differences(ours, theirs)
+    accelerator.end_training()
+
+
+def one_device_in_bf16(folder: Path) -> None:
+    """Forwards under torch's autocast for XLA; weights stay fp32."""
+    accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16")
+    parts = make_parts()
+    types = set()
+    parts[0].inner.register_forward_hook(lambda _module, _inputs, output: types.add(output.dtype))
+    ours = train(accelerator, parts)
+    assert types == {torch.bfloat16}
+    assert {p.dtype for p in parts[0].parameters()} == {torch.float32}
+    refuse_differences(ours, by_hand(1, bf16=True)[0], bf16=True)
+    accelerator.end_training()
+
+
+def two_replicas(folder: Path) -> None:
+    """The whole loop with a real all-reduce; then gathering exactly the samples of an uneven data set."""
+    from replicas import WORLD, run_replicas
+
+    parts = [make_parts() for _ in range(WORLD)]
+    runs: dict[int, Run] = {}
+
+    def replica(rank: int) -> None:
+        accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
+        assert (accelerator.process_index, accelerator.num_processes) == (rank, WORLD)
+        if rank:  # what differs at the start is mended
+            with torch.no_grad():
+                parts[rank][0].last.weight.add_(1.0)
+        runs[rank] = train(accelerator, parts[rank])
+        model = accelerator.unwrap_model(parts[rank][0])
+        numbers = torch.arange(SAMPLES - 1.0)
+        evaluated = accelerator.prepare(DataLoader(TensorDataset(numbers[:, None].expand(-1, 8)), batch_size=4))
+        gathered = []
+        with torch.no_grad():
+            for (inputs,) in evaluated:
+                model(inputs)
+                gathered.append(accelerator.gather_for_metrics(inputs[:, 0]))
+        assert torch.cat(gathered).cpu().tolist() == numbers.tolist()
+        ranks = accelerator.reduce(torch.tensor(rank + 1.0, device=accelerator.device), "sum")
+        assert ranks.device.type == "xla"
+        assert float(ranks) == 3.0
+        accelerator.end_training()
+
+    run_replicas(replica)
+    for rank, theirs in enumerate(by_hand(WORLD)):
+        refuse_differences(runs[rank], theirs)
+    assert all(torch.equal(runs[0].weights[name], tensor) for name, tensor in runs[1].weights.items())
+
+
+def two_replicas_without_all_reduce(folder: Path) -> None:
+    """The same with the mechanism taken away: it has to fail."""
+    import torch_xla.core.xla_model as operations
+
+    operations.all_reduce = lambda *_, **__: None
+    two_replicas(folder)
+
+
+def saving(folder: Path) -> None:
+    """Two replicas train the first epoch and save."""
+    from replicas import WORLD, run_replicas
+
+    parts = [make_parts() for _ in range(WORLD)]
+
+    def replica(rank: int) -> None:
+        accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
+        train(accelerator, parts[rank], range(1), save=str(folder / "xla"))
+        accelerator.end_training()
+
+    run_replicas(replica)
+
+
+def resuming(folder: Path) -> None:
+    """Two replicas go on for the third epoch from where ZeRO-3 and DDP have saved after the second."""
+    from replicas import WORLD, run_replicas
+
+    parts = {kind: [make_parts() for _ in range(WORLD)] for kind in ("zero3", "ddp")}
+    runs: dict[tuple[int, str], Run] = {}
+
+    def replica(rank: int) -> None:
+        for kind, own in parts.items():
+            accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
+            runs[rank, kind] = train(accelerator, own[rank], range(2, 3), load=str(folder / kind))
+            accelerator.free_memory()
+        accelerator.end_training()
+
+    run_replicas(replica)
+    theirs = [part_of(run, range(2, 3)) for run in by_hand(WORLD)]  # no backward before the XLA runtime has started
+    for (rank, _), ours in runs.items():
+        refuse_differences(ours, theirs[rank])
+
+
+def sitting_out(folder: Path) -> None:
+    """Parameters that a loss does not reach on one replica, or on none; and models without an optimizer."""
+    from replicas import WORLD, run_replicas
+
+    models = [[Branches() for _ in range(WORLD)] for _ in range(2)]
+    alone = [nn.Linear(1, 1) for _ in range(WORLD)]
+
+    def replica(rank: int) -> None:
+        config = {**XLA, "deepspeed_config": {"zero_optimization": {"stage": 3}}}
+        accelerator = Accelerator(config=config)
+        model = models[0][rank]
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(LoopError, match=r"do not depend on never\.weight of the Branches"):
+            accelerator.backward(model(torch.ones(1, 1, device=accelerator.device), both=True).sum())
+        unowned = accelerator.prepare(alone[rank])
+        with pytest.raises(LoopError, match="gradients of a Linear that was prepared without an optimizer"):
+            unowned(torch.ones(1, 1, device=accelerator.device)).sum().backward()
+        accelerator.free_memory()
+
+        given = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator = Accelerator(config=XLA, kwargs_handlers=[given])
+        model = models[1][rank]
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(1, 1, device=accelerator.device), both=rank == 0).sum())
+        accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        gradients = {name: None if p.grad is None else p.grad.item() for name, p in model.named_parameters()}
+        assert gradients == {"always.weight": 1.0, "first.weight": 1.5, "never.weight": None}
+        accelerator.end_training()
+
+    run_replicas(replica)
+
+
+class Branches(nn.Module):
+    """One layer that every loss reaches, one that some do, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first, self.never = (nn.Linear(1, 1, bias=False) for _ in range(3))
+
+    def forward(self, inputs: Tensor, *, both: bool) -> Tensor:
+        return self.always(inputs) + (self.first(3.0 * inputs) if both else 0.0)
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    case.__name__: case
+    for case in (
+        one_device,
+        one_device_in_bf16,
+        two_replicas,
+        two_replicas_without_all_reduce,
+        saving,
+        resuming,
+        sitting_out,
+    )
+}
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]](Path(sys.argv[2]))

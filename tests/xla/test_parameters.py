@@ -1,0 +1,19 @@
+"""Parameters whose gradients the replicas could not average, and a ZeRO stage that they cannot have."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="`make test-tpu` has torch_xla, in an environment of its own")
+
+
+def test_parameters_that_sit_out_and_what_is_dropped(
+    run_case: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Unused parameters are named, or averaged where they are used; a ZeRO stage is dropped aloud."""
+    done = run_case("sitting_out")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "ZeRO stage 3 dropped" in done.stderr

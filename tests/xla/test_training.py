@@ -1,0 +1,26 @@
+"""The script that every path runs, on XLA devices, against the same training written by hand in plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="`make test-tpu` has torch_xla, in an environment of its own")
+
+RunCase = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize("case", ["one_device", "one_device_in_bf16", "two_replicas"])
+def test_training_is_that_of_plain_torch(case: str, run_case: RunCase) -> None:
+    """Losses, norms and rates of each step, and weights; one device compiles nothing after the first epoch."""
+    done = run_case(case)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_gradients_that_are_not_averaged_are_seen(run_case: RunCase) -> None:
+    """The comparison of two replicas really fails where the all-reduce does nothing."""
+    done = run_case("two_replicas_without_all_reduce")
+    assert done.returncode == 1
+    assert "AssertionError: {'losses'" in done.stderr, done.stderr[-4000:]
