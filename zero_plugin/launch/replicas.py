@@ -19,7 +19,7 @@ from zero_plugin.config.handover import from_environment
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, read_first_failure, report_end
-from zero_plugin.strategies.xla_runtime import import_torch_xla
+from zero_plugin.strategies.xla_runtime import explain_start, import_torch_xla
 
 __all__ = ["ENDED_SILENTLY", "end_training", "leave_torchrun", "run_replicas"]
 
@@ -35,6 +35,7 @@ ENDED_SILENTLY: Final = (
     "(`dmesg` tells), or XLA ended it, whose own words are above."
 )
 _importing = threading.Lock()
+_begun: list[int] = []  # replicas of this process
 
 
 def run_replicas(function: str, count: str, program: list[str]) -> None:
@@ -63,6 +64,10 @@ def run_replicas(function: str, count: str, program: list[str]) -> None:
             if (code := read_first_failure()) is not None:
                 raise SystemExit(code) from None
             raise LaunchError(ENDED_SILENTLY) from None
+        except (RuntimeError, OSError) as error:
+            if _begun:
+                raise  # the script's own, on the one device
+            raise explain_start(error) from error
 
 
 def leave_torchrun(count: str) -> None:
@@ -93,6 +98,7 @@ def _run_replica(rank: int, function: str, name: str, is_module: bool) -> None:
 
     Where it fails, its process ends at once: others wait for it in a collective, and torch_xla for them in their order.
     """
+    _begun.append(rank)
     apart = parent_process() is not None
     if apart:
         die_with_launcher()

@@ -13,7 +13,14 @@ from zero_plugin.errors import LaunchError, MachineError
 from zero_plugin.installed import installed_version
 from zero_plugin.probe.tpu import PJRT_DEVICE
 
-__all__ = ["check_world_size", "find_version_problem", "import_torch_xla", "refuse_threads", "start_runtime"]
+__all__ = [
+    "check_world_size",
+    "explain_start",
+    "find_version_problem",
+    "import_torch_xla",
+    "refuse_threads",
+    "start_runtime",
+]
 
 _INSTALL: Final = "pip install 'zero-plugin[tpu]'"
 _RUNTIMES: Final = ("TPU", "CPU")
@@ -81,12 +88,17 @@ def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
         )
     try:
         runtime.addressable_device_count()
-    except RuntimeError as error:
-        raise MachineError(
-            f"the XLA runtime does not start with {PJRT_DEVICE}={asked or found}: {error}\n"
-            f"Another process may hold the TPU, which serves one at a time; or libtpu is missing: {_INSTALL}"
-        ) from error
+    except (RuntimeError, OSError) as error:
+        raise explain_start(error) from error
     return found
+
+
+def explain_start(error: Exception) -> MachineError:
+    """What to raise where the XLA runtime has raised `error` at its start."""
+    return MachineError(
+        f"the XLA runtime does not start with {PJRT_DEVICE}={os.environ.get(PJRT_DEVICE, '')}: {error}\n"
+        f"Another process may hold the TPU, which serves one at a time; or libtpu is missing: {_INSTALL}"
+    )
 
 
 def check_world_size(found: int, environ: Mapping[str, str] = os.environ) -> None:

@@ -1,0 +1,59 @@
+"""Another runtime than a TPU's, or one that does not start, is an error that says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="`make test-tpu` has torch_xla, in an environment of its own")
+
+
+def run(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    dropped = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    environ = {**kept, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+
+
+RUNTIMES = """
+import os
+from zero_plugin.errors import LaunchError, MachineError
+from zero_plugin.strategies.xla_runtime import start_runtime
+
+def told():
+    try:
+        return start_runtime()
+    except (LaunchError, MachineError) as error:
+        return f"{type(error).__name__}: {error}"
+
+print(told())
+os.environ["PJRT_DEVICE"] = "NEURON"
+print(told())
+os.environ["PJRT_DEVICE"] = "CPU"
+print(told())
+"""
+
+
+def test_another_device_than_a_tpu(tmp_path: Path) -> None:
+    """torch_xla takes the CPU where it finds no TPU; only a user's own word for that is followed."""
+    done = run(tmp_path, "-c", RUNTIMES)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "LaunchError: the run is to train on a TPU, but torch_xla found no TPU and took CPU." in done.stdout
+    assert "LaunchError: the run is to train on a TPU, but PJRT_DEVICE is NEURON." in done.stdout
+    assert done.stdout.splitlines()[-1] == "CPU"
+
+
+def test_a_tpu_that_does_not_start(tmp_path: Path) -> None:
+    """`PJRT_DEVICE=TPU` without one: what torch_xla says of it, and what to look at, in place of its traceback."""
+    script = tmp_path / "train.py"
+    script.write_text("def main():\n    pass\n")
+    typed = ("-m", "zero_plugin", "launch", "--tpu", "--num_processes", "1", str(script))
+    done = run(tmp_path, *typed, PJRT_DEVICE="TPU")
+    assert done.returncode == 1
+    assert "MachineError: the XLA runtime does not start with PJRT_DEVICE=TPU" in done.stderr
+    assert "pip install 'zero-plugin[tpu]'" in done.stderr
