@@ -27,6 +27,7 @@ def test_no_config_is_forgotten() -> None:
         "auto.yaml",
         "ddp.yaml",
         "cpu.yaml",
+        "tpu.yaml",
         *(f"{name}.{kind}" for name in ZERO for kind in ("json", "yaml")),
     }
 
