@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch import nn
 from zero_plugin.collectives import broadcast_object_list, gather_object
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import dropped_zero, launch_settings
+from zero_plugin.doctor.memory import lockable_bytes
 from zero_plugin.errors import MachineError, StrategyError
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.amounts import show_gib
@@ -98,7 +98,6 @@ def find_room(resolved: Resolved, held: int = 0) -> Room:
         held: bytes of host memory that the run has already.
     """
     host = memory_available_bytes(torch.device("cpu"))
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     folders = {
         str(resolved.tree.value("zero_optimization", f"offload_{what}", "nvme_path"))
         for what in ("optimizer", "param")
@@ -106,7 +105,7 @@ def find_room(resolved: Resolved, held: int = 0) -> Room:
     }
     return Room(
         None if host is None else host + held,
-        None if limit == resource.RLIM_INFINITY else limit,
+        lockable_bytes(),
         {folder: shutil.disk_usage(_existing(Path(folder))).free for folder in folders},
     )
 

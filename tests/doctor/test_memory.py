@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 
-from zero_plugin.doctor.memory import check_host_memory, check_locked_memory, check_shared_memory
+import zero_plugin.doctor.memory
+from zero_plugin.doctor.memory import check_host_memory, check_locked_memory, check_shared_memory, lockable_bytes
 from zero_plugin.doctor.needs import Needs
 
 GIB = 2**30
@@ -57,3 +61,18 @@ def test_host_memory() -> None:
     assert scarce.level == "warning"
     assert "nvme" in scarce.fix
     assert check_host_memory(None, None, CPU).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "limit", "lockable"),
+    [("0", 2**20, 2**20), ("4000", 2**20, None), ("0", resource.RLIM_INFINITY, None), ("1ffffffffff", 2**20, None)],
+)
+def test_who_may_lock_memory(
+    capabilities: str, limit: int, lockable: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit does not bind a process with CAP_IPC_LOCK, which root has outside of most containers."""
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
+    monkeypatch.setattr(zero_plugin.doctor.memory, "_STATUS", status)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert lockable_bytes() == lockable

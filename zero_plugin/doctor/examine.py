@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
 import socket
 import sys
@@ -20,7 +18,7 @@ from zero_plugin.doctor.builds import build_folder, check_builds, check_locks, m
 from zero_plugin.doctor.disk import check_disk, look_at_disk
 from zero_plugin.doctor.finding import Finding
 from zero_plugin.doctor.libaio import check_libaio
-from zero_plugin.doctor.memory import check_host_memory, check_locked_memory, check_shared_memory
+from zero_plugin.doctor.memory import check_host_memory, check_locked_memory, check_shared_memory, lockable_bytes
 from zero_plugin.doctor.needs import Needs, find_needs
 from zero_plugin.doctor.places import check_folders, check_gpus, check_hostname, check_nodes, check_port
 from zero_plugin.doctor.software import TESTED, check_packages, check_python
@@ -74,7 +72,7 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
         yield check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, asked=asked)
     yield check_tpu(tpu, environ, asked=on_tpu)
     yield check_host_memory(host_memory_bytes(), _available_bytes(), needs)
-    yield check_locked_memory(_locked_limit(), needs)
+    yield check_locked_memory(lockable_bytes(), needs)
     there = shutil.disk_usage(_SHARED) if _SHARED.is_dir() else None
     yield check_shared_memory(there and there.total, there.free if there else 0, needs)
     yield check_nodes(read_nodes(), needs)
@@ -139,19 +137,3 @@ def _available_bytes() -> int | None:
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     total = host_memory_bytes()
     return free if free is None or total is None else min(free, total)
-
-
-def _locked_limit() -> int | None:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    privileged = os.geteuid() == 0 and _may_lock_all()
-    return None if limit == resource.RLIM_INFINITY or privileged else limit
-
-
-def _may_lock_all() -> bool:
-    """Whether this process has CAP_IPC_LOCK (number 14), for which the limit does not count."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return False
-    effective = next((line.split()[1] for line in lines if line.startswith("CapEff:")), "0")
-    return bool(int(effective, 16) >> 14 & 1)

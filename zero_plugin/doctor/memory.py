@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+from typing import Final
+
 from zero_plugin.doctor.finding import Finding
 from zero_plugin.doctor.needs import Needs
 
-__all__ = ["check_host_memory", "check_locked_memory", "check_shared_memory"]
+__all__ = ["check_host_memory", "check_locked_memory", "check_shared_memory", "lockable_bytes"]
 
 _SHARED = "/dev/shm"  # noqa: S108 - the check's name
 _SMALL_LOCKED = 1 << 30  # bytes: a swapped gradient or weight of a model that needs NVMe
@@ -14,6 +18,8 @@ _UNLIMITED = (
     "ulimit -l unlimited   (as root: two lines `* soft memlock unlimited`, `* hard memlock unlimited` in "
     "/etc/security/limits.conf; docker run --ulimit memlock=-1)"
 )
+_STATUS: Final = Path("/proc/self/status")
+_CAP_IPC_LOCK: Final = 14  # linux/capability.h
 _LITTLE_LEFT = 4 << 30  # bytes for a process that offloads to host memory
 
 
@@ -70,6 +76,17 @@ def check_host_memory(total: int | None, available: int | None, needs: Needs) ->
         found += "; offload to the CPU keeps 12 bytes there for each parameter with Adam"
         return Finding("host memory", "warning", found, "Stop what else runs, or offload to nvme in place of cpu.")
     return Finding("host memory", "ok", found)
+
+
+def lockable_bytes() -> int | None:
+    """What a process may lock, as `ulimit -l` says; None without a limit, as for one with CAP_IPC_LOCK (mostly root)."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    try:
+        held = next(line for line in _STATUS.read_text().splitlines() if line.startswith("CapEff:"))
+    except (OSError, StopIteration):  # not Linux
+        held = "CapEff: 0"
+    has_capability = int(held.split()[1], 16) >> _CAP_IPC_LOCK & 1
+    return None if limit == resource.RLIM_INFINITY or has_capability else limit
 
 
 def _size(count: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Final
 import torch
 
 from zero_plugin.doctor.disk import look_at_disk
+from zero_plugin.doctor.memory import lockable_bytes
 from zero_plugin.errors import ConfigError
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.cluster import ASSUMED
@@ -56,7 +56,6 @@ def measure_cluster(
     network, why = ASSUMED["network_bandwidth"]
     link, link_source = _link_bandwidth(device, name, speeds)
     disk = None if nvme_path is None else look_at_disk(nvme_path)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     share = f"{_TRAINING_SHARE:.0%} of a large multiplication, {measured}"
     sources = dict.fromkeys(("memory_bandwidth", "pcie_bandwidth"), measured)
     sources |= {"flops": share, "network_bandwidth": why, "link_bandwidth": link_source}
@@ -73,7 +72,7 @@ def measure_cluster(
         devices=devices,
         device_name=name,
         nvme_bytes=disk.free if disk else 0,
-        memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
+        memlock_bytes=lockable_bytes(),
         flops={precision: _TRAINING_SHARE * speeds[f"matmul {precision}"] for precision in _TYPES},
         memory_bandwidth=speeds["memory"],
         link_bandwidth=link,
