@@ -1,4 +1,4 @@
-"""Another runtime than a TPU's, or one that does not start, is an error that says what to do."""
+"""What would train wrongly on XLA devices, or crash there, is an error that says what to do."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ def run(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Complet
     environ = {**kept, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+
+
+def test_processes_that_do_not_see_each_other(tmp_path: Path) -> None:
+    """torchrun's two on PJRT's CPU client have a runtime each: an all-reduce between them would do nothing, silently."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from zero_plugin import Accelerator\nAccelerator(config={'distributed_type': 'TPU'})\nprint('on')"
+    )
+    typed = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    done = run(tmp_path, *typed, PJRT_DEVICE="CPU")
+    assert done.returncode != 0
+    assert "on" not in done.stdout.split()
+    assert "LaunchError: 2 processes were started, but the XLA runtime connects 1 device (PJRT" in done.stderr
+    assert "zero-plugin launch --tpu" in done.stderr
 
 
 RUNTIMES = """
