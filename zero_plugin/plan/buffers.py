@@ -21,11 +21,12 @@ _STAGE0_BUCKET = 500_000_000  # elements: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
 _PARAM_BUFFERS, _OPTIMIZER_BUFFERS = 5, 4  # `buffer_count` of the two offload sections
 
 
-def reduction_buffers(model: ModelSizes, setup: Setup) -> int:
+def reduction_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
     """Bytes on the device that reducing gradients takes beside a backward.
 
     Stages 1 and 2: the contiguous bucket, a second one with `overlap_comm`, and at stage 2 the flattened copy that is
-    all-reduced. Stage 3: the reordered copy that is reduce-scattered; its bucket is among the states.
+    all-reduced and, where sums are in the weights' own type, the reduced gradients that are to be added to them.
+    Stage 3: the reordered copy that is reduce-scattered; its bucket is among the states.
     """
     width = weight_bytes(setup)
     filled = min(setup.reduce_bucket, model.trainable) * width
@@ -34,7 +35,9 @@ def reduction_buffers(model: ModelSizes, setup: Setup) -> int:
     if setup.stage == 1:
         return setup.reduce_bucket * setup.gradient_bytes
     if setup.stage == 2:
-        return setup.reduce_bucket * width * (2 if setup.overlap_comm else 1) + filled
+        sums = setup.gradient_bytes == width and setup.offload_optimizer == "none" and setup.accumulation > 1
+        reduced = touched_elements(model.parameters, processes) * width if sums else 0
+        return setup.reduce_bucket * width * (2 if setup.overlap_comm else 1) + filled + reduced
     return filled
 
 
@@ -110,7 +113,10 @@ def step_moments(
     if setup.stage == 3:
         flattened = own * setup.gradient_bytes if setup.offload_optimizer == "none" else 0
         return tuple({"step transient": size} for size in _casting(flattened, own, setup.gradient_bytes, update))
-    reduced = {"gradients": gradients, "reduction buffers": reduction_buffers(model, setup) if setup.stage == 1 else 0}
+    reduced = {
+        "gradients": gradients,
+        "reduction buffers": reduction_buffers(model, setup, processes) if setup.stage == 1 else 0,
+    }
     if setup.offload_optimizer != "none":
         return (reduced,)
     if setup.stage == 2 and setup.gradient_bytes != width:

@@ -92,18 +92,17 @@ def footprint(
     saved, transient = _activations(activations.under(setup.stage), setup)
     gradients = window_gradients(model, setup, processes)
     gathered = gathered_parameters(model, setup, processes)
-    reducing = reduction_buffers(model, setup) if processes > 1 or setup.stage is not None else 0
+    reducing = reduction_buffers(model, setup, processes)
     # What was traced under autocast has the copies among what it saves.
     copies = 0 if activations.autocast else autocast_copies(model, setup)
     beside = {"gathered parameters": gathered, "reduction buffers": reducing, "autocast copies": copies}
     carried = carried_gradients(model, setup, processes)
-    flat = flattening(model, setup, processes)
-    kept = states.get("parameters", 0)
-    if setup.stage in (1, 2) and kept + flat > cluster.device_bytes:
-        flat = 0  # then DeepSpeed makes the flat copy in host memory
+    initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
+    if setup.stage in (1, 2) and sum(_with_margins(initial, states, processes).values()) > cluster.device_bytes:
+        initial["flat copy"] = 0  # then DeepSpeed makes it in host memory
     step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
-        "initialisation": {"parameters": kept, "flat copy": flat},
+        "initialisation": initial,
         "forward": {**_with(states, gradients=carried), **beside, "activations": saved, "transient": transient},
         "backward": {**_with(states, gradients=gradients), **beside, "transient": transient},
         "step": {**states, **step, "gradients": states.get("gradients", 0) + step.get("gradients", 0)},

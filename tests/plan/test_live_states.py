@@ -1,0 +1,210 @@
+"""The plan's arithmetic against the live tensors of real training, on every stage and offload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.plan.buffers import gathered_parameters, host_swap_buffers, reduction_buffers
+from zero_plugin.plan.footprint import footprint
+from zero_plugin.plan.partitions import sub_groups
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.states import device_states, host_tensors, nvme_states, weight_bytes, window_gradients
+
+pytestmark = pytest.mark.processes
+
+WORKER = Path(__file__).parent / "states_worker.py"
+TERMS = ("parameters", "master weights", "optimizer states", "gradients", "other")
+STATES = {"adamw": 2, "adam": 2, "adagrad": 1, "momentum": 1, "sgd": 0}
+BUFFER_BYTES = 33 * 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training, and what is trained: square weights between an embedding and a head that share theirs."""
+
+    setup: Setup
+    width: int = 129
+    layers: int = 4
+    frozen: bool = False
+    optimizer: str = "adamw"
+    peaks: bool = False
+
+
+def setup(stage: Any, precision: Any = "bf16", **given: Any) -> Setup:
+    """With small buckets, and gradients that accumulate as this package settles it."""
+    sizes = {"reduce_bucket": 30_000, "allgather_bucket": 30_000, "prefetch_bucket": 20_000, "param_buffer": 2_000_000}
+    in_16_bits = precision == "bf16" and stage == 0
+    common = {"persistence_threshold": 200, "pin_memory": False, "gradient_bytes": 2 if in_16_bits else 4}
+    return Setup(stage=stage, precision=precision, **{**sizes, **common, **given})
+
+
+def nvme(world: int, **given: Any) -> Case:
+    """Weights of more than 1 MiB for each process: smaller ones stay in memory."""
+    ways = {"offload_optimizer": "nvme", "sub_group_size": 1_500_000, **given}
+    return Case(setup(3, **ways), width=1031 * (2 if world > 2 else 1), layers=3)
+
+
+def deep(case: Case) -> Case:
+    """Many small layers, beside which buckets and single gradients are small: what is left of a peak is the states."""
+    sizes = {"reduce_bucket": 12_000, "allgather_bucket": 12_000, "prefetch_bucket": 9_000}
+    return replace(case, setup=replace(case.setup, **sizes), width=65, layers=40, peaks=True)
+
+
+CPU = {"offload_optimizer": "cpu"}
+SHORT = {
+    "ddp": deep(Case(setup(None, accumulation=2))),
+    "0": Case(setup(0)),
+    "1": deep(Case(setup(1))),
+    "2 fp32 accumulating": deep(Case(setup(2, "no", accumulation=2))),
+    "2 frozen": Case(setup(2), frozen=True),
+    "2 cpu": Case(setup(2, **CPU)),
+    "3 sub-groups": Case(setup(3, sub_group_size=8_000, max_live_parameters=40_000, max_reuse_distance=80_000)),
+    "3 ratio": Case(setup(3, ratio=0.4, sub_group_size=8_000, **CPU), optimizer="adamw"),
+    "3 cpu cpu frozen": Case(setup(3, offload_param="cpu", **CPU), frozen=True),
+    "3 nvme": nvme(2, offload_param="nvme"),
+}
+
+
+def grid(world: int) -> dict[str, Case]:
+    """Every stage, offload, precision, accumulation, with and without frozen parts, and other optimizers."""
+    ways = [(s, "none", "none") for s in (None, 0, 1, 2, 3)] + [(s, "cpu", "none") for s in (1, 2, 3)]
+    ways += [(3, "none", "cpu"), (3, "cpu", "cpu")]
+    cases = {}
+    for (stage, states, weights), precision, accumulation, frozen in product(
+        ways, ("no", "bf16"), (1, 2), (False, True)
+    ):
+        chosen = setup(stage, precision, offload_optimizer=states, offload_param=weights, accumulation=accumulation)
+        case = Case(chosen, frozen=frozen)
+        plain = states == weights == "none" and not frozen
+        cases[f"{stage} {precision} {states} {weights} {accumulation} {frozen}"] = deep(case) if plain else case
+        if stage and precision == "bf16" and accumulation == 2 and not frozen:
+            halved = replace(chosen, gradient_bytes=2)
+            cases[f"{stage} bf16 {states} {weights} 16-bit gradients"] = Case(halved)
+    for stage, optimizer in product((None, 0, 1, 2, 3), ("adam", "sgd", "momentum")):
+        cases[f"{stage} {optimizer}"] = Case(setup(stage, "no"), optimizer=optimizer)
+    cases["ddp adagrad"] = Case(setup(None), optimizer="adagrad")
+    for ratio in (0.0, 0.25, 0.9):
+        cases[f"3 ratio {ratio}"] = Case(setup(3, ratio=ratio, sub_group_size=8_000, **CPU))
+    for precision, weights in product(("no", "bf16"), ("none", "cpu", "nvme")):
+        cases[f"nvme {precision} {weights}"] = nvme(world, precision=precision, offload_param=weights)
+    cases["weights on nvme"] = nvme(world, offload_param="nvme", offload_optimizer="none")
+    return cases
+
+
+def merged(*parts: Mapping[str, int]) -> dict[str, int]:
+    """Sums by what can be told apart in a process, where device and host are one memory."""
+    found = dict.fromkeys(TERMS, 0)
+    for name, size in (item for part in parts for item in part.items()):
+        known = name.removeprefix("persistent ")
+        found[known if known in found else "other"] += size
+    return found
+
+
+def predict(case: Case, model: ModelSizes, world: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes between two steps, and at the end of a window."""
+    way, optimizer = case.setup, OptimizerSizes(case.optimizer, STATES[case.optimizer])
+    kept = [
+        device_states(model, optimizer, way, world),
+        {name: sum(sizes) for name, sizes in host_tensors(model, optimizer, way, world).items()},
+        {"buffers": BUFFER_BYTES, "swapping": host_swap_buffers(model, way, world)},
+    ]
+    # Stage 1 fills its bucket in the step.
+    waiting = reduction_buffers(model, way, world) if way.stage == 1 else 0
+    return merged(*kept), merged(*kept, {"gradients": window_gradients(model, way, world), "bucket": waiting})
+
+
+def differences(name: str, case: Case, world: int, live: list[Any]) -> Iterator[str]:
+    """Lines of what is not as predicted; of several processes the one with the most counts."""
+    way = case.setup
+    model = ModelSizes(name, tuple(ParameterSize(e, trainable=trained) for e, trained in live[0]["sizes"]))
+    between, window = predict(case, model, world)
+    for moment, predicted in (("between", between), ("window", window)):
+        for term, wanted in predicted.items():
+            found = max(merged(process[moment])[term] for process in live)
+            if abs(found - wanted) > 1024 + 0.005 * wanted:
+                yield f"{name}: {term} ({moment}): predicted {wanted:,}, live {found:,}"
+    if way.stage == 3:
+        groups = sub_groups(model.parameters, world, way.sub_group_size)
+        if list(groups) != live[0]["sub_groups"]:
+            yield f"{name}: sub-groups: predicted {groups}, live {live[0]['sub_groups']}"
+        gathered = max(process["gathered"] for process in live) * weight_bytes(way)
+        if world > 1 and gathered > gathered_parameters(model, way, world):
+            yield f"{name}: gathered: predicted {gathered_parameters(model, way, world):,}, live {gathered:,}"
+    files = max(sum(process["files"].values()) for process in live)
+    on_drive = sum(nvme_states(model, OptimizerSizes(), way, world).values())
+    if abs(files - on_drive) > 0.01 * files:
+        yield f"{name}: files: predicted {on_drive:,}, live {files:,}"
+    if case.peaks:
+        yield from peak_differences(name, case, world, model, sum(between.values()), live)
+
+
+def peak_differences(
+    name: str, case: Case, world: int, model: ModelSizes, between: int, live: list[Any]
+) -> Iterator[str]:
+    """Lines of what was allocated at most in the last backward and step, where it is not as predicted.
+
+    Left out: stage 3's gathering, whose copies by gloo come and go by chance, and stage 0's step in 16 bits, which is
+    another one without a fused kernel.
+    """
+    way, width = case.setup, weight_bytes(case.setup)
+    largest = max(p.elements for p in model.parameters)
+    # On a CPU torch's Adam works in two tensors of a parameter's size, for one parameter at a time.
+    flat = way.stage in (1, 2)
+    optimizer = OptimizerSizes(case.optimizer, STATES[case.optimizer], step_copies=2 if flat else 0)
+    # A shared weight gets two gradients, which are then added.
+    made = Activations(Affine(), Affine(fixed=3 * largest * width))
+    phases = footprint(model, made, optimizer, way, Cluster(10**12, 10**12, devices=world)).phases
+    sums = {
+        phase: sum(size for term, size in terms.items() if term not in ("context", "fragmentation"))
+        for phase, terms in phases.items()
+    }
+    # gloo gathers the updated weights in a copy.
+    gathering = between + model.elements * width if flat and world > 1 else 0
+    wanted = {"backward": max(sums["forward"], sums["backward"]), "step": max(sums["step"], gathering)}
+    if way.stage == 3 or (way.stage == 0 and width == 2):
+        del wanted["step"]
+    if way.stage == 3:
+        del wanted["backward"]
+    # What a thread of gloo's sent last is alive until it sends more.
+    sent = model.elements * width if way.stage == 1 and way.precision == "bf16" else way.reduce_bucket * 4
+    for phase, predicted in wanted.items():
+        found = max(process["peaks"][phase] for process in live)
+        if not -0.05 * predicted <= found - predicted <= 0.05 * predicted + sent:
+            yield f"{name}: peak of {phase}: predicted {predicted:,}, live {found:,}"
+
+
+def check(cases: Mapping[str, Case], world: int, run_processes: Callable[..., list[str]], folder: Path) -> None:
+    """Train all cases in one group of processes, and compare."""
+    wanted = {name: {**asdict(case.setup), **asdict(case)} for name, case in cases.items()}
+    outputs = run_processes(WORKER, world, json.dumps(wanted), folder, seconds=90 + 30 * len(cases))
+    live = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(world)]
+    found: list[str] = []
+    for name, case in cases.items():
+        processes = [outcomes.get(name, {"error": "not reached"}) for outcomes in live]
+        failed = [process["error"] for process in processes if "error" in process]
+        found += [f"{name}: {failed[0]}"] if failed else differences(name, case, world, processes)
+    assert not found, "\n".join([*found, *(output[-2000:] for output in outputs if "Traceback" in output)])
+
+
+def test_predicted_bytes_are_the_live_ones(
+    run_processes: Callable[..., list[str]], tmp_path: Path, built_ops: None
+) -> None:
+    """Every stage, on two processes: each term, before a step and between two, what is on NVMe, and peaks."""
+    check(SHORT, 2, run_processes, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_predicted_bytes_everywhere(
+    run_processes: Callable[..., list[str]], tmp_path: Path, built_ops: None, world: int
+) -> None:
+    """The whole grid, on one to four processes."""
+    check(grid(world), world, run_processes, tmp_path)
