@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import transformers
+from blog_models import blenderbot, conversations, deberta, gpt2_xl, sentences, text
 from pairs import WIDTH, describe_run
 from rich.box import MARKDOWN
 from rich.console import Console
@@ -142,69 +142,6 @@ def told(micro: int) -> str:
 def fill(taken: Footprint) -> str:
     terms = sorted(taken.device.items(), key=lambda term: -term[1])
     return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in terms[:5])
-
-
-def deberta(attention: str) -> torch.nn.Module:
-    config = transformers.DebertaV2Config(
-        vocab_size=128100,
-        hidden_size=1536,
-        num_hidden_layers=24,
-        num_attention_heads=24,
-        intermediate_size=6144,
-        max_position_embeddings=512,
-        type_vocab_size=0,
-        relative_attention=True,
-        max_relative_positions=-1,
-        position_buckets=256,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-        pos_att_type=["p2c", "c2p"],
-        position_biased_input=False,
-        conv_kernel_size=3,
-        conv_act="gelu",
-        num_labels=2,
-        pooler_hidden_size=1536,
-    )
-    return transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
-
-
-def blenderbot(attention: str) -> torch.nn.Module:
-    config = transformers.BlenderbotConfig(
-        vocab_size=8008,
-        d_model=1280,
-        encoder_layers=2,
-        decoder_layers=12,
-        encoder_attention_heads=32,
-        decoder_attention_heads=32,
-        encoder_ffn_dim=5120,
-        decoder_ffn_dim=5120,
-        max_position_embeddings=128,
-        activation_function="gelu",
-    )
-    return transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation=attention)
-
-
-def gpt2_xl(attention: str) -> torch.nn.Module:
-    config = transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-
-
-def tokens(samples: int, length: int) -> torch.Tensor:
-    return torch.ones(samples, length, dtype=torch.long)
-
-
-def sentences(samples: int) -> dict[str, Any]:
-    ids = tokens(samples, 128)
-    return {"input_ids": ids, "attention_mask": ids}  # with labels its forward looks at their values
-
-
-def conversations(samples: int) -> dict[str, Any]:
-    source, target = tokens(samples, 128), tokens(samples, 64)
-    return {"input_ids": source, "attention_mask": source, "labels": target}
-
-
-def text(samples: int) -> dict[str, Any]:
-    return {"input_ids": tokens(samples, 128), "labels": tokens(samples, 128)}
 
 
 TASKS = (

@@ -1,0 +1,147 @@
+"""Peak memory of a GPU as the plan predicts it, against `torch.cuda.max_memory_allocated`, over 24 configurations.
+
+Every row is a launch of its own: GPT-2 of a size, AdamW, four steps. The target is 10 %. Then GPT-2 XL (1.5 billion
+parameters, blocks of 128 tokens, fp16) with 24 GB of the device: without ZeRO, one sample; the announcement's stage 3
+with everything offloaded, 16 samples; and what `auto` chooses, whose tokens per second should be 1.5 times as many.
+transformers must be installed. Without a GPU only `--cpu` runs, which predicts and measures nothing.
+
+    python benchmarks/gpu/plan_peaks.py
+    python benchmarks/gpu/plan_peaks.py --only cap
+    python benchmarks/gpu/plan_peaks.py --cpu --rows 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from training import Figures, Run, measure
+
+GIB = 2**30
+HOST: dict[str, Any] = {"device": "cpu"}
+ZERO: dict[str, dict[str, Any] | None] = {
+    "no ZeRO": None,
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 2 + CPU": {"stage": 2, "offload_optimizer": HOST},
+    "stage 3": {"stage": 3},
+    "stage 3 + CPU": {"stage": 3, "offload_optimizer": HOST},
+    "stage 3 + all on CPU": {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+}
+SMALL, LARGE = "gpt2:768x12", "gpt2:1280x36"  # 124 and 774 million parameters
+AUTO = {
+    "stage": "auto",
+    "offload_optimizer": {"device": "auto", "ratio": "auto"},
+    "offload_param": {"device": "auto"},
+    "sub_group_size": "auto",
+}
+ROWS = (
+    # every path in bf16, at two micro-batches; then fp16, fp32, accumulation, recomputation and long blocks
+    *((path, Run(LARGE, zero=zero, micro_batch=micro, length=512)) for path, zero in ZERO.items() for micro in (1, 8)),
+    ("no ZeRO", Run(LARGE, "fp16", micro_batch=8, length=512)),
+    ("stage 2", Run(LARGE, "fp16", ZERO["stage 2"], micro_batch=8, length=512)),
+    ("stage 3", Run(LARGE, "fp16", ZERO["stage 3"], micro_batch=8, length=512)),
+    ("no ZeRO", Run(LARGE, "no", micro_batch=4, length=512)),
+    ("stage 3", Run(LARGE, "no", ZERO["stage 3"], micro_batch=4, length=512)),
+    ("no ZeRO", Run(LARGE, micro_batch=4, length=512, accumulation=4)),
+    ("stage 2", Run(LARGE, zero=ZERO["stage 2"], micro_batch=4, length=512, accumulation=4)),
+    ("no ZeRO", Run(LARGE, micro_batch=16, length=1024, checkpointing=True)),
+    ("stage 3 + CPU", Run(LARGE, zero=ZERO["stage 3 + CPU"], micro_batch=16, length=1024, checkpointing=True)),
+    ("no ZeRO", Run(SMALL, micro_batch=64, length=1024)),
+)
+XL = Run("gpt2_xl", "fp16", cap_gib=24)
+CAPPED = (
+    ("no ZeRO, one sample", XL),
+    ("the announcement's", replace(XL, zero=ZERO["stage 3 + all on CPU"], micro_batch=16, steps=6)),
+    ("auto", replace(XL, zero=AUTO, micro_batch=16, steps=6)),
+)
+
+
+def main() -> None:
+    args = read_arguments()
+    if not args.cpu and not has_gpu():
+        sys.exit("This needs a GPU. --cpu tries the script without one.")
+    console = Console(width=160)
+    if args.only in (None, "peaks"):
+        console.print(compare_peaks(ROWS[: args.rows], args.cpu))
+    if args.only in (None, "cap") and not args.cpu:
+        console.print(compare_speed())
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("peaks", "cap"), help="one of the two tables")
+    parser.add_argument("--rows", type=int, help="of the first table, from its beginning")
+    parser.add_argument("--cpu", action="store_true", help="with tiny models and without a GPU, to try the script")
+    return parser.parse_args()
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def compare_peaks(rows: tuple[tuple[str, Run], ...], cpu: bool) -> Table:
+    table = Table(box=MARKDOWN)
+    for column in (
+        "path",
+        "model",
+        "precision",
+        "samples × tokens",
+        "predicted, GiB",
+        "measured, GiB",
+        "off by",
+        "terms",
+    ):
+        table.add_column(column)
+    worst = 0.0
+    for path, run in rows:
+        if cpu:
+            run = replace(run, model="gpt2:64x2", micro_batch=2, length=16, steps=2, cpu=True, precision="bf16")
+        found = measure(run)
+        what = f"{run.micro_batch} × {run.length}{f' × {run.accumulation} windows' if run.accumulation > 1 else ''}"
+        name = run.model + (", recomputing" if run.checkpointing else "")
+        if isinstance(found, str):
+            table.add_row(path, name, run.precision, what, "", "", found, "")
+            continue
+        off = f"{found.peak / found.predicted - 1:+.1%}" if found.peak else "needs a GPU"
+        worst = max(worst, abs(found.peak / found.predicted - 1)) if found.peak else worst
+        sizes = f"{found.predicted / GIB:.2f}", f"{found.peak / GIB:.2f}"
+        table.add_row(path, name, run.precision, what, *sizes, off, most(found))
+    if not cpu:
+        table.caption = f"off by at most {worst:.1%}; target 10 %"
+    return table
+
+
+def compare_speed() -> Table:
+    table = Table(box=MARKDOWN)
+    for column in ("GPT-2 XL in 24 GB", "chosen", "peak, GiB", "predicted, GiB", "step, s", "tokens/s", "against it"):
+        table.add_column(column)
+    speeds: dict[str, float] = {}
+    for name, run in CAPPED:
+        found = measure(run)
+        if isinstance(found, str):
+            table.add_row(name, "", "", "", "", found, "")
+            continue
+        speeds[name] = found.samples * run.length / found.seconds
+        base = speeds.get("the announcement's")
+        ratio = f"{speeds[name] / base:.2f}×" if base else ""
+        sizes = f"{found.peak / GIB:.2f}", f"{found.predicted / GIB:.2f}"
+        table.add_row(name, found.chosen, *sizes, f"{found.seconds:.3f}", f"{speeds[name]:,.0f}", ratio)
+    table.caption = "target: auto at least 1.5× the announcement's"
+    return table
+
+
+def most(found: Figures) -> str:
+    terms = sorted(found.terms.items(), key=lambda term: -term[1])[:3]
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Trains a model for a few steps in a launch of its own, and tells what it took beside what the plan had predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # of `blog_models`
+
+__all__ = ["Figures", "Run", "measure"]
+
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained, and how.
+
+    Attributes:
+        model: a function of `blog_models`, or `gpt2:WIDTHxLAYERS`.
+        zero: the `zero_optimization` section; None for DDP, or one device alone.
+        cap_gib: of the device's memory, what may be used.
+        evaluate: whether a forward without gradients is timed too.
+        cpu: without a GPU, to try the script.
+    """
+
+    model: str
+    precision: str = "bf16"
+    zero: dict[str, Any] | None = None
+    micro_batch: int = 1
+    length: int = 128
+    accumulation: int = 1
+    checkpointing: bool = False
+    cap_gib: float | None = None
+    processes: int = 1
+    steps: int = 4
+    evaluate: bool = False
+    cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of the process that took the most.
+
+    Attributes:
+        peak: `torch.cuda.max_memory_allocated`; 0 on a CPU.
+        predicted: the same by the plan.
+        terms: what the plan predicts the device to hold at its peak.
+        seconds: of one optimizer step, and of evaluating as many samples as one step trains.
+        samples: of one optimizer step, on all processes.
+        chosen: what the run's configuration settled on.
+    """
+
+    peak: int
+    predicted: int
+    terms: dict[str, int]
+    seconds: float
+    eval_seconds: float
+    samples: int
+    chosen: str
+    losses: list[float] = field(default_factory=list)
+
+
+def measure(run: Run) -> Figures | str:
+    """The run's figures, or in words why there are none."""
+    zero = None if run.zero is None else json.loads(json.dumps(run.zero))
+    config: dict[str, Any] = {
+        "distributed_type": "DEEPSPEED" if zero is not None else "MULTI_CPU" if run.cpu else "MULTI_GPU",
+        "num_processes": run.processes,
+        "use_cpu": run.cpu,
+        "mixed_precision": run.precision,
+        "scheduler_counts": "steps",
+    }
+    if zero is not None:
+        config["deepspeed_config"] = {
+            "zero_optimization": zero,
+            "train_micro_batch_size_per_gpu": run.micro_batch,
+            "gradient_accumulation_steps": run.accumulation,
+        }
+        if run.cap_gib is not None:
+            config["gpu_memory"] = f"{run.cap_gib}GiB"
+    with tempfile.TemporaryDirectory() as folder:
+        file, report = Path(folder, "config.json"), Path(folder, "report.json")
+        file.write_text(json.dumps(config))
+        launch = [sys.executable, "-m", "zero_plugin", "launch", "--config_file", str(file), __file__]
+        done = subprocess.run([*launch, json.dumps(asdict(run)), str(report)], capture_output=True, text=True)
+        if report.exists():
+            return Figures(**json.loads(report.read_text()))
+        said = done.stderr + done.stdout
+    if any(sign in said for sign in _OUT_OF_MEMORY):
+        return "out of memory"
+    print(said[-3000:], file=sys.stderr)
+    return "failed"
+
+
+def build(run: Run) -> tuple[Any, Any]:
+    """The model of a run, and the function that makes a batch of so many samples."""
+    import blog_models
+    import torch
+    import transformers
+
+    if run.model.startswith("gpt2:"):
+        width, layers = map(int, run.model.removeprefix("gpt2:").split("x"))
+        config = transformers.GPT2Config(
+            n_embd=width, n_layer=layers, n_head=max(1, width // 64), n_positions=max(run.length, 8)
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        model = getattr(blog_models, run.model)()
+    if run.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def blocks(samples: int) -> dict[str, Any]:
+        ids = torch.ones(samples, run.length, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    examples = {"deberta": blog_models.sentences, "blenderbot": blog_models.conversations}
+    return model.train(), examples.get(run.model, blocks)
+
+
+def train(run: Run, report: Path) -> None:
+    """The worker."""
+    import torch
+
+    from zero_plugin import Accelerator, set_seed
+    from zero_plugin.plan.footprint import footprint
+    from zero_plugin.plan.optimizers import optimizer_sizes
+    from zero_plugin.plan.running import running_setup
+    from zero_plugin.plan.situation import Cluster
+    from zero_plugin.probe.activations import trace_activations
+    from zero_plugin.probe.sizes import model_sizes
+
+    on_gpu = not run.cpu
+    if on_gpu and run.cap_gib is not None:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(run.cap_gib * 2**30 / whole)
+    accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
+    set_seed(0)
+    model, example = build(run)
+    # Of recomputation the model's own forward tells: it is traced as it stands.
+    sizes, activations = model_sizes(model), trace_activations(model, example, run.precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    sample = {name: tensor[0] for name, tensor in example(1).items()}
+    loader = torch.utils.data.DataLoader([sample] * (run.micro_batch * run.processes), run.micro_batch)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batch = next(iter(loader))
+    labels = torch.zeros(run.micro_batch, dtype=torch.long, device=accelerator.device)
+
+    def loss_of() -> torch.Tensor:
+        outputs = model(**batch)
+        if "labels" in batch:
+            return outputs.loss
+        return torch.nn.functional.cross_entropy(outputs.logits.float(), labels)
+
+    losses, seconds = [], []
+    for _ in range(run.steps):
+        start = time.perf_counter()
+        for _ in range(run.accumulation):
+            with accelerator.accumulate(model):
+                loss = loss_of()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.item())  # also waits for the device
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    eval_seconds = 0.0
+    if run.evaluate:
+        model.eval()
+        with torch.no_grad():
+            loss_of().item()
+            start = time.perf_counter()
+            loss_of().item()
+            eval_seconds = run.accumulation * (time.perf_counter() - start)
+    resolved = accelerator.resolved
+    setup = running_setup(resolved, None if run.zero is None else resolved.zero_stage)
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 2**60
+    here = Cluster(memory, 2**60, devices=run.processes)
+    found = footprint(sizes, activations, optimizer_sizes("adamw"), setup, here)
+    figures = Figures(
+        peak=max(accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()),
+        predicted=found.allocated_bytes,
+        terms=dict(found.device),
+        seconds=statistics.median(seconds[1:] or seconds),
+        eval_seconds=eval_seconds,
+        samples=run.micro_batch * run.accumulation * accelerator.num_processes,
+        chosen=f"stage {setup.stage}, optimizer {setup.offload_optimizer}, parameters {setup.offload_param}, "
+        f"ratio {setup.ratio:g}",
+        losses=losses,
+    )
+    if accelerator.is_main_process:
+        report.write_text(json.dumps(asdict(figures)))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run")
+    parser.add_argument("report", type=Path)
+    arguments = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    train(Run(**json.loads(arguments.run)), arguments.report)
