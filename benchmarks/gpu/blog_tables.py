@@ -1,8 +1,8 @@
 """The three tables of Accelerate's ZeRO announcement beside what this machine gives with 24 GB of each GPU.
 
 https://huggingface.co/blog/accelerate-deepspeed measured on two Titan RTX: the largest micro-batch, seconds per epoch
-of training and of evaluating, with DDP and with ZeRO. Here the largest micro-batch is searched for, each try a launch of
-its own under `set_per_process_memory_fraction`, beside the plan's own; times are of that micro-batch. Attention is a
+of training and of evaluating, with DDP and with ZeRO. Here the largest micro-batch is searched for, each try a launch
+of its own under `set_per_process_memory_fraction`, beside the plan's own; times are of that micro-batch. Attention is a
 fused kernel where transformers has one. Rows that need two GPUs say so where there is one. transformers must be
 installed. Without a GPU the script prints what was published and predicted.
 
