@@ -245,4 +245,4 @@ def _size(tree: Tree, path: Path) -> int | None:
     if value is AUTO:
         return None
     default = deepspeed_default(path)
-    return _number(value) or (None if default is None else _number(int(default[0])))
+    return _number(int(default[0]) if value is None and default is not None else value)
