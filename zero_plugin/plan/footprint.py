@@ -15,7 +15,7 @@ from zero_plugin.plan.buffers import (
     step_moments,
 )
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Setup
-from zero_plugin.plan.states import device_states, host_tensors, nvme_states, window_gradients
+from zero_plugin.plan.states import device_states, host_tensors, nvme_states, weight_bytes, window_gradients
 
 __all__ = ["Footprint", "footprint"]
 
@@ -140,15 +140,21 @@ def _host(
     """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers."""
     locked = host_swap_buffers(model, setup, cluster.processes)
     tensors = host_tensors(model, optimizer, setup, cluster.processes)
+    found = {
+        "processes": PROCESS_BYTES,
+        "NVMe buffers": locked,
+        **{name: sum(sizes) for name, sizes in tensors.items()},
+    }
     pinned = 0
-    found = {"processes": PROCESS_BYTES}
-    for name, sizes in tensors.items():
-        # The optimizer's states are made by its first step, in plain memory.
-        if setup.pin_memory and name != "optimizer states":
-            sizes = tuple(_power_of_two(size) for size in sizes)
-            pinned += sum(sizes)
-        found[name] = sum(sizes)
-    found["NVMe buffers"] = locked
+    if setup.pin_memory:
+        # The optimizer makes its states in plain memory, and stage 3 its masters.
+        plain = ("optimizer states", "master weights") if setup.stage == 3 else ("optimizer states",)
+        found |= {n: sum(map(_power_of_two, sizes)) for n, sizes in tensors.items() if n not in plain}
+        if setup.offload_param == "cpu":
+            # zero.Init pins each partition, then all move into one tensor, and torch keeps what it has once pinned.
+            sizes = [(-(-p.elements // cluster.processes) * weight_bytes(setup), p) for p in model.parameters]
+            found["pinned before"] = sum(_power_of_two(size) * p.count for size, p in sizes if p.trainable)
+        pinned = sum(size for name, size in found.items() if name not in (*plain, "processes", "NVMe buffers"))
     return {k: v * cluster.devices for k, v in found.items() if v}, pinned + locked, locked
 
 

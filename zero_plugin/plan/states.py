@@ -13,7 +13,7 @@ from zero_plugin.plan.partitions import (
     sub_groups,
     touched_elements,
 )
-from zero_plugin.plan.situation import ModelSizes, OptimizerSizes, Setup
+from zero_plugin.plan.situation import ModelSizes, OptimizerSizes, ParameterSize, Setup
 
 __all__ = [
     "device_states",
@@ -147,13 +147,12 @@ def _stage3_host(
     width = weight_bytes(setup)
     own = sharded_elements(model.parameters, processes, trainable=True)
     found: dict[str, tuple[int, ...]] = {}
-    if setup.offload_param != "none":
-        found["parameters"] = tuple(
-            size
-            for p in model.parameters
-            for size in (-(-p.elements // processes) * width,) * p.count
-            if setup.offload_param == "cpu" or not _is_swapped(size)
-        )
+    if setup.offload_param == "cpu":
+        frozen = (_sizes(p, processes, width) for p in model.parameters if not p.trainable)
+        found["parameters"] = (own * width, *(size for sizes in frozen for size in sizes))
+    elif setup.offload_param == "nvme":
+        sizes = (size for p in model.parameters for size in _sizes(p, processes, width))
+        found["parameters"] = tuple(size for size in sizes if not _is_swapped(size))
     if setup.offload_optimizer != "none":
         groups = sub_groups(model.parameters, processes, setup.sub_group_size)
         in_host = [n * _FP32 for n in groups[len(sub_groups_on_device(model, setup, processes)) :]]
@@ -163,6 +162,10 @@ def _stage3_host(
         found["optimizer states"] = tuple(in_host) * optimizer.states
         found["gradients"] = (own * setup.gradient_bytes, *in_host)
     return found
+
+
+def _sizes(parameter: ParameterSize, processes: int, width: int) -> tuple[int, ...]:
+    return (-(-parameter.elements // processes) * width,) * parameter.count
 
 
 def nvme_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:

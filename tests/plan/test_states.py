@@ -1,0 +1,302 @@
+"""Model states, buffers and their sum by the plan's arithmetic; real engines are compared in test_live_states.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_plugin.plan.buffers import gathered_parameters, host_swap_buffers, step_moments
+from zero_plugin.plan.footprint import footprint
+from zero_plugin.plan.partitions import flat_elements, sharded_elements, sub_groups, touched_elements
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.states import device_states, host_tensors, nvme_states, window_gradients
+
+GIB = 2**30
+ADAM = OptimizerSizes()
+# 7 × 2^30 elements in matrices that every number of processes here divides, none small enough to stay whole.
+SEVEN = ModelSizes("7B", (ParameterSize(2**24, 448),), largest_module=2**24)
+NONE = Activations(Affine())
+A100 = Cluster(80 * GIB, 1000 * GIB, devices=8)
+
+
+def per_parameter(setup: Setup, processes: int, optimizer: OptimizerSizes = ADAM) -> float:
+    """Bytes on the device for each parameter at the end of a window, without stage 3's bucket."""
+    states = device_states(SEVEN, optimizer, replace(setup, reduce_bucket=0), processes)
+    staged = states.pop("buckets", 0) if setup.stage != 3 else 0
+    assert staged in (0, 2**24 * 2, 2**24 * 4)
+    return (sum(states.values()) + window_gradients(SEVEN, setup, processes)) / SEVEN.elements
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (Setup(None, "no"), 4 + 4 + 8),  # weights, gradients, two moments: all in fp32
+        (Setup(None, "bf16"), 4 + 4 + 8),  # autocast leaves them so
+        (Setup(0, "bf16"), 2 + 2 + 4 + 8),
+        (Setup(1, "bf16"), 2 + 2 + 4 + 12 / 8),  # sums of all gradients in fp32, beside those of the last backward
+        (Setup(1, "bf16", gradient_bytes=2), 2 + 2 + 12 / 8),
+        (Setup(2, "bf16"), 2 + 4 / 8 + 12 / 8),
+        (Setup(2, "fp16", gradient_bytes=2), 2 + 2 / 8 + 12 / 8),
+        (Setup(2, "no"), 4 + 4 / 8 + 12 / 8),  # ZeRO keeps masters of fp32 weights too
+        (Setup(3, "bf16"), (2 + 4 + 12) / 8),
+        (Setup(3, "fp16", gradient_bytes=2), (2 + 2 + 12) / 8),
+        (Setup(2, "bf16", offload_optimizer="cpu"), 2 + 4 / 8),  # sums in fp32 stay on the device until the step
+        (Setup(2, "fp16", gradient_bytes=2, offload_optimizer="cpu"), 2),
+        (Setup(3, "bf16", offload_optimizer="cpu"), 2 / 8),
+        (Setup(3, "bf16", offload_optimizer="nvme"), 2 / 8),
+        (Setup(3, "bf16", offload_optimizer="cpu", offload_param="cpu"), 0),
+        (Setup(3, "bf16", offload_param="cpu"), (4 + 12) / 8),
+    ],
+    ids=str,
+)
+def test_bytes_of_each_parameter_on_the_device(setup: Setup, expected: float) -> None:
+    """On eight devices, with Adam."""
+    assert per_parameter(setup, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (Setup(1, offload_optimizer="cpu"), 4 + 8 + 4 + 2),  # masters, moments, gradients, weights on their way back
+        (Setup(2, offload_optimizer="cpu"), 4 + 8 + 4 + 2),
+        (Setup(2, "fp16", gradient_bytes=2, offload_optimizer="cpu"), 4 + 8 + 4 + 2 + 2),  # sums are in the host
+        (Setup(3, offload_optimizer="cpu"), 4 + 8 + 4 + 4),
+        (Setup(3, offload_optimizer="cpu", offload_param="cpu"), 4 + 8 + 4 + 4 + 2),
+        (Setup(3, offload_optimizer="nvme", offload_param="nvme"), 4),  # gradients
+        (Setup(3, offload_param="cpu"), 2),
+        (Setup(2), 0),
+    ],
+    ids=str,
+)
+def test_bytes_of_each_parameter_in_host_memory(setup: Setup, expected: float) -> None:
+    """Of all processes together; without the gradient that is on its way, and NVMe's buffers."""
+    found = host_tensors(SEVEN, ADAM, setup, 8)
+    passing = sum(found["staging"][1:]) if "staging" in found else 0
+    assert (sum(sum(sizes) for sizes in found.values()) - passing) * 8 / SEVEN.elements == expected
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        (Setup(3, offload_optimizer="nvme"), 4 + 8 + 4),
+        (Setup(3, offload_optimizer="nvme", offload_param="nvme"), 4 + 8 + 4 + 2),
+        (Setup(3, offload_param="nvme"), 2),
+        (Setup(3, offload_optimizer="cpu"), 0),
+    ],
+    ids=str,
+)
+def test_bytes_of_each_parameter_on_nvme(setup: Setup, expected: float) -> None:
+    """Of all processes together."""
+    assert sum(nvme_states(SEVEN, ADAM, setup, 8).values()) * 8 / SEVEN.elements == expected
+
+
+@pytest.mark.parametrize(("name", "states"), [("sgd", 0), ("lion", 1), ("adamw", 2), ("unknown", 5)])
+def test_an_optimizer_counts_by_its_states(name: str, states: int) -> None:
+    """Each takes four bytes for an element of the partition, wherever it lives."""
+    optimizer = OptimizerSizes(name, states)
+    assert per_parameter(Setup(2), 8, optimizer) == 2 + (4 + 4 + 4 * states) / 8
+    in_host = host_tensors(SEVEN, optimizer, Setup(2, offload_optimizer="cpu"), 8)
+    assert sum(in_host["optimizer states"]) * 8 == 4 * states * SEVEN.elements
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, None])
+def test_frozen_weights_cost_themselves_alone(stage: Any) -> None:
+    """LoRA: no gradient, master or state is kept of them."""
+    adapter = ParameterSize(2**20, 8)
+    lora = ModelSizes("lora", (*(replace(p, trainable=False) for p in SEVEN.parameters), adapter))
+    alone = ModelSizes("adapter", (adapter,))
+    setup = Setup(stage)
+    more = sum(device_states(lora, ADAM, setup, 8).values()) - sum(device_states(alone, ADAM, setup, 8).values())
+    assert more == SEVEN.elements * {None: 4, 3: 2 / 8}.get(stage, 2)
+    assert window_gradients(lora, setup, 8) == window_gradients(alone, setup, 8)
+
+
+def test_padding() -> None:
+    """Stages 1 and 2 pad the whole to two elements for each process, stage 3 each parameter to their number."""
+    odd = (ParameterSize(7, 3), ParameterSize(5, trainable=False))
+    assert flat_elements(odd, 4) == 24
+    assert sharded_elements(odd, 4, trainable=True) == 6
+    assert sharded_elements(odd, 4, trainable=False) == 2
+    # Partitions of 6: the second reaches from the first parameter's last element to the second's fifth.
+    assert touched_elements(odd, 4) == 14
+    assert touched_elements(odd, 1) == 21
+    assert touched_elements((ParameterSize(3),), 4) == 3  # not all have a part
+
+
+def test_sub_groups() -> None:
+    """A parameter that reaches the size closes its sub-group; one sub-group where all is smaller."""
+    sizes = (ParameterSize(10, 5), ParameterSize(3), ParameterSize(100, trainable=False))
+    assert sub_groups(sizes, 1, 20) == (20, 20, 13)
+    assert sub_groups(sizes, 1, 15) == (20, 20, 13)
+    assert sub_groups(sizes, 2, 5) == (5, 5, 5, 5, 5, 2)
+    assert sub_groups(sizes, 1, 53) == (53,)
+
+
+@pytest.mark.parametrize(("ratio", "on_device"), [(1.0, 0), (0.9, 0), (0.75, 1), (0.5, 2), (0.0, 4)])
+def test_ratio_acts_on_whole_sub_groups(ratio: float, on_device: int) -> None:
+    """Of four sub-groups the first ones stay on the device, rounded down, with masters, states and gradients."""
+    model = ModelSizes("four", (ParameterSize(2**20, 4),))
+    setup = Setup(3, offload_optimizer="cpu", ratio=ratio, sub_group_size=2**17, reduce_bucket=0)
+    states = device_states(model, ADAM, setup, 8)
+    assert sum(states.values()) == 4 * 2**17 * 2 + on_device * 2**17 * (4 + 8 + 4)
+    in_host = host_tensors(model, ADAM, setup, 8)
+    assert len(in_host["master weights"]) == 4 - on_device
+
+
+@pytest.mark.parametrize(
+    ("live", "reuse", "prefetch", "measured"),
+    [
+        (30_000, 30_000, 0, 15_015),
+        (30_000, 30_000, 9_000, 36_140),
+        (30_000, 10**9, 9_000, 175_565),
+        (10**9, 30_000, 0, 15_015),
+        (10**9, 30_000, 9_000, 175_565),
+        (60_000, 180_000, 9_000, 91_065),
+    ],
+)
+def test_gathered_parameters_bound_what_was_measured(live: int, reuse: int, prefetch: int, measured: int) -> None:
+    """Elements that DeepSpeed 0.19.8 had gathered at most, on two processes, of 40 layers of 65 × 65."""
+    layers = (ParameterSize(65 * 65, 40), ParameterSize(65, 42), ParameterSize(101 * 65))
+    model = ModelSizes("layers", layers)
+    setup = Setup(3, prefetch_bucket=prefetch, max_live_parameters=live, max_reuse_distance=reuse)
+    setup = replace(setup, persistence_threshold=200)
+    in_flight = prefetch + 101 * 65
+    held = gathered_parameters(model, setup, 2) / 2 - in_flight
+    assert measured <= held <= measured + 2 * 101 * 65
+
+
+def test_nothing_is_gathered_on_one_device() -> None:
+    """Unless the weights are elsewhere."""
+    assert gathered_parameters(SEVEN, Setup(3), 1) == 0
+    assert gathered_parameters(SEVEN, Setup(3, offload_param="cpu"), 1) > 0
+
+
+def test_swapping_weights_takes_room_for_whole_parameters() -> None:
+    """Not for partitions: a sub-group of everything would lock all 14 GiB in each process."""
+    everything = Setup(3, offload_param="nvme", param_buffer=0)
+    assert host_swap_buffers(SEVEN, everything, 8) == 2 * SEVEN.elements
+    small = replace(everything, sub_group_size=2**24)
+    assert host_swap_buffers(SEVEN, small, 8) == 2 * 8 * 2**24
+
+
+def test_a_step_at_stage_3_works_on_one_sub_group() -> None:
+    """It flattens the gradients of that sub-group, casts them where they are in 16 bits, and updates."""
+    whole = Setup(3)
+    assert sum(step_moments(SEVEN, ADAM, whole, 8)[-1].values()) == SEVEN.elements // 8 * (4 + 4)
+    small = replace(whole, sub_group_size=2**21)
+    assert sum(step_moments(SEVEN, ADAM, small, 8)[-1].values()) == 2**21 * (4 + 4)
+    made, updated = step_moments(SEVEN, ADAM, replace(small, gradient_bytes=2), 8)
+    assert (sum(made.values()), sum(updated.values())) == (2**21 * (2 + 4), 2**21 * (4 + 4))
+
+
+def test_terms_of_the_peak() -> None:
+    """The footprint's device is its largest phase, and what torch allocates is less by context and fragmentation."""
+    activations = Activations(Affine(GIB, 2 * GIB), Affine(0, GIB // 2))
+    found = footprint(SEVEN, activations, ADAM, Setup(2, micro_batch=3), A100)
+    sums = {name: sum(terms.values()) for name, terms in found.phases.items()}
+    assert set(sums) == {"initialisation", "forward", "backward", "step"}
+    assert found.device_bytes == max(sums.values()) == sums[found.device_phase]
+    assert found.phases["forward"]["activations"] == 7 * GIB
+    assert found.allocated_bytes < found.device_bytes
+    small = footprint(SEVEN, NONE, ADAM, Setup(2, micro_batch=3), A100)
+    assert small.device_phase == "step"
+
+
+def test_checkpointed_activations() -> None:
+    """They replace both, where the model has blocks; else nothing changes."""
+    setup = Setup(2, activation_checkpointing=True)
+    plain = Activations(Affine(0, 100 * GIB), Affine(0, GIB))
+    less = replace(plain, checkpointed=Affine(0, 3 * GIB), checkpointed_transient=Affine(0, 2 * GIB))
+    terms = footprint(SEVEN, less, ADAM, setup, A100).phases["forward"]
+    assert (terms["activations"], terms["transient"]) == (3 * GIB, 2 * GIB)
+    assert footprint(SEVEN, plain, ADAM, setup, A100).phases["forward"]["activations"] == 100 * GIB
+
+
+def test_gradients_of_one_micro_batch_come_as_activations_go() -> None:
+    """Only where they accumulate do the last backward's activations meet the gradients of all parameters."""
+    once, twice = (
+        footprint(SEVEN, NONE, ADAM, Setup(None, "no", accumulation=n), replace(A100, devices=1)) for n in (1, 2)
+    )
+    assert "gradients" not in {name for name, size in once.phases["forward"].items() if size}
+    assert twice.phases["forward"]["gradients"] == 4 * SEVEN.elements
+    # DDP's buckets exist throughout; before the last backward gradients accumulate beside them.
+    once, twice = (footprint(SEVEN, NONE, ADAM, Setup(None, "no", accumulation=n), A100) for n in (1, 2))
+    assert once.phases["forward"]["gradients"] == 4 * SEVEN.elements
+    assert twice.phases["forward"]["gradients"] == 8 * SEVEN.elements
+
+
+def test_flat_copy_is_made_where_it_fits() -> None:
+    """DeepSpeed flattens on the device while the parameters are still there, else in host memory."""
+    room = footprint(SEVEN, NONE, ADAM, Setup(2), A100)
+    assert room.phases["initialisation"]["flat copy"] == 2 * SEVEN.elements
+    tight = footprint(SEVEN, NONE, ADAM, Setup(2), replace(A100, device_bytes=20 * GIB))
+    assert "flat copy" not in tight.phases["initialisation"]
+
+
+def test_host_memory_is_of_a_node() -> None:
+    """All its processes together; page-locked tensors take powers of two, and NVMe's buffers count for memlock."""
+    setup = Setup(3, offload_optimizer="cpu", pin_memory=False)
+    one = footprint(SEVEN, NONE, ADAM, setup, A100)
+    two = footprint(SEVEN, NONE, ADAM, setup, replace(A100, nodes=2))
+    states = 20 * SEVEN.elements
+    assert one.host_bytes - one.host["processes"] == states == 2 * (two.host_bytes - two.host["processes"])
+    assert (one.pinned, one.locked) == (0, 0)
+    pinned = footprint(SEVEN, NONE, ADAM, replace(setup, pin_memory=True), A100)
+    # 7/8 × 2^30 elements of each process become 2^30: the gradients, twice. The optimizer pins nothing.
+    assert pinned.host["gradients"] == 8 * 2 * 4 * 2**30 == 8 * pinned.pinned
+    assert pinned.host["master weights"] + pinned.host["optimizer states"] == 12 * SEVEN.elements
+    # Each of the 448 partitions of 4 MiB was pinned by itself before all of them were in one.
+    both = footprint(SEVEN, NONE, ADAM, replace(setup, pin_memory=True, offload_param="cpu"), A100)
+    assert both.pinned - pinned.pinned == 2 * 2**30 + 448 * 4 * 2**20
+    swapping = footprint(SEVEN, NONE, ADAM, replace(setup, offload_optimizer="nvme"), A100)
+    assert swapping.locked == swapping.pinned == 4 * 4 * SEVEN.elements // 8
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSizes:
+    """With small and large, trained and frozen parameters."""
+    size = st.builds(ParameterSize, st.integers(1, 2**24), st.integers(1, 4), st.booleans(), st.just(value=False))
+    trained = ParameterSize(draw(st.integers(1, 2**24)))
+    return ModelSizes("drawn", (*draw(st.lists(size, max_size=6)), trained))
+
+
+@given(models(), st.sampled_from(["no", "bf16", "fp16"]), st.sampled_from([1, 2, 4, 8, 64]))
+def test_a_higher_stage_never_keeps_more(model: ModelSizes, precision: Any, processes: int) -> None:
+    """Of stages 1 to 3, on one device between two steps and at a window's end, but for padding and stage 3's extras."""
+    gradient_bytes = 2 if precision == "fp16" else 4
+    kept = []
+    for stage in (1, 2, 3):
+        setup = Setup(stage, precision, gradient_bytes=gradient_bytes, reduce_bucket=0, persistence_threshold=0)
+        padding = 24 * (len(model.parameters) * 4 + 2 * processes)
+        # Stage 2 keeps gradients in 16 bits whole where a partition begins or ends inside of them.
+        kept.append(
+            sum(device_states(model, ADAM, setup, processes).values()) + window_gradients(model, setup, processes)
+        )
+        if len(kept) > 1:
+            assert kept[-1] <= kept[-2] + padding
+
+
+@given(models(), st.sampled_from([1, 2, 3]), st.sampled_from(["no", "bf16", "fp16"]), st.sampled_from([1, 2, 8]))
+def test_offload_moves_states(model: ModelSizes, stage: Any, precision: Any, processes: int) -> None:
+    """The device never keeps more with it, and masters and optimizer states are the same bytes on the other side."""
+    here = Setup(stage, precision, gradient_bytes=2 if precision == "fp16" else 4)
+    there = replace(here, offload_optimizer="cpu")
+    on_device, left = (device_states(model, ADAM, setup, processes) for setup in (here, there))
+    in_host = host_tensors(model, ADAM, there, processes)
+    for term in ("master weights", "optimizer states"):
+        assert on_device[term] == sum(in_host[term])
+        assert not left.get(term)
+    assert left["parameters"] == on_device["parameters"]
+
+
+@given(models(), st.sampled_from([None, 0, 1, 2, 3]), st.integers(1, 64), st.integers(1, 64))
+def test_more_processes_never_need_more_of_each(model: ModelSizes, stage: Any, few: int, many: int) -> None:
+    """From two on (one gathers and reduces nothing), by more than padding."""
+    few, many = sorted((few + 1, many + 1))
+    setup = Setup(stage, persistence_threshold=0)
+    less, more = (sum(device_states(model, ADAM, setup, n).values()) for n in (many, few))
+    assert less <= more + 24 * (4 * len(model.parameters) + 2 * many)
