@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -92,21 +93,18 @@ def _trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kernels = DeviceKernels()
 
-    def fake_like(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        kind = dtype if dtype and leaf.is_floating_point() else leaf.dtype
-        return torch.empty(tuple(getattr(leaf, "ds_shape", leaf.shape)), dtype=kind, device="cpu")
+    def narrowed(leaf: Any) -> Any:
+        return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     def step(run: Callable[[Any], Any]) -> _Trace:
         with LiveBytes(weights.values()) as tape, watch_blocks(repeated_blocks(model), tape) as blocks:
-            inputs = map_leaves(fake_like, example)
+            batch = map_leaves(_fake, example)  # which the loop holds, beside what the model gets
             with regime:
-                outputs = run(inputs)
+                outputs = run(map_leaves(narrowed, batch))
             outputs = map_leaves(to_fp32, outputs)
             loss = _loss(outputs)
             saved, flops = tape.live, tape.flops + kernels.flops
-            blocks.end_forward()
+            blocks.end_forward(outputs)
             # torch.autograd.backward would leave the mode of the kernels, in which checkpoints run forwards again
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -114,15 +112,15 @@ def _trace(
             checkpointed = blocks.checkpointed(saved) if blocks.passes else None
         return _Trace(saved, tape.after, checkpointed, flops)
 
-    with fake, kernels, torch.enable_grad(), _training(model):
+    with fake, kernels, torch.enable_grad(), _training(model), _no_packing():
         weights: dict[str, Tensor] = {
-            name: nn.Parameter(fake_like(parameter), requires_grad=parameter.requires_grad)
+            name: nn.Parameter(narrowed(_fake(parameter)), requires_grad=parameter.requires_grad)
             for name, parameter in model.named_parameters()
         }
         for parameter in weights.values():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-        weights |= {name: torch.empty(b.shape, dtype=b.dtype, device="cpu") for name, b in model.named_buffers()}
+        weights |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
         state = {f"model.{name}": tensor for name, tensor in weights.items()}
         return functional_call(_Step(model), state, (step,))  # type: ignore[no-any-return]
 
@@ -204,6 +202,13 @@ def _loss(outputs: Any) -> Tensor:
     return torch.stack(losses).sum()
 
 
+def _fake(leaf: Any) -> Any:
+    """A tensor on the CPU, whole where it is partitioned; under fake tensors one without memory."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(tuple(getattr(leaf, "ds_shape", leaf.shape)), dtype=leaf.dtype, device="cpu")
+
+
 def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
@@ -217,3 +222,21 @@ def _training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def _no_packing() -> Iterator[None]:
+    """Have transformers take samples for one sequence each, which it otherwise reads from the positions' values.
+
+    Of a fake tensor it takes the worst, and makes a mask of `tokens²` where a training run has none.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    found = getattr(masking, "find_packed_sequence_indices", None)
+    if found is None:
+        yield
+        return
+    masking.find_packed_sequence_indices = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = found

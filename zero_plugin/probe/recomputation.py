@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zero_plugin.nested import list_leaves
 from zero_plugin.probe.live_bytes import LiveBytes
@@ -26,8 +27,8 @@ class _Pass:
         live: bytes alive when it began.
         inputs: the storages that it was given and no earlier block was, and their bytes.
         outputs: addresses of the storages that it made and returned.
+        converted: bytes of weights that autocast converted in it, which stay until the whole forward ends.
         kept: bytes that only the block's own backward needs: with checkpointing they are freed, and made again.
-        converted: of those, weights that autocast converted, which stay until the whole forward ends.
         backward: when its backward begins; None where no gradient comes.
         lost: bytes of its inputs that died in the forward; with checkpointing they stay, for the second forward.
     """
@@ -35,10 +36,10 @@ class _Pass:
     begin: int
     live: int
     inputs: list[tuple[weakref.ref[Any], int]]
+    converted: int = 0
     end: int = 0
     outputs: frozenset[int] = frozenset()
     kept: int = 0
-    converted: int = 0
     backward: int | None = None
     lost: int = 0
 
@@ -48,18 +49,24 @@ class BlockPasses:
     """All forwards of the watched blocks in one step, in order.
 
     Attributes:
+        tape: of the step.
+        shared: addresses of the storages that something else than a block's own backward needs.
+        passes: the forwards.
         forward: operations of the whole forward, once it has ended.
     """
 
     tape: LiveBytes
+    shared: set[int] = field(default_factory=set)
     passes: list[_Pass] = field(default_factory=list)
     forward: int | None = None
 
-    def end_forward(self) -> None:
-        """To be called when the whole forward has ended: what blocks run later, they run a second time."""
+    def end_forward(self, outputs: Any) -> None:
+        """To be called when the whole forward has ended, with what it returned: later, blocks run a second time."""
         self.forward = len(self.tape.after)
+        held = self.shared | {leaf.untyped_storage()._cdata for leaf in _counted(outputs, self.tape)}
         for own in self.passes:
             own.lost = sum(size for storage, size in own.inputs if storage() is None)
+            own.kept = self.tape.alive(own.begin, own.end, apart=own.outputs & held)
 
     def checkpointed(self, saved: int) -> tuple[int, list[int]]:
         """Bytes alive after the forward, and after each operation and each second forward, had all been checkpointed.
@@ -96,23 +103,38 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
     """Collect each block's forwards and backwards while the tape is entered."""
     found = BlockPasses(tape)
     given: set[tuple[int, int]] = set()
+    outside: list[saved_tensors_hooks] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        found.shared.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def step_out() -> None:
+        outside.append(saved_tensors_hooks(save, lambda tensor: tensor))
+        outside[-1].__enter__()
+
+    def step_in() -> None:
+        while outside:
+            outside.pop().__exit__()
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         if found.forward is None:
+            step_in()
             inputs = {(leaf.untyped_storage()._cdata, tape.born(leaf)): leaf for leaf in _counted((args, kwargs), tape)}
             storages = [leaf.untyped_storage() for key, leaf in inputs.items() if key not in given]
             given.update(inputs)
+            found.shared.update(storage._cdata for storage in storages)
             kept = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
-            found.passes.append(_Pass(len(tape.after), tape.live, kept, converted=tape.converted))
+            found.passes.append(_Pass(len(tape.after), tape.live, kept, tape.converted))
 
     def leave(_: nn.Module, __: Any, outputs: Any) -> None:
         if found.forward is not None:
             return
+        step_out()
         own = found.passes[-1]
         made = [leaf for leaf in _counted(outputs, tape) if tape.born(leaf) >= own.begin]
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in made}
-        own.end, own.outputs, own.converted = len(tape.after), frozenset(storages), tape.converted - own.converted
-        own.kept = tape.live - own.live - sum(storages.values())
+        own.end, own.converted = len(tape.after), tape.converted - own.converted
+        own.outputs = frozenset(tensor.untyped_storage()._cdata for tensor in made)
 
         def arrive(_: Tensor) -> None:
             own.backward = len(tape.after)
@@ -122,6 +144,8 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
             differentiable[0].register_hook(arrive)  # type: ignore[no-untyped-call]
 
     with ExitStack() as stack:
+        stack.callback(step_in)
+        step_out()
         for block in blocks:
             stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(leave).remove)

@@ -1,0 +1,342 @@
+"""Traced activations are what a real run keeps for its backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.nested import list_leaves, map_leaves, to_fp32
+from zero_plugin.probe import device_kernels
+from zero_plugin.probe.activations import trace_activations
+from zero_plugin.probe.live_bytes import LiveBytes
+from zero_plugin.probe.sizes import repeated_blocks
+
+BATCH, TOKENS = 4, 96
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        return F.relu(image + self.body(image))
+
+
+class Classifier(nn.Module):
+    """Returns its loss, as a model does that is trained by this package."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.body(inputs)
+        return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
+
+
+def _perceptron() -> tuple[nn.Module, dict[str, Any]]:
+    rows = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    inputs = {"inputs": torch.randn(BATCH, 64), "labels": torch.zeros(BATCH, dtype=torch.int64)}
+    return Classifier(nn.Sequential(nn.Sequential(*rows), nn.Linear(64, 10))), inputs
+
+
+def _convolutions() -> tuple[nn.Module, dict[str, Any]]:
+    rows = nn.Sequential(*(Residual(16) for _ in range(3)))
+    body = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), rows, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return Classifier(body), {"inputs": torch.randn(BATCH, 3, 32, 32), "labels": torch.zeros(BATCH, dtype=torch.int64)}
+
+
+def _gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return _language(GPT2LMHeadModel, GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=512, **NO_DROPOUT_GPT2))
+
+
+def _bert() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+    return _language(BertForMaskedLM, BertConfig(vocab_size=512, **sizes, **NO_DROPOUT_BERT))
+
+
+def _t5() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 64, "d_ff": 256, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": 512}
+    model, inputs = _language(T5ForConditionalGeneration, T5Config(dropout_rate=0.0, use_cache=False, **sizes))
+    for name, parameter in model.named_parameters():  # with its gradient the CPU's fused kernel could not run
+        parameter.requires_grad_("relative_attention_bias" not in name)
+    return model, {**inputs, "decoder_input_ids": inputs["input_ids"]}
+
+
+def _llama() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _language(LlamaForCausalLM, LlamaConfig(**DECODER))
+
+
+def _mixture() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return _language(MixtralForCausalLM, MixtralConfig(num_local_experts=4, **DECODER))
+
+
+DECODER = {
+    **{"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 160, "vocab_size": 512, "use_cache": False},
+}
+NO_DROPOUT_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ATTENDING = {"gpt2": _gpt2, "bert": _bert, "t5": _t5, "llama": _llama, "mixture": _mixture}
+MODELS = {"perceptron": _perceptron, "convolutions": _convolutions, **ATTENDING}
+
+
+def _language(kind: Callable[[Any], nn.Module], config: Any) -> tuple[nn.Module, dict[str, Any]]:
+    tokens = torch.randint(3, 500, (BATCH, TOKENS))
+    return kind(config).train(), {"input_ids": tokens, "labels": tokens}
+
+
+def _forward(model: nn.Module, inputs: dict[str, Any], regime: str) -> Any:
+    """As this package runs it: 16-bit weights and inputs, or autocast; outputs in fp32."""
+    if regime == "bf16":
+        model.bfloat16()
+        inputs = map_leaves(lambda t: t.bfloat16() if t.is_floating_point() else t, inputs)
+    with torch.autocast("cpu", torch.bfloat16) if regime == "autocast" else nullcontext():
+        outputs = model(**inputs)
+    return map_leaves(to_fp32, outputs)
+
+
+def _checkpoint_blocks(model: nn.Module, given: list[Any]) -> None:
+    for block in repeated_blocks(model):
+
+        def run(*args: Any, _forward: Callable[..., Any] = block.forward, **kwargs: Any) -> Any:
+            given.append((args, kwargs))
+            return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
+
+        block.forward = run
+
+
+def _saved_bytes(model: nn.Module, inputs: dict[str, Any], regime: str, checkpointed: bool) -> tuple[int, set[str]]:
+    """Storages that autograd saved, that checkpoints hold, of inputs and outputs, less parameters; and the graph."""
+    kept: weakref.WeakSet[Any] = weakref.WeakSet()
+    given: list[Any] = []
+
+    class Kept:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+            kept.add(self)
+
+    if checkpointed:
+        _checkpoint_blocks(model, given)
+    with saved_tensors_hooks(Kept, lambda holder: holder.tensor):
+        outputs = _forward(model, inputs, regime)
+    tensors = [holder.tensor for holder in kept] + [
+        t for t in list_leaves((given, inputs, outputs)) if isinstance(t, Tensor)
+    ]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    for parameter in model.parameters():
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(storages.values()), set(_nodes(outputs["loss"].grad_fn))
+
+
+def _nodes(root: Any) -> Iterator[str]:
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        yield type(node).__name__
+        following = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= following
+        waiting += following
+
+
+@pytest.fixture
+def cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast as it is on a CPU, which leaves some functions in 16 bits that a GPU runs in fp32."""
+    monkeypatch.setattr(device_kernels, "_WIDE", frozenset())
+
+
+@pytest.mark.usefixtures("cpu_autocast")
+@pytest.mark.parametrize("regime", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_bytes_are_those_of_a_real_run(name: str, regime: str) -> None:
+    """Within 10 % of what autograd's hooks see on a CPU, in each way this package computes; attention ran fused there.
+
+    The models drop nothing: the CPU keeps other masks than a GPU, and has no fused attention with dropout.
+    """
+    model, inputs = MODELS[name]()
+    found = trace_activations(model, inputs, "no" if regime == "fp32" else "bf16")
+    traced = found.autocast if regime == "autocast" else found
+    real, nodes = _saved_bytes(model, inputs, regime, checkpointed=False)
+    assert traced is not None
+    assert traced.saved.at(BATCH) == pytest.approx(real, rel=0.1)
+    if name in ATTENDING:
+        assert "ScaledDotProductFlashAttentionForCpuBackward0" in nodes
+        assert traced.sample_length == TOKENS
+
+
+@pytest.mark.usefixtures("cpu_autocast")
+@pytest.mark.parametrize("regime", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointed_bytes_are_those_of_a_real_run(name: str, regime: str) -> None:
+    """The same with every block checkpointed by torch: what checkpoints are given, and what is saved around them."""
+    model, inputs = MODELS[name]()
+    found = trace_activations(model, inputs, "no" if regime == "fp32" else "bf16")
+    traced = found.autocast if regime == "autocast" else found
+    real, _ = _saved_bytes(model, inputs, regime, checkpointed=True)
+    assert traced is not None
+    assert traced.checkpointed is not None
+    assert traced.checkpointed.at(BATCH) == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["convolutions", "gpt2", "llama"])
+def test_the_peak_is_that_of_a_real_run(name: str, checkpointed: bool) -> None:
+    """Saved bytes and working space together are the most that is alive on a CPU in both passes, within 10 %."""
+    model, inputs = MODELS[name]()
+    found = trace_activations(model, inputs, "bf16")
+    if checkpointed:
+        assert found.checkpointed is not None
+        assert found.checkpointed_transient is not None
+        traced = found.checkpointed.at(BATCH) + found.checkpointed_transient.at(BATCH)
+        _checkpoint_blocks(model, [])
+    else:
+        traced = found.saved.at(BATCH) + found.transient.at(BATCH)
+    model.bfloat16()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+    with LiveBytes([*model.parameters(), *model.buffers()]) as tape:
+        outputs = _forward(model, map_leaves(torch.clone, inputs), "bf16")
+        outputs["loss"].backward()
+    assert traced == pytest.approx(max(tape.after), rel=0.1)
+
+
+def test_operations_are_counted() -> None:
+    """Two per multiplication and addition of matrices, convolutions and attention; a causal one computes half."""
+
+    class Attending(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(self.product(x), x, x, is_causal=True)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(8, 8, bias=False)
+
+    found = trace_activations(Attending(), torch.zeros(5, 2, 16, 8), "no")
+    assert found.flops_per_sample == 2 * 2 * 16 * 8 * 8 + 2 * 2 * 2 * 16 * 16 * 8 / 2
+
+
+def test_dropout_keeps_what_a_gpu_keeps() -> None:
+    """One byte per element, and nothing of the attention that is dropped, in modules of torch's own too."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    still = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    rows = torch.zeros(2, 64, 32)
+    dropped, kept = (trace_activations(module, rows, "no").saved.per_sample for module in (layer, still))
+    assert dropped - kept == 64 * (32 + 64 + 32)  # masks after attention, activation and MLP
+
+    class Functional(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.product(x)
+            return F.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(32, 32)
+
+    assert trace_activations(Functional(), torch.zeros(2, 4, 512, 32), "no").saved.per_sample < 4 * 512 * 512
+
+
+def test_a_mask_becomes_a_bias_of_every_call() -> None:
+    """Attention under a boolean mask keeps it once more in the computation type, as its kernels take it."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y = self.product(x)
+            return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(32, 32)
+
+    x = torch.randn(BATCH, 1, 128, 32)
+    mask = torch.ones(BATCH, 1, 128, 128, dtype=torch.bool)
+    plain, masked = (trace_activations(Masked(), (x, given), "no").saved.per_sample for given in (None, mask))
+    assert masked - plain == 128 * 128 * (1 + 4)
+
+
+def test_autocast_computes_in_fp32_what_a_gpu_does() -> None:
+    """`pow` and what follows it keep four bytes per element under autocast, as on CUDA; in a bf16 model two."""
+
+    class Cube(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.product(x).pow(3).sum()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(64, 64, bias=False)
+
+    found = trace_activations(Cube(), torch.zeros(2, 64), "bf16")
+    assert found.autocast is not None
+    assert found.saved.per_sample == 64 * (4 + 2 + 2)  # the batch, in bf16, and the cubed
+    assert found.autocast.saved.per_sample == 64 * (4 + 2 + 4)
+    assert found.autocast.saved.fixed - found.saved.fixed == 0  # the batch needs no gradient, so no weight is kept
+
+
+def test_the_model_stays_as_it_is() -> None:
+    """Parameters, modes, hooks and forwards of a live model are the same after a trace."""
+    model, inputs = _llama()
+    model.eval()
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    trace_activations(model, inputs)
+    assert not any(module.training for module in model.modules())
+    assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    for name, parameter in model.named_parameters():
+        assert (id(parameter), parameter.grad) == (before[name][0], None)
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_any_number_of_samples_tells_of_any() -> None:
+    """The example's own number of samples does not matter; a function of the number serves as well."""
+    model, inputs = _llama()
+    one = {name: tensor[:1] for name, tensor in inputs.items()}
+    found = trace_activations(model, inputs, "no")
+    assert trace_activations(model, one, "no") == found
+
+    def make(samples: int) -> dict[str, Tensor]:
+        return {name: tensor[:1].expand(samples, -1) for name, tensor in inputs.items()}
+
+    assert trace_activations(model, make, "no") == found
+
+
+def test_what_cannot_be_traced_is_said() -> None:
+    """Wrong inputs and a forward that looks at values are errors that name the model and the reason."""
+    model, inputs = _perceptron()
+    with pytest.raises(ConfigError, match="Classifier cannot be traced: TypeError"):
+        trace_activations(model, {"wrong": inputs["inputs"]})
+
+    class Looking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.product(x) if x.sum().item() > 0 else x
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(4, 4)
+
+    with pytest.raises(ConfigError, match="Looking cannot be traced: DataDependentOutputException"):
+        trace_activations(Looking(), torch.zeros(2, 4))
