@@ -35,6 +35,15 @@ def test_what_suits_a_machine() -> None:
         }
 
 
+def test_what_suits_a_tpu() -> None:
+    """All its devices, in bf16; GPUs beside it come first, as in a launch."""
+    tpu = "4 TPU chips on the PCI bus"
+    assert best_precision(Machine(0, 96, tpu)) == "bf16"
+    values = basic_values(Machine(0, 96, tpu), "bf16")
+    assert values == {"distributed_type": "XLA", "mixed_precision": "bf16", "scheduler_counts": "steps"}
+    assert basic_values(Machine(1, 96, tpu), "no")["distributed_type"] == "NO"
+
+
 def test_precision_is_of_the_gpus() -> None:
     """Without a GPU: `no`, also where the processor has bf16, which is no faster there."""
     assert best_precision(Machine(gpus=0, cores=4)) == "no"

@@ -21,7 +21,7 @@ def run(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Complet
 
 
 def test_processes_that_do_not_see_each_other(tmp_path: Path) -> None:
-    """torchrun's two on PJRT's CPU client have a runtime each: an all-reduce between them would do nothing, silently."""
+    """torchrun's two on PJRT's CPU client have a runtime each, and an all-reduce between them would do nothing."""
     script = tmp_path / "train.py"
     script.write_text(
         "from zero_plugin import Accelerator\nAccelerator(config={'distributed_type': 'TPU'})\nprint('on')"

@@ -15,7 +15,13 @@ from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.table import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import STANDARD_INPUT
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
+from zero_plugin.config.launch_settings import (
+    LaunchSettings,
+    asks_for_cpu,
+    asks_for_deepspeed,
+    asks_for_tpu,
+    launch_settings,
+)
 from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.flags import document_from_flags
@@ -185,9 +191,11 @@ def explain_file(
     document = document_from_flags(flags, assignments, content)
     _check_processes(document, facts.machine.processes)
     settings = launch_settings(document)
-    kind = accelerator or ("cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu")
+    on_tpu = asks_for_tpu(settings)
+    guessed: Literal["cpu", "cuda"] = "cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu"
+    kind: Literal["cpu", "cuda", "xla"] = "xla" if on_tpu else accelerator or guessed
     processes = facts.machine.processes or settings.num_processes or 1
-    strategy: StrategyName = "ddp" if processes > 1 else "single"
+    strategy: StrategyName = "xla" if on_tpu else "ddp" if processes > 1 else "single"
     if asks_for_deepspeed(document, settings):
         strategy = "deepspeed"
     machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
@@ -196,7 +204,7 @@ def explain_file(
         facts = _with_plan(document, facts, settings, sized)
         resolved = resolve(document, facts)
     except ConfigError as error:
-        raise error if accelerator else _with_other_machine(document, facts, error) from None
+        raise error if accelerator or on_tpu else _with_other_machine(document, facts, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
     return Explained(document, facts, resolved, rows)
 

@@ -14,10 +14,12 @@ __all__ = ["basic_values", "best_precision", "write_basic_config"]
 
 
 def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
-    """A launch config in Accelerate's layout: ZeRO-2 over several GPUs, else one process.
+    """A launch config in Accelerate's layout: ZeRO-2 over several GPUs, all devices of a TPU, else one process.
 
     ZeRO-2 rather than DDP, because it sends what DDP sends and keeps less; one process has nothing to split.
     """
+    if machine.tpu and not machine.gpus:
+        return {"distributed_type": "XLA", "mixed_precision": mixed_precision, "scheduler_counts": "steps"}
     if machine.gpus < 2:
         alone = {"num_processes": 1, "use_cpu": machine.gpus == 0, "scheduler_counts": "steps"}
         return {"distributed_type": "NO", "mixed_precision": mixed_precision, **alone}
@@ -31,9 +33,9 @@ def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
 
 
 def best_precision(machine: Machine) -> str:
-    """bf16 where there are GPUs that compute in it, else no."""
+    """bf16 where there is a TPU, or GPUs that compute in it, else no."""
     if not machine.gpus:
-        return "no"
+        return "bf16" if machine.tpu else "no"
     from zero_plugin.probe.machine import probe_machine  # imports torch, which counting the GPUs has done already
 
     return "bf16" if probe_machine("cuda").bf16 else "no"

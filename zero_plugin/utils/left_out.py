@@ -56,11 +56,11 @@ LEFT_OUT: Final[dict[str, str]] = {
             deepspeed_required get_grad_scaler get_mixed_precision_context_manager map_pytorch_optim_to_deepspeed""",
         ),
         (
-            "is about back ends of Accelerate's own; zero_plugin runs on CUDA or CPU",
+            "is about back ends of Accelerate's own; zero_plugin runs on CUDA, CPU or TPU",
             """MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION is_habana_gaudi1""",
         ),
-        ("is gone; torch_xla is installed with `pip install torch_xla[tpu]`", "install_xla"),
+        ("is gone; torch_xla is installed with `pip install 'zero-plugin[tpu]'`", "install_xla"),
     )
     for name in names.split()
 }
