@@ -32,6 +32,19 @@ deepspeed_config:
     reduce_bucket_size: auto
     stage3_param_persistence_threshold: auto
 """
+AUTO = """\
+distributed_type: DEEPSPEED
+num_processes: 2
+mixed_precision: bf16
+deepspeed_config:
+  train_micro_batch_size_per_gpu: auto
+  zero_optimization:
+    stage: auto
+    offload_optimizer: {device: auto}
+    offload_param: {device: auto}
+    reduce_bucket_size: auto
+    allgather_bucket_size: auto
+"""
 FACTS = ("--lr=1e-4", "--micro_batch=4", "--steps=1000", "--warmup_steps=100", "--hidden_size=8192")
 
 Explain = Callable[..., tuple[int, str, str]]
@@ -144,7 +157,7 @@ def test_an_optimizer_of_open_type(explain: Explain, tmp_path: Path) -> None:
             ["--set", "zero_optimization.stage=5"],
             "--set zero_optimization.stage: zero_optimization.stage: 5 is not legal",
         ),
-        (["--set", "zero_optimization.stage=auto"], "zero_optimization.stage: auto asks for the memory planner"),
+        (["--set", "zero_optimization.offload_param={device: nvme, nvme_path: auto}"], "auto cannot know a folder"),
         (["--set", "zero_optimisation.stage=2"], "Did you mean zero_optimization?"),
         (["--set", "mixed_precision=fp16", "--accelerator=cpu"], "DeepSpeed does not run fp16 on a cpu device"),
         (["--set", "train_batch_size=7", "--micro_batch=2"], "7 is not"),
@@ -292,12 +305,13 @@ def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
 def test_a_file_for_gpus_on_a_machine_without(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong only for the machine that was guessed says how to ask for the other."""
     monkeypatch.setattr("zero_plugin.launch.machine._GPU_DRIVERS", ())
-    arguments = ("zero3.yaml", "--set", "mixed_precision=fp16", "--set", "zero_optimization.offload_param.device=auto")
+    offload = "zero_optimization.offload_param={device: nvme, nvme_path: auto}"
+    arguments = ("zero3.yaml", "--set", "mixed_precision=fp16", "--set", offload)
     code, _, errors = explain(*arguments)
     assert code == 2
     assert errors.count("Or give --accelerator cuda") == 1
     code, _, errors = explain(*arguments, "--accelerator=cuda")
-    assert (code, "fp16" in errors, "memory planner" in errors) == (2, False, True)
+    assert (code, "fp16" in errors, "know a folder" in errors) == (2, False, True)
 
 
 def test_all_lists_the_defaults_of_keys_that_nobody_wrote(explain: Explain) -> None:
@@ -334,3 +348,27 @@ def test_on_a_terminal_no_line_is_longer_than_it(explain: Explain, tmp_path: Pat
     assert any(line.startswith("  stage   ") and line.rstrip().endswith("long.json:1") for line in printed)
     name = "  stage3_gather_16bit_weights_on_" if columns == 80 else "  stage3_gather_16bit_weights_on_model_save  true"
     assert any(line.startswith(name) for line in printed)
+
+
+def test_a_plan_before_the_run(explain: Explain, tmp_path: Path) -> None:
+    """With a model and stated memory the open stage and devices are the plan's, with reasons; else they wait."""
+    (tmp_path / "auto.yaml").write_text(AUTO)
+    config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 8000}))
+    known = ("--accelerator=cuda", "--model=model", "--sequence_length=64")
+    waiting = lines(explain("auto.yaml", "--accelerator=cuda")[1])
+    assert waiting["zero_optimization.stage"] == ["open", waiting["zero_optimization.stage"][1]]
+    assert "--model with --gpu_memory" in waiting["zero_optimization.stage"][1]
+    code, output, _ = explain("auto.yaml", *known, "--gpu_memory=80GiB", "--host_memory=64GiB")
+    assert code == 0
+    roomy = lines(output)
+    assert roomy["zero_optimization.stage"][0] == "1"
+    assert "by the plan the fastest that fits" in roomy["zero_optimization.stage"][1]
+    assert roomy["zero_optimization.offload_optimizer.device"][0] == "none"
+    assert "by the plan the largest that fits" in roomy["train_micro_batch_size_per_gpu"][1]
+    cramped = lines(explain("auto.yaml", *known, "--gpu_memory=2200MiB", "--host_memory=64GiB")[1])
+    assert cramped["zero_optimization.offload_optimizer.device"][0] == "cpu"
+    code, _, errors = explain("auto.yaml", *known, "--gpu_memory=1GiB", "--host_memory=64GiB")
+    assert code == 2
+    assert "auto.yaml:7:5: zero_optimization: auto, but nothing fits" in errors

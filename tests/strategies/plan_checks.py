@@ -1,0 +1,140 @@
+"""`stage: auto`, as ds_configs/auto.yaml has it: stated memory forces every choice, and what is chosen trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from paths import raised, weights
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero_plugin import Accelerator, DummyOptim, DummyScheduler
+from zero_plugin.errors import ConfigError
+from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.optimizers import optimizer_sizes
+from zero_plugin.plan.options import Wanted
+from zero_plugin.plan.search import Plan, search
+from zero_plugin.probe.activations import trace_activations
+from zero_plugin.probe.sizes import model_sizes
+
+AUTO: Mapping[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "ds_configs" / "auto.yaml").read_text())
+MARGIN = 0.1
+ROOM = 64 * 2**30
+WORLD = 2
+# Without buffers and gathered weights of a fixed size, which would outweigh what the stages divide of a small model.
+SMALL = {
+    "reduce_bucket_size": 1_000_000,
+    "allgather_bucket_size": 1_000_000,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "overlap_comm": False,
+}
+LITTLE = 2300 * 2**20  # of host memory: what two processes take, and nothing offloaded
+WAYS = {(1, "none", "none"), (2, "none", "none"), (3, "none", "none"), (3, "cpu", "cpu")}
+
+
+def make_model() -> nn.Module:
+    """Ten million parameters, which show beside the gigabyte that a process takes anyhow."""
+    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)], nn.Linear(1024, 4))
+
+
+def plan_with_room(world: int) -> Plan:
+    """What every way needs, by the same arithmetic."""
+    model = make_model()
+    activations = trace_activations(model, [torch.ones(4, 1024)], "no")
+    cluster = state_cluster(gpu_memory=ROOM, host_memory=ROOM, gpus=world)
+    wanted = Wanted(
+        ddp=False,
+        precision="no",
+        micro_batch=4,
+        accumulation=2,
+        activation_checkpointing=False,
+        reduce_bucket=SMALL["reduce_bucket_size"],
+        allgather_bucket=SMALL["allgather_bucket_size"],
+        prefetch_bucket=0,
+        persistence_threshold=0,
+        max_reuse_distance=0,
+        overlap_comm=False,
+        pin_memory=False,
+    )
+    optimizer = optimizer_sizes("adamw")
+    return search(model_sizes(model), activations, optimizer, cluster, wanted)
+
+
+def prepare(world: int, memory: int, host: int = ROOM, **zero: Any) -> tuple[Accelerator, list[Any]]:
+    """Prepare the model under auto.yaml with stated memory."""
+    training = AUTO["deepspeed_config"]
+    training = {**training, "zero_optimization": {**training["zero_optimization"], **SMALL, **zero}}
+    training["gradient_accumulation_steps"] = 2
+    stated = {"num_processes": world, "mixed_precision": "no", "use_cpu": True}
+    stated |= {"gpu_memory": memory, "host_memory": f"{host // 2**20}MiB"}
+    accelerator = Accelerator(config={**AUTO, **stated, "deepspeed_config": training})
+    model = make_model()
+    data = TensorDataset(torch.randn(24 * world, 1024), torch.randn(24 * world, 4))
+    optimizer = DummyOptim(model.parameters(), lr=1e-3)
+    scheduler = DummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=1)
+    loader = DataLoader(data, batch_size=4)
+    try:
+        return accelerator, list(accelerator.prepare(model, optimizer, loader, scheduler))
+    except ConfigError:
+        accelerator.end_training()
+        raise
+
+
+def check_memory_forces_every_choice(folder: Path) -> None:
+    """With just the memory of one way, that way is chosen of all that auto.yaml leaves open, and trains."""
+    needs: dict[tuple[Any, str, str], tuple[int, int]] = {}
+    for candidate in plan_with_room(WORLD).candidates:
+        setup, found = candidate.setup, candidate.footprint
+        if setup.ratio == 1.0 and (setup.stage, setup.offload_optimizer, setup.offload_param) in WAYS:
+            way = (setup.stage, setup.offload_optimizer, setup.offload_param)
+            needs[way] = (found.device_bytes, found.host_bytes)
+    assert needs.keys() == WAYS
+    for way, (device, host) in needs.items():
+        just = int(device / (1 - MARGIN)) + 2**16
+        beside = LITTLE if way[1] == "none" else int(host / (1 - MARGIN)) + 2**22
+        accelerator, (model, optimizer, loader, scheduler) = prepare(WORLD, just, beside)
+        resolved = accelerator.resolved
+        assert resolved is not None
+        chosen = (resolved.zero_stage, resolved.offload_device("optimizer"), resolved.offload_device("param"))
+        assert chosen == way, (chosen, way)
+        assert "auto" not in str(resolved.deepspeed_config()["zero_optimization"])
+        for key in ("stage", "offload_optimizer.device", "offload_param.device"):
+            entry = resolved.tree.get("zero_optimization", *key.split("."))
+            assert entry is not None
+            assert "by the plan" in entry.origin.reason
+        before = weights(accelerator, model)["10.weight"]
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        assert not torch.equal(weights(accelerator, model)["10.weight"], before)
+        accelerator.end_training()
+
+
+def check_what_fits_nowhere_is_refused(folder: Path) -> None:
+    """Every process raises the same error, which names what is short and what would do."""
+    words = ("nothing fits", "on the device", "Any of these would do")
+    raised(ConfigError, *words, by=lambda: prepare(WORLD, 1100 * 2**20, LITTLE))
+
+
+def check_what_is_typed_stays(folder: Path) -> None:
+    """The plan chooses around a typed stage."""
+    accelerator, _ = prepare(WORLD, ROOM, stage=2)
+    assert accelerator.resolved is not None
+    assert accelerator.resolved.zero_stage == 2
+    accelerator.end_training()
+
+
+CHECKS = {
+    "memory_forces_every_choice": ([WORLD], check_memory_forces_every_choice),
+    "what_fits_nowhere_is_refused": ([WORLD], check_what_fits_nowhere_is_refused),
+    "what_is_typed_stays": ([WORLD], check_what_is_typed_stays),
+}
