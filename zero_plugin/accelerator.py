@@ -55,6 +55,7 @@ from zero_plugin.facade.shortages import Shortages
 from zero_plugin.facade.stop_request import StopRequest
 from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
+from zero_plugin.fewer_processes import find_intended_processes
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.handlers import sort_handlers
 from zero_plugin.meter import Meter, memory_available_bytes
@@ -202,16 +203,21 @@ class Accelerator(
         compiler = choose_compiler(dynamo_backend, dynamo_plugin, self._configurations.document)
         self._handlers = replace(self._handlers, compiler=compiler)
         self._processes = self._join_processes()
+        world = self._processes.world_size
+        self._intended = find_intended_processes(world, os.environ)
         expect_same_run(self._configurations.document, self._processes)
-        self._cut = agree_on_cut(self._processes.world_size, os.environ)
-        if self._cut > 1:
-            self._configurations.overlay(lambda document: accumulate_more(document, self._cut))
+        self._cut = agree_on_cut(world, os.environ)
+        self._accumulated_by = world if self.dataloader_config.split_batches else self._intended
+        if self._cut > 1 or self._accumulated_by != world:
+            self._configurations.overlay(lambda d: accumulate_more(d, self._cut, self._accumulated_by, world))
         self.device = self._processes.device
         self._meter = Meter(self._processes.world_size, self.device)
         self._told: set[str] = set()
         self._loading = ExitStack()
         self._host_bytes = memory_available_bytes(torch.device("cpu"))
         self._use_configuration(self._configurations.document)
+        if self._intended != world:
+            self._say(f"{world} of {self._intended} processes have met; the global batch stays as it is")
         self.resolved: Resolved | None = None
         self._dataloaders: list[DataLoaderAdapter] = []
         self._loop = LoopFacts()  # of the loaders prepared last

@@ -9,6 +9,7 @@ from zero_plugin.collectives import gather_object
 from zero_plugin.config.attempt import micro_batch_cut
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO, Entry, Origin, Path
+from zero_plugin.fewer_processes import share_out_steps
 
 __all__ = ["accumulate_more", "agree_on_cut"]
 
@@ -28,19 +29,31 @@ def agree_on_cut(processes: int, environ: Mapping[str, str]) -> int:
     return own if here == str(processes) else max(gather_object([own]))
 
 
-def accumulate_more(document: Document, cut: int) -> Document:
-    """The document with `cut` times the accumulation that a user wrote, so that the global batch stays.
+def accumulate_more(document: Document, cut: int, intended: int = 1, found: int = 1) -> Document:
+    """The document with so much more than the accumulation that a user wrote that the global batch stays.
 
     Where `train_batch_size` is written and the accumulation is open, it follows from that one by itself.
+
+    Args:
+        document: as it was asked for.
+        cut: into how many micro-batches each of the loaders' batches comes.
+        intended, found: processes that the global batch is meant for, and those that there are.
+
+    Raises:
+        LaunchError: the micro-batches cannot be shared out among the processes.
     """
     entry = document.deepspeed.get(*_ACCUMULATION)
     is_open = entry is None or entry.value in (AUTO, None)
-    if cut == 1 or (entry is not None and not is_open and not entry.origin.typed_by_user):
+    if (cut == 1 and intended == found) or (entry is not None and not is_open and not entry.origin.typed_by_user):
         return document
     if is_open and document.deepspeed.value(*_GLOBAL) not in (AUTO, None):
         return document
     asked = 1 if entry is None or is_open else entry.value
-    where = "memory ran out with larger micro-batches" if entry is None else entry.origin.where
-    reason = f"{asked} × {cut}: memory ran out before, so each of the loader's batches comes as {cut} micro-batches"
-    more = Entry(asked * cut, Origin("rule", where, reason))
+    where = "to keep the global batch" if entry is None else entry.origin.where
+    reasons = [f"{asked}"]
+    if cut > 1:
+        reasons.append(f"× {cut}: memory ran out before, so each of the loader's batches comes as {cut} micro-batches")
+    if intended != found:
+        reasons.append(f"× {intended} ÷ {found}: so many of the processes are left")
+    more = Entry(share_out_steps(asked * cut, intended, found), Origin("rule", where, " ".join(reasons)))
     return replace(document, deepspeed=document.deepspeed.replace({_ACCUMULATION: more}))

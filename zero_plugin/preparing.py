@@ -182,7 +182,7 @@ def prepare_schedule(
     optimizer = training.optimizer
     assert optimizer is not None, "a schedule is found by its optimizer"
     by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
-    counted = training.facts.machine.processes if by_process else 1
+    counted = training.facts.machine.counted if by_process else 1
     _join_schedule(training, schedule, document, processes, say)
     if not isinstance(schedule, DummyScheduler):
         prepared = AcceleratedScheduler(schedule, optimizer, step_with_optimizer, times=counted)

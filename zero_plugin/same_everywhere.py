@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,6 @@ from torch.optim import Optimizer
 from zero_plugin.agreement import collective, exchange
 from zero_plugin.collectives import num_processes, process_index
 from zero_plugin.config.document import Document
-from zero_plugin.config.handover import from_environment
-from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.tree import Tree, dotted
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.installed import installed_version
@@ -56,10 +53,8 @@ def expect_same_run(document: Document, processes: Processes) -> None:
     """Compare what this process runs with what the others run; collective.
 
     Raises:
-        LaunchError: versions, device kinds or configurations differ, with each value and the hosts that have it; or
-            there are not as many processes as the launcher was asked for.
+        LaunchError: versions, device kinds or configurations differ; with each value, and the hosts that have it.
     """
-    _expect_all_processes(processes.world_size)
     if processes.world_size == 1:
         return
     told = {
@@ -101,17 +96,6 @@ def expect_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimiz
         raise LoopError(
             f"prepare() got different objects on different processes:\n{differences}\n"
             "Every process has to build the same models and optimizers, with the same layers frozen, whatever its rank."
-        )
-
-
-def _expect_all_processes(found: int) -> None:
-    launched = from_environment(os.environ)
-    asked = None if launched is None else launch_settings(launched).num_processes
-    if asked not in (None, found):
-        raise LaunchError(
-            f"the launcher was asked for {asked} processes, but {found} {'has' if found == 1 else 'have'} met.\n"
-            "Was RANK, WORLD_SIZE or MASTER_ADDR set or unset in the script, or in what starts it? They are the "
-            "launcher's."
         )
 
 

@@ -104,6 +104,9 @@ CONTRADICTIONS = [
     # --- parallel
     ("a rank beyond the machines", "error", "num_machines: 2\nmachine_rank: 2\nnum_processes: 4\n", "c.yaml:2:1: machine_rank: 2, but num_machines is 2 and ranks count from 0", 'rank: 2', 'rank: 1'),
     ("uneven machines", "error", "num_machines: 2\nnum_processes: 3\n", "c.yaml:2:1: num_processes: 3 processes do not divide among 2 machines", '3', '4'),
+    ("fewer machines that are more", "error", "num_machines: 2\nmin_machines: 3\nrdzv_backend: c10d\nmax_restarts: 1\n", "c.yaml:2:1: min_machines: 3, but num_machines is 2", 'min_machines: 3', 'min_machines: 1'),
+    ("fewer machines that met once", "error", "num_machines: 2\nmin_machines: 1\nmax_restarts: 1\n", "c.yaml:2:1: min_machines: 1 of 2, but the machines of a static rendezvous meet once", 'max_restarts', 'rdzv_backend: c10d\nmax_restarts'),
+    ("fewer machines without a restart", "error", "num_machines: 2\nmin_machines: 1\nrdzv_backend: c10d\n", "c.yaml:2:1: min_machines: 1 of 2, but max_restarts is 0, and a lost machine is a failure", 'rdzv_backend', 'max_restarts: 1\nrdzv_backend'),
     ("several processes of one", "warning", "distributed_type: 'NO'\nnum_processes: 2\n", "c.yaml:2:1: num_processes: has no effect: 2, but distributed_type NO is one process", "'NO'", 'MULTI_CPU'),
     ("several machines of one", "error", "distributed_type: 'NO'\nnum_machines: 2\n", "c.yaml:2:1: num_machines: 2, but distributed_type NO is one process", "'NO'", 'MULTI_CPU'),
     ("two filters", "error", YAML + "  deepspeed_inclusion_filter: a\n  deepspeed_exclusion_filter: b\n", 'c.yaml:5:3: deepspeed_exclusion_filter = "b": stands beside deepspeed_inclusion_filter at c.yaml:4:3', '  deepspeed_exclusion_filter: b\n', '  deepspeed_hostfile: h\n'),

@@ -67,6 +67,7 @@ LAUNCH_FLAGS: Final = (
     ),
     LaunchFlag("monitor_interval", "Seconds between two looks at the workers.", _ENGINE),
     LaunchFlag("num_machines", "Machines in the run.", _MACHINES),
+    LaunchFlag("min_machines", "Go on with so few when others are lost; default: all.", _MACHINES),
     LaunchFlag("machine_rank", "This machine's number, from 0.", _MACHINES),
     LaunchFlag("main_process_ip", "Address of machine 0.", _MACHINES),
     LaunchFlag("main_process_port", "Port on machine 0; on one machine a free one is taken.", _MACHINES),

@@ -8,9 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["CUT_VARIABLE", "LAUNCHED_VARIABLE", "Shortage", "leave_shortage", "micro_batch_cut", "take_shortage"]
+__all__ = [
+    "AGAIN_VARIABLE",
+    "CUT_VARIABLE",
+    "LAUNCHED_VARIABLE",
+    "Shortage",
+    "leave_shortage",
+    "micro_batch_cut",
+    "take_shortage",
+]
 
 CUT_VARIABLE: Final = "ZERO_PLUGIN_MICRO_BATCH_CUT"  # set, to 1 at first, by a launcher that reads what workers leave
+AGAIN_VARIABLE: Final = "ZERO_PLUGIN_STARTED_AGAIN"  # set where workers were started before, for whatever reason
 LAUNCHED_VARIABLE: Final = "ZERO_PLUGIN_LAUNCHED"  # when the first attempt began, in seconds since the epoch
 
 _FILE: Final = "out_of_memory"  # in torchrun's folder of one attempt, where all its workers of a machine write

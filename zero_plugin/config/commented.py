@@ -26,6 +26,7 @@ _LAUNCH: Final[Mapping[str, str]] = {
     "mixed_precision": "no (fp32), bf16, fp16, or auto: the best of these that the device has",
     "num_processes": "on all machines together, 1 or more; on GPUs one for each",
     "num_machines": "1 or more",
+    "min_machines": "how few of them go on when others are lost, with more accumulation; needs c10d and max_restarts",
     "machine_rank": "this machine's number, from 0; another on each machine",
     "main_process_ip": "address of machine 0, as the others reach it",
     "main_process_port": "port on machine 0, up to 65535; with one machine, 0 takes a free one",

@@ -106,6 +106,9 @@ class LaunchSettings(BaseModel):
     """Processes on all machines together. Default: one for each accelerator of the machine."""
     num_machines: int = Field(1, ge=1)
     """Machines that take part. Default: 1."""
+    min_machines: int | None = Field(None, ge=1)
+    """With how few of the machines the run begins, or goes on when others are lost, with as much more accumulation.
+    Default: all of them."""
     machine_rank: int = Field(0, ge=0)
     """Which of the machines this is, counted from 0. Default: 0."""
     main_process_ip: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Joining:
     gradient_accumulation_plugin: GradientAccumulationPlugin
     _dataloaders: list[DataLoaderAdapter]
     _first_steps: FirstSteps
+    _intended: int  # processes that the run is meant to have
     _loop: LoopFacts  # of the loaders prepared last
     _loose: AccumulationWindow  # of what is prepared without an optimizer
     _processes: Processes
@@ -70,7 +72,9 @@ class Joining:
     ) -> None:
         facts = Facts(
             loop=self._loop,
-            machine=probe_machine(accelerator_kind(self.device), self._processes.world_size),
+            machine=replace(
+                probe_machine(accelerator_kind(self.device), self._processes.world_size), intended=self._intended
+            ),
             split_batches=self.dataloader_config.split_batches,
             strategy=self._strategy.name,
         )
@@ -195,7 +199,7 @@ class Joining:
             schedule,
             held or self._hold(optimizer),
             self.step_scheduler_with_optimizer,
-            times=1 if once else self._processes.world_size,
+            times=1 if once else self._intended,
         )
 
     def _new_window(self) -> AccumulationWindow:

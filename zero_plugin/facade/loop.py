@@ -14,6 +14,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 from zero_plugin.configurations import Configurations
 from zero_plugin.errors import ConfigError, LoopError, Problem
+from zero_plugin.fewer_processes import share_out_steps
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.resolve.resolved import Resolved
@@ -30,6 +31,7 @@ class LoopCalls:
     document: Document
     resolved: Resolved | None
     _configurations: Configurations
+    _accumulated_by: int  # processes that the accumulation is meant for; those that there are have more of it each
     _cut: int
     _first_steps: FirstSteps
     _loose: AccumulationWindow
@@ -62,7 +64,7 @@ class LoopCalls:
         if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
             message = f"{steps} in code, but {before.value} at {before.origin.where}"
             raise ConfigError([Problem(call, key, message, "Write auto in the file to set it in code.")])
-        steps *= self._cut
+        steps = share_out_steps(steps * self._cut, self._accumulated_by, self._processes.world_size)
         if before is None or before.value != steps:
             path = ("deepspeed", key)
             self._configurations.overlay(lambda d: d.overlay({path: steps}, kind="code", where={path: call}))

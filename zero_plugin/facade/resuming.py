@@ -13,7 +13,7 @@ from zero_plugin.checkpoint.folders import choose_checkpoint, numbered_checkpoin
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME
 from zero_plugin.checkpoint.together import on_main
-from zero_plugin.config.attempt import LAUNCHED_VARIABLE
+from zero_plugin.config.attempt import AGAIN_VARIABLE, LAUNCHED_VARIABLE
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.facade.stop_request import StopRequest
@@ -61,16 +61,17 @@ class ResumingCalls:
             CheckpointError: the checkpoints that are there are all damaged, or do not fit; training is not begun anew.
         """
         self._background.wait()
-        restarted = int(os.environ.get(_RESTARTS, "0")) > 0 or self._cut > 1
-        # A machine that has come back counts no restart: one that does decides for all.
-        restarted = any(collectives.gather_object([restarted]))
+        restarted = int(os.environ.get(_RESTARTS, "0")) > 0 or AGAIN_VARIABLE in os.environ or self._cut > 1
+        # A machine that has come back counts no restart, and began later: one that does decides for all.
+        told = collectives.gather_object([(restarted, float(os.environ.get(LAUNCHED_VARIABLE, "0")))])
+        restarted, began = any(again for again, _ in told), min(began for _, began in told)
         place = on_main(lambda: self._find_checkpoint(folder))
         found = on_main(lambda: choose_checkpoint(place) if _has_checkpoints(place) else None)
         self._must_resume = False
         if found is None:
             self._say(f"resume(): no checkpoint in {place} yet; the run begins anew")
             return None
-        own = restarted and on_main(lambda: _is_of_this_launch(found[0]))
+        own = restarted and on_main(lambda: (found[0] / MANIFEST_NAME).stat().st_mtime >= began)
         if not (own or launch_settings(self.document).auto_resume):
             why = "it is of a launch before" if restarted else "the launcher has not restarted it"
             self._say(
@@ -96,11 +97,6 @@ class ResumingCalls:
         """
         self._stop.listen()
         return collectives.start_sum([int(self._stop.received)])()[0] > 0
-
-
-def _is_of_this_launch(checkpoint: Path) -> bool:
-    """Whether an attempt of this launch has saved it; True under a launcher that does not tell when it began."""
-    return (checkpoint / MANIFEST_NAME).stat().st_mtime >= float(os.environ.get(LAUNCHED_VARIABLE, "0"))
 
 
 def _has_checkpoints(place: Path) -> bool:

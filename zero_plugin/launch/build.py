@@ -90,6 +90,7 @@ def build_spec(
         local_processes=processes,
         local_processes_reason=reason,
         machines=settings.num_machines,
+        min_machines=settings.min_machines,
         rendezvous=rendezvous,
         environment=environment,
         deepspeed_config=config_for_scripts(document, resolved) if on_deepspeed else None,

@@ -32,6 +32,7 @@ _CHOOSE_HOSTS: Final = ("pdsh", "slurm", "nossh")  # the others start on all of 
 _PORT: Final = 29500
 _ONLY_TORCHRUN: Final = (
     "max_restarts",
+    "min_machines",
     "grace_period",
     "log_dir",
     "tee",

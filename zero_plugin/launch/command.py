@@ -50,7 +50,7 @@ def torchrun_command(spec: LaunchSpec) -> list[str]:
     options = {key: value for key, value in meeting.options.items() if key != "rank"}
     return [
         "torchrun",
-        f"--nnodes={spec.machines}",
+        f"--nnodes={spec.machines if spec.min_machines is None else f'{spec.min_machines}:{spec.machines}'}",
         f"--nproc-per-node={spec.local_processes}",
         f"--max-restarts={spec.max_restarts}",
         f"--rdzv-backend={meeting.backend}",

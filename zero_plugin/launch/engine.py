@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE, Shortage, take_shortage
+from zero_plugin.config.attempt import AGAIN_VARIABLE, CUT_VARIABLE, LAUNCHED_VARIABLE, Shortage, take_shortage
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import NEW_STORE, worker_command
 from zero_plugin.launch.contact import Contact
@@ -90,10 +90,13 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
                 f"{told}; all workers start again (restart {restarts} of {spec.max_restarts}){smaller}", file=sys.stderr
             )
 
-    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, tell_restart)
+    def start_again() -> None:
+        os.environ[AGAIN_VARIABLE] = "1"
+
+    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, tell_restart, start_again)
     with log_folder(spec.log_dir) as folder, configuration_file(spec), contact, memory, ending as idle:
         config = LaunchConfig(
-            min_nodes=spec.machines,
+            min_nodes=spec.min_machines or spec.machines,
             max_nodes=spec.machines,
             nproc_per_node=spec.local_processes,
             role=spec.role,

@@ -98,6 +98,7 @@ class LaunchSpec:
         local_processes: workers that this machine starts.
         local_processes_reason: why as many, empty where the user said so.
         machines: machines in the run, this one included.
+        min_machines: with how few of them the run begins and goes on; None: with all.
         environment: variables added for the workers, by name.
         deepspeed_config: for scripts that read a DeepSpeed JSON, a file while the run lasts; None without ZeRO.
         max_restarts: how often the whole group is started again after a failure.
@@ -131,6 +132,7 @@ class LaunchSpec:
     debug: bool = False
     cores: tuple[frozenset[int], ...] = ()
     cores_reason: str = ""
+    min_machines: int | None = None
     hosts: Hosts | None = None
     replicas: Replicas | None = None
 

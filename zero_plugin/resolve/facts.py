@@ -97,6 +97,7 @@ class MachineFacts:
     Attributes:
         accelerator: device kind of this run.
         processes: data-parallel world size.
+        intended: processes that the run is meant to have, where it goes on with fewer; 0: as many as there are.
         bf16, fp16: whether the device computes in these types (under DeepSpeed, for fp16).
         deepspeed_version: installed version, "" where DeepSpeed is absent.
     """
@@ -106,6 +107,12 @@ class MachineFacts:
     bf16: bool = True
     fp16: bool = False
     deepspeed_version: str = ""
+    intended: int = 0
+
+    @property
+    def counted(self) -> int:
+        """By how many processes a schedule counts: as many all along, so that its curve stays."""
+        return self.intended or self.processes
 
 
 @dataclass(frozen=True, slots=True)

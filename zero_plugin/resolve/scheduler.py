@@ -122,7 +122,7 @@ def _given(draft: Draft, facts: SchedulerFacts | None) -> dict[str, tuple[Any, s
 
 
 def _in_optimizer_steps(draft: Draft, steps: int, given_by: str) -> tuple[int, str]:
-    world = draft.facts.machine.processes
+    world = draft.facts.machine.counted
     if draft.launch.value("scheduler_counts") == "steps" or draft.facts.split_batches or world == 1:
         return int(steps), f"from {given_by}"
     return -(-int(steps) // world), f"{given_by}'s {steps} ÷ {world} processes (scheduler_counts: processes)"

@@ -40,6 +40,8 @@ def _machines(asked: Asked) -> Iterator[Problem]:
     if processes is not None and is_count(machines) and is_count(processes.value) and processes.value % machines:
         message = f"{processes.value} processes do not divide among {machines} machines"
         yield Problem(processes.origin.where, "num_processes", message, f"Write a multiple of {machines}.")
+    if (least := launch.get("min_machines")) is not None and is_count(least.value) and is_count(machines):
+        yield from _fewer_machines(least, machines, asked)
     if launch.value("distributed_type") == "NO":
         yield from _alone(processes, launch.get("num_machines"))
     inclusion, exclusion = (launch.get(f"deepspeed_{way}_filter") for way in ("inclusion", "exclusion"))
@@ -48,6 +50,20 @@ def _machines(asked: Asked) -> Iterator[Problem]:
         yield Problem(exclusion.origin.where, "deepspeed_exclusion_filter", message, "Keep one of the two.")
     yield from _launcher(launch.get("deepspeed_multinode_launcher"))
     yield from _hosts(asked)
+
+
+def _fewer_machines(least: Entry, machines: int, asked: Asked) -> Iterator[Problem]:
+    """Only agents that can meet anew go on without the others, and only after a failure, which a lost machine is."""
+    launch, where, key = asked.document.launch, least.origin.where, "min_machines"
+    if least.value > machines:
+        message = f"{least.value}, but num_machines is {machines}"
+        yield Problem(where, key, message, f"Write at most {machines}.")
+    elif least.value < machines and launch.value("rdzv_backend") in (None, AUTO, "static"):
+        message = f"{least.value} of {machines}, but the machines of a static rendezvous meet once"
+        yield Problem(where, key, message, "Write rdzv_backend: c10d, with --rdzv_endpoint or main_process_ip.")
+    elif least.value < machines and not launch.value("max_restarts"):
+        message = f"{least.value} of {machines}, but max_restarts is 0, and a lost machine is a failure"
+        yield Problem(where, key, message, "Write max_restarts, how often machines may be lost, on each.")
 
 
 def _launcher(typed: Entry | None) -> Iterator[Problem]:

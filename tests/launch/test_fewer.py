@@ -1,0 +1,98 @@
+"""A run goes on with fewer processes when a machine is lost, and with more when one comes; its end is the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_plugin.launch.machine import port_is_free
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+SCRIPT = Path(__file__).with_name("train_fewer.py")
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def expected() -> Any:
+    """Steps, learning rate and weights at the end of the same training by torch alone, on 8 samples in each step."""
+    import torch
+
+    spec = importlib.util.spec_from_file_location("train_fewer", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model, optimizer, schedule = script.build()
+    steps = 0
+    for _ in range(script.EPOCHS):
+        for batch in script.SAMPLES.split(8):
+            torch.nn.functional.mse_loss(model(batch), batch[:, :4].sin()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            schedule.step()  # Accelerate's way: once for each of the two processes
+            steps += 1
+    return steps, schedule.get_last_lr()[0], {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+def read_until(launcher: subprocess.Popen[str], start: str) -> list[str]:
+    """The lines that a launcher prints, up to one that starts so."""
+    assert launcher.stdout is not None
+    lines = []
+    while not lines or not lines[-1].startswith(start):
+        lines.append(launcher.stdout.readline())
+        assert lines[-1], launcher.communicate(timeout=60)[1]
+    return lines
+
+
+@pytest.mark.parametrize("joins", [False, pytest.param(True, marks=pytest.mark.campaign)])
+def test_machines_come_and_go(joins: bool, start: Start, tmp_path: Path) -> None:
+    """Of two launchers the second is killed, and may have begun later: weights and learning rate end as in one run."""
+    out = uuid.uuid4().hex
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--min_machines", "1", "--max_restarts", "2"]
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    waits = f"last_call_timeout={2 if joins else 5},keep_alive_interval=1"
+
+    def join() -> subprocess.Popen[str]:
+        return start(*flags, *meeting, "--rdzv_conf", waits, str(SCRIPT), out, "0.5", OMP_NUM_THREADS="1")
+
+    hold = tmp_path / out / "hold"
+    if joins:
+        hold.parent.mkdir()
+        hold.touch()
+    stays = join()
+    deadline = time.monotonic() + 60
+    while port_is_free(port):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if joins:
+        assert read_until(stays, "step 3")[0] == "1 at 0\n"
+    lost = join()
+    assert int(read_until(lost, "2 at")[-1].split()[-1]) >= (3 if joins else 0)
+    hold.unlink(missing_ok=True)
+    read_until(lost, "step")
+    lost.kill()
+    lost.communicate()
+    assert int(read_until(stays, "1 at")[-1].split()[-1]) > (3 if joins else 0)
+    _, errors = stays.communicate(timeout=120)
+    assert stays.returncode == 0, errors
+    assert "1 of 2 processes have met; the global batch stays as it is" in errors
+    steps, rate, weights = json.loads((tmp_path / out / "final.json").read_text())
+    wanted_steps, wanted_rate, wanted = expected()
+    assert steps == wanted_steps == 16
+    assert rate == pytest.approx(wanted_rate)
+    for name, tensor in wanted.items():
+        for row, wanted_row in zip(weights[name], tensor, strict=True):
+            assert row == pytest.approx(wanted_row, abs=1e-5)
