@@ -5,6 +5,7 @@ from __future__ import annotations
 from rows import Row
 
 AGREEMENT = "tests/agreement/test_agreement.py"
+END = "tests/strategies/test_end.py"
 
 ROWS = [
     Row(
@@ -105,5 +106,21 @@ ROWS = [
         (f"{AGREEMENT}::test_more_steps_on_one_process[ddp:more_steps]",),
         "[1, 1]",
         processes=1,
+    ),
+    Row(
+        "a script's end ends the process group",
+        "strategies/processes.py",
+        "    atexit.register(leave)\n",
+        "",
+        (f"{END}::test_the_group_ends_after_all_that_holds_it",),
+        "all gone, group gone",
+    ),
+    Row(
+        "what holds the process group goes first",
+        "strategies/processes.py",
+        "        gc.collect()\n        if self.lives:\n",
+        "        if self.lives:\n",
+        (f"{END}::test_the_group_ends_after_all_that_holds_it",),
+        "model gone, group there",
     ),
 ]

@@ -53,6 +53,42 @@ def test_runs_always_end_with_0(torchrun: Torchrun, path: str, how: str, tmp_pat
         assert_clean(torchrun, path, how, tmp_path)
 
 
+TELLS_OF_ITS_END = """
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_plugin import Accelerator
+
+def tell(what, is_initialized=dist.is_initialized):
+    print(what, "gone, group", "there" if is_initialized() else "gone", flush=True)
+
+dist.destroy_process_group = lambda destroy=dist.destroy_process_group, tell=tell: (destroy(), tell("all"))
+accelerator = Accelerator(cpu=True)
+model = nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model.itself = [model]
+weakref.finalize(model, tell, "model").atexit = False
+accelerator.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+del model, optimizer, accelerator
+"""
+
+
+def test_the_group_ends_after_all_that_holds_it(
+    run_launcher: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """A gloo group that somebody still holds aborts its process at exit, now and then: DDP goes first, cycles too."""
+    (tmp_path / "script.py").write_text(TELLS_OF_ITS_END)
+    run = run_launcher([*TORCHRUN, "--tee", "3", tmp_path / "script.py"], seconds=100, env=ENVIRONMENT)
+    assert run.returncode == 0, run.stderr
+    for rank in (0, 1):
+        said = [line.partition(":")[2] for line in run.stdout.splitlines() if line.startswith(f"[default{rank}]:")]
+        assert [line for line in said if "gone" in line] == ["model gone, group there", "all gone, group gone"], run.stdout
+
+
 @pytest.mark.parametrize("path", ["ddp", "nvme"])
 def test_an_error_on_one_process_ends_both(torchrun: Torchrun, path: str, tmp_path: Path) -> None:
     """The other process sits in a collective; the run ends within seconds, shows that error, and leaves no file."""
