@@ -111,7 +111,7 @@ ROWS = [
     Row(
         "a step that is not finite is skipped, off engines",
         PLAIN,
-        "self._finite = not self._skips or all_finite(self._gradients())",
+        "self._finite = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)",
         "self._finite = True",
         checks("nonfinite", "a_step_that_is_not_finite_is_skipped", "single", "ddp"),
         "optimizer.step_was_skipped",

@@ -8,7 +8,7 @@ ROWS = [
     Row(
         "a real schedule counts processes",
         "preparing.py",
-        "    counted = training.facts.machine.processes if by_process else 1\n",
+        "    counted = training.facts.machine.counted if by_process else 1\n",
         "    counted = 1\n",
         checks("schedule", "real_schedules_count_processes", "ddp", "zero2"),
         "wanted",
@@ -16,8 +16,8 @@ ROWS = [
     Row(
         "a real schedule counts steps",
         "preparing.py",
-        "    counted = training.facts.machine.processes if by_process else 1\n",
-        "    counted = training.facts.machine.processes\n",
+        "    counted = training.facts.machine.counted if by_process else 1\n",
+        "    counted = training.facts.machine.counted\n",
         checks("schedule", "real_schedules_stay_attached", "ddp", "zero2"),
         "wanted",
     ),

@@ -118,8 +118,8 @@ ROWS = [
     Row(
         "each model has its own configuration",
         "preparing.py",
-        "    facts = replace(facts, model=probe_model(model))\n",
-        "    facts = replace(facts, model=None)\n",
+        "replace(facts, model=probe_model(model))",
+        "replace(facts, model=None)",
         joint_checks("together", "each_model_has_its_own_configuration", "zero2"),
         "buckets",
     ),
