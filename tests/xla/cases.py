@@ -17,7 +17,7 @@ from loop import ACCUMULATION, SAMPLES, Run, by_hand, largest_difference, make_p
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zero_plugin import Accelerator, DistributedDataParallelKwargs, DistributedType
+from zero_plugin import Accelerator, DistributedDataParallelKwargs, DistributedType, set_seed
 from zero_plugin.errors import LoopError
 
 XLA = {"distributed_type": "TPU", "scheduler_counts": "steps"}
@@ -33,14 +33,16 @@ def refuse_differences(ours: Run, theirs: Run, *, bf16: bool = False) -> None:
     assert found["rates"] == 0.0, found
 
 
-def one_device(folder: Path) -> None:
-    """The whole loop in fp32, without a new program after the first epoch."""
+def count_programs() -> int:
+    """How many XLA has compiled in this process."""
     import torch_xla.debug.metrics as metrics
 
-    def programs() -> int:
-        compiled = metrics.metric_data("CompileTime")
-        return compiled[0] if compiled else 0
+    compiled = metrics.metric_data("CompileTime")
+    return compiled[0] if compiled else 0
 
+
+def one_device(folder: Path) -> None:
+    """The whole loop in fp32, without a new program after the first epoch."""
     accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
     assert accelerator.device.type == "xla"
     assert accelerator.distributed_type is DistributedType.XLA
@@ -48,12 +50,12 @@ def one_device(folder: Path) -> None:
 
     class Counting(DataLoader[Any]):
         def __iter__(self) -> Any:
-            made.append(programs())
+            made.append(count_programs())
             return super().__iter__()
 
     model, optimizer, schedule, loader = make_parts()
     ours = train(accelerator, (model, optimizer, schedule, Counting(loader.dataset, batch_size=loader.batch_size)))
-    made.append(programs())
+    made.append(count_programs())
     print("programs before each epoch, and in the end:", made, flush=True)
     assert made[0] < made[1] == made[2], made  # the end reads weights and losses, which may take programs of its own
     assert model.inner.weight is model.again.weight
@@ -75,7 +77,55 @@ def one_device_in_bf16(folder: Path) -> None:
     accelerator.end_training()
 
 
-def two_replicas(folder: Path) -> None:
+def evaluating_and_saving(folder: Path) -> None:
+    """What a script does beside training: evaluation, files of weights, dropout by a seed, a step that is skipped."""
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator(config=XLA)
+    model, optimizer, _, loader = accelerator.prepare(*make_parts())
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_model(model, folder / "model")
+    accelerator.save({"first": model.first.weight}, folder / "first.pt")
+    state = accelerator.get_state_dict(model)
+    written = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in written.items())
+    assert torch.load(folder / "first.pt", weights_only=True)["first"].device.type == "cpu"
+
+    plain = type(model)()
+    plain.load_state_dict(state)
+    numbers = torch.arange(19)
+    held_out = TensorDataset(torch.randn(19, 8), numbers)
+    evaluated = accelerator.prepare(DataLoader(held_out, batch_size=4))
+    counts = []
+    for _ in range(3):
+        found = []
+        with torch.no_grad():
+            for inputs, own in evaluated:
+                found.append(accelerator.gather_for_metrics((model.eval()(inputs), own)))
+        counts.append(count_programs())
+    assert torch.cat([own for _, own in found]).tolist() == numbers.tolist()
+    outputs = torch.cat([output for output, _ in found]).cpu()
+    assert torch.allclose(outputs, plain.eval()(held_out.tensors[0]), atol=1e-5)
+    assert counts[1] == counts[2], counts
+
+    drawn = []
+    for seed in (3, 3, 4):
+        set_seed(seed)
+        drawn.append(nn.functional.dropout(torch.ones(64, device=accelerator.device)).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+    inputs, targets = next(iter(loader))
+    accelerator.backward(nn.functional.cross_entropy(model.train()(inputs * float("nan")), targets))
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert torch.equal(model.first.weight.cpu(), state["first.weight"])
+    accelerator.end_training()
+
+
+def two_replicas(folder: Path, *, bf16: bool = False) -> None:
     """The whole loop with a real all-reduce; then gathering exactly the samples of an uneven data set."""
     from replicas import WORLD, run_replicas
 
@@ -83,7 +133,9 @@ def two_replicas(folder: Path) -> None:
     runs: dict[int, Run] = {}
 
     def replica(rank: int) -> None:
-        accelerator = Accelerator(config=XLA, gradient_accumulation_steps=ACCUMULATION)
+        accelerator = Accelerator(
+            config=XLA, gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16" if bf16 else "no"
+        )
         assert (accelerator.process_index, accelerator.num_processes) == (rank, WORLD)
         if rank:  # what differs at the start is mended
             with torch.no_grad():
@@ -104,9 +156,14 @@ def two_replicas(folder: Path) -> None:
         accelerator.end_training()
 
     run_replicas(replica)
-    for rank, theirs in enumerate(by_hand(WORLD)):
-        refuse_differences(runs[rank], theirs)
+    for rank, theirs in enumerate(by_hand(WORLD, bf16=bf16)):
+        refuse_differences(runs[rank], theirs, bf16=bf16)
     assert all(torch.equal(runs[0].weights[name], tensor) for name, tensor in runs[1].weights.items())
+
+
+def two_replicas_in_bf16(folder: Path) -> None:
+    """The same under autocast."""
+    two_replicas(folder, bf16=True)
 
 
 def two_replicas_without_all_reduce(folder: Path) -> None:
@@ -194,18 +251,17 @@ class Branches(nn.Module):
         return self.always(inputs) + (self.first(3.0 * inputs) if both else 0.0)
 
 
-CASES: dict[str, Callable[[Path], None]] = {
-    case.__name__: case
-    for case in (
-        one_device,
-        one_device_in_bf16,
-        two_replicas,
-        two_replicas_without_all_reduce,
-        saving,
-        resuming,
-        sitting_out,
-    )
-}
+CASES: tuple[Callable[[Path], None], ...] = (
+    one_device,
+    one_device_in_bf16,
+    evaluating_and_saving,
+    two_replicas,
+    two_replicas_in_bf16,
+    two_replicas_without_all_reduce,
+    saving,
+    resuming,
+    sitting_out,
+)
 
 if __name__ == "__main__":
-    CASES[sys.argv[1]](Path(sys.argv[2]))
+    {case.__name__: case for case in CASES}[sys.argv[1]](Path(sys.argv[2]))

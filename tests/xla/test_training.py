@@ -12,10 +12,16 @@ pytest.importorskip("torch_xla", reason="`make test-tpu` has torch_xla, in an en
 RunCase = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("case", ["one_device", "one_device_in_bf16", "two_replicas"])
+@pytest.mark.parametrize("case", ["one_device", "one_device_in_bf16", "two_replicas", "two_replicas_in_bf16"])
 def test_training_is_that_of_plain_torch(case: str, run_case: RunCase) -> None:
     """Losses, norms and rates of each step, and weights; one device compiles nothing after the first epoch."""
     done = run_case(case)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_what_a_script_does_beside_training(run_case: RunCase) -> None:
+    """Evaluation gives every sample once, files load without XLA, seeds reach dropout, a NaN changes no weight."""
+    done = run_case("evaluating_and_saving")
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import sys
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from zero_plugin.nested import map_leaves
 
 __all__ = ["NUMPY_CLASSES", "read_object", "tensor_storage", "without_shared_tensors", "write_object"]
 
@@ -43,7 +46,12 @@ def write_object(obj: Any, file: Any, *, safe_serialization: bool = False) -> No
     if safe_serialization:
         save_file(without_shared_tensors(obj), file, metadata={"format": "pt"})
     else:
-        torch.save(obj, file)
+        torch.save(map_leaves(_portable, obj) if "torch_xla" in sys.modules else obj, file)
+
+
+def _portable(leaf: Any) -> Any:
+    """A tensor on an XLA device in host memory: else nobody could read it without torch_xla."""
+    return leaf.cpu() if isinstance(leaf, Tensor) and leaf.device.type == "xla" else leaf
 
 
 def read_object(file: str | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
