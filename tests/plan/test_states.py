@@ -115,6 +115,15 @@ def test_frozen_weights_cost_themselves_alone(stage: Any) -> None:
     assert window_gradients(lora, setup, 8) == window_gradients(alone, setup, 8)
 
 
+def test_frozen_weights_keep_their_type_without_zero() -> None:
+    """In 16 bits they take two bytes and no copy under autocast; what is trained is fp32."""
+    halves = ModelSizes("lora", (ParameterSize(2**24, 448, trainable=False, width=2), ParameterSize(2**20)))
+    terms = footprint(halves, NONE, ADAM, Setup(None), A100).phases["forward"]
+    assert (terms["parameters"], terms["autocast copies"]) == (2 * SEVEN.elements + 4 * 2**20, 2 * 2**20)
+    zero = footprint(halves, NONE, ADAM, Setup(2), A100).phases["forward"]
+    assert zero["parameters"] == 2 * SEVEN.elements + 2 * 2**20
+
+
 def test_padding() -> None:
     """Stages 1 and 2 pad the whole to two elements for each process, stage 3 each parameter to their number."""
     odd = (ParameterSize(7, 3), ParameterSize(5, trainable=False))

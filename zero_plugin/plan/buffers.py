@@ -75,7 +75,9 @@ def carried_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
 
 def autocast_copies(model: ModelSizes, setup: Setup) -> int:
     """Bytes of the 16-bit copies of fp32 weights that autocast makes in a forward and its backward reads."""
-    return model.elements * 2 if setup.stage is None and setup.precision != "no" else 0
+    if setup.stage is not None or setup.precision == "no":
+        return 0
+    return sum(p.elements * p.count * 2 for p in model.parameters if p.trainable or p.width == _FP32)
 
 
 def flattening(model: ModelSizes, setup: Setup, processes: int) -> int:

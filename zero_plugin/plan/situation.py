@@ -32,12 +32,14 @@ class ParameterSize:
         count: how many tensors are like that; one that several modules share counts once.
         trainable: whether they require gradients.
         expert: whether they belong to an expert of a mixture, which not every sample passes.
+        width: bytes of one element as the model is built; frozen weights keep it without ZeRO.
     """
 
     elements: int
     count: int = 1
     trainable: bool = True
     expert: bool = False
+    width: int = 4
 
 
 @dataclass(frozen=True, slots=True)

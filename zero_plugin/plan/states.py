@@ -50,8 +50,9 @@ def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, pr
     width, trained, frozen = weight_bytes(setup), model.trainable, model.elements - model.trainable
     if setup.stage is None or (setup.stage == 0 and width == _FP32):
         kept = trained * _FP32 if setup.stage is None and processes > 1 else 0  # DDP's buckets; else zero_grad frees
-        states = optimizer.states * trained * _FP32
-        return {"parameters": (trained + frozen) * width, "optimizer states": states, "gradients": kept}
+        own = sum(p.elements * p.count * p.width for p in model.parameters if not p.trainable)
+        whole = trained * width + (own if setup.stage is None else frozen * width)
+        return {"parameters": whole, "optimizer states": optimizer.states * trained * _FP32, "gradients": kept}
     if setup.stage == 0:
         states = optimizer.states * trained * _FP32
         return {"parameters": (trained + frozen) * width, "master weights": trained * _FP32, "optimizer states": states}

@@ -25,16 +25,20 @@ def model_sizes(module: nn.Module) -> ModelSizes:
     A parameter that several modules share counts once; tensors of one size, all trainable or all frozen, are one entry.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    kinds: Counter[tuple[int, bool, bool]] = Counter()
+    kinds: Counter[tuple[int, bool, bool, int]] = Counter()
     for name, parameter in module.named_parameters():
         shapes[name] = _shape(parameter)
-        kinds[math.prod(shapes[name]), parameter.requires_grad, is_expert(name)] += 1
+        elements, width = math.prod(shapes[name]), parameter.element_size()
+        kinds[elements, parameter.requires_grad, is_expert(name), width] += 1
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, _ = stated_width(config, "model.config")
     return ModelSizes(
         name=type(module).__name__,
-        parameters=tuple(ParameterSize(size, count, *flags) for (size, *flags), count in kinds.items()),
+        parameters=tuple(
+            ParameterSize(size, count, trained, expert, width)
+            for (size, trained, expert, width), count in kinds.items()
+        ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         largest_module=max((_own_elements(part.parameters(recurse=False)) for part in module.modules()), default=0),
         hidden_size=hidden or common_width(shapes.values())[0],
