@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
 from zero_plugin.launch.machine import port_is_free
 
@@ -69,11 +70,11 @@ def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) ->
 
 
 def test_environment_of_the_workers(launch: Launch, tmp_path: Path) -> None:
-    """Exactly one variable of ours; threads from cores and processes unless the user set them; DeepSpeed on the CPU."""
+    """One variable has the configuration, two say of which attempt; threads from cores; DeepSpeed on the CPU."""
     script = 'import os; print(sorted(n for n in os.environ if n.startswith("ZERO_PLUGIN")))'
     (tmp_path / "names.py").write_text(script)
     names = set(ast.literal_eval(launch("--cpu", "names.py").stdout))
-    assert names - set(os.environ) == {ENVIRONMENT_VARIABLE}
+    assert names - set(os.environ) == {ENVIRONMENT_VARIABLE, CUT_VARIABLE, LAUNCHED_VARIABLE}
     (tmp_path / "show.py").write_text(SHOW)
     cores = len(os.sched_getaffinity(0))
     rows = shown(launch("--cpu", "--num_processes", "2", "show.py").stdout)

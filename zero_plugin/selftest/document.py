@@ -22,7 +22,7 @@ _KEPT: Final = (
     "gradient_predivide_factor",
     "zero_force_ds_cpu_optimizer",
 )
-_LEFT_OUT: Final = ("dynamo_config", "main_training_function", "max_restarts", "log_dir", "tee")
+_LEFT_OUT: Final = ("dynamo_config", "main_training_function", "max_restarts", "min_machines", "log_dir", "tee")
 
 
 def document_of_test(document: Document) -> Document:
