@@ -9,9 +9,19 @@ from torch import nn
 from zero_plugin import Accelerator
 from zero_plugin.measuring import Prediction, compare_memory, measure_states
 from zero_plugin.plan.footprint import Footprint
+from zero_plugin.predicting import RunMemory
 
 GIB = 2**30
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Run(RunMemory):
+    """One whose footprint is known."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        self.__dict__["footprint"] = footprint
+
+
 DEVICE = {"parameters": 2 * GIB, "master weights": 4 * GIB, "optimizer states": 8 * GIB, "activations": 6 * GIB}
 PLAN = Footprint(
     DEVICE,
@@ -23,8 +33,8 @@ PLAN = Footprint(
 
 def test_states_of_a_prediction() -> None:
     """A GPU's are those of the device; on a CPU what is offloaded is there too, each process' part of it."""
-    assert Prediction(PLAN, 2, GPU, 0).states == {"weights": 6 * GIB, "optimizer states": 8 * GIB}
-    assert Prediction(PLAN, 2, CPU, None).states == {"weights": 10 * GIB, "optimizer states": 8 * GIB}
+    assert Prediction(Run(PLAN), 2, GPU, 0).states == {"weights": 6 * GIB, "optimizer states": 8 * GIB}
+    assert Prediction(Run(PLAN), 2, CPU, None).states == {"weights": 10 * GIB, "optimizer states": 8 * GIB}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +52,7 @@ def test_states_of_a_prediction() -> None:
 def test_the_term_that_is_off_is_named(weights: int, states: int, peak: int | None, told: list[str]) -> None:
     """One line within a tenth; beyond it a warning with the largest miss, and what to make of it."""
     measured = {"weights": weights * GIB, "optimizer states": states * GIB}
-    found = compare_memory(Prediction(PLAN, 2, GPU, 0), measured, None if peak is None else peak * GIB)
+    found = compare_memory(Prediction(Run(PLAN), 2, GPU, 0), measured, None if peak is None else peak * GIB)
     assert len(found) == len(told)
     for line, part in zip(found, told, strict=True):
         assert part in line
@@ -54,8 +64,8 @@ def test_the_term_that_is_off_is_named(weights: int, states: int, peak: int | No
 def test_what_is_too_small_to_tell() -> None:
     """Below 64 MiB the allocator's rounding decides; without anything measured nothing is said."""
     small = Footprint({}, "forward", phases={"forward": {"parameters": 1000, "activations": 1000}})
-    assert len(compare_memory(Prediction(small, 1, GPU, 0), {"weights": 1000, "optimizer states": 0}, 2**20)) == 1
-    assert compare_memory(Prediction(small, 1, CPU, None), {}, None) == []
+    assert len(compare_memory(Prediction(Run(small), 1, GPU, 0), {"weights": 1000, "optimizer states": 0}, 2**20)) == 1
+    assert compare_memory(Prediction(Run(small), 1, CPU, None), {}, None) == []
 
 
 def test_a_run_tells_it_after_its_second_step(capsys: pytest.CaptureFixture[str]) -> None:

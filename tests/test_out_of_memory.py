@@ -14,10 +14,19 @@ import pytest
 import torch
 
 from zero_plugin.out_of_memory import FailedLoop, describe_shortage, is_out_of_memory
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.predicting import RunMemory
+from zero_plugin.strategies.base import Saving
 
 CPU = torch.device("cpu")
 LOOP = FailedLoop(
-    trains=True, micro_batch=8, accumulation=2, cut=1, is_open=True, decides=False, savings=("zero_stage: 3 (it is 2)",)
+    trains=True,
+    micro_batch=8,
+    accumulation=2,
+    cut=1,
+    is_open=True,
+    decides=False,
+    savings=(Saving("zero_stage: 3 (it is 2)", {"stage": 3}),),
 )
 
 
@@ -36,7 +45,7 @@ def failure(kind: str) -> BaseException:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"), [("torch", "GiB were asked for"), ("numpy", "256. TiB"), ("python", "as much")]
+    ("kind", "asked"), [("torch", "GiB were asked for"), ("numpy", "GiB were asked for"), ("python", "as much")]
 )
 def test_real_failures_of_the_host(kind: str, asked: str) -> None:
     """Torch's, NumPy's and Python's own are known for what they are, with the bytes that were asked for."""
@@ -82,6 +91,31 @@ def test_when_a_smaller_micro_batch_is_tried(change: dict[str, Any], cut: int, m
     """Where the configuration leaves it open, the loop is counted by the layer, and there is a smaller one."""
     shortage = describe_shortage(failure("torch"), replace(LOOP, **change), CPU, rank=0)
     assert (shortage.cut, shortage.micro_batch) == (cut, micro_batch)
+
+
+def test_what_the_plan_says_of_each_way() -> None:
+    """In bytes, corrected by what was taken above the prediction; only the first way that fits is marked."""
+    run = RunMemory(
+        ModelSizes("model", (ParameterSize(2**30),)),
+        Activations(Affine(0, 2**30), checkpointed=Affine(0, 2**25)),
+        OptimizerSizes(),
+        Setup(stage=2, precision="bf16", micro_batch=8, accumulation=2),
+        Cluster(device_bytes=10 * 2**30, host_bytes=2**40, devices=4),
+    )
+    loop = replace(LOOP, run=run, savings=(*LOOP.savings, Saving("offload", {"offload_optimizer": "cpu"})))
+    shortage = describe_shortage(failure("python"), loop, CPU, rank=0)
+    _, smaller, checkpointing, *_ = shortage.advice.splitlines()
+    assert "4, the same global batch: " in smaller
+    assert checkpointing.endswith(" GiB of 10 GiB; by the plan the cheapest that fits")
+    assert shortage.advice.count("the cheapest that fits") == 1
+    taken = replace(loop, taken=2 * run.footprint.allocated_bytes)
+    corrected = describe_shortage(failure("python"), taken, CPU, rank=0).advice.splitlines()[1]
+    assert gib_of(corrected) == pytest.approx(2 * gib_of(smaller), rel=0.01)
+
+
+def gib_of(line: str) -> float:
+    """What a line says that its way takes."""
+    return float(line.split(": ")[-1].split(" GiB of")[0])
 
 
 def test_where_a_smaller_micro_batch_does_not_help() -> None:

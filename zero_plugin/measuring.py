@@ -14,7 +14,7 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.meter import peak_bytes
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.plan.amounts import show_gib
-from zero_plugin.plan.footprint import Footprint
+from zero_plugin.predicting import RunMemory
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.fragments import MASTER, WEIGHT
 
@@ -31,13 +31,13 @@ class Prediction:
     """What a plan says that this process takes.
 
     Attributes:
-        footprint: of one device, and of one node.
+        run: what it is computed from.
         processes: of one node.
         device: where this process computes.
         peak_before: the most that torch's allocator had handed out before; see `peak_bytes`.
     """
 
-    footprint: Footprint
+    run: RunMemory
     processes: int
     device: torch.device
     peak_before: int | None
@@ -46,9 +46,9 @@ class Prediction:
     def states(self) -> dict[str, int]:
         """Bytes of weights, with their 32-bit copies, and of optimizer states on the device; a CPU has what is
         offloaded too."""
-        terms = Counter(self.footprint.phases["forward"])
+        terms = Counter(self.run.footprint.phases["forward"])
         if self.device.type == "cpu":
-            terms.update({name: size // self.processes for name, size in self.footprint.host.items()})
+            terms.update({name: size // self.processes for name, size in self.run.footprint.host.items()})
         return {
             "weights": terms["parameters"] + terms["master weights"] + terms["buffers"],
             "optimizer states": terms["optimizer states"],
@@ -115,7 +115,7 @@ def compare_memory(prediction: Prediction, states: Mapping[str, int], peak: int 
         line = f"memory of weights and optimizer states: {_both(wanted, found)}"
         is_off = _is_off(wanted, found)
     else:
-        wanted = prediction.footprint.allocated_bytes
+        wanted = prediction.run.footprint.allocated_bytes
         line = f"peak memory of the device: {_both(wanted, peak)}"
         rest = "activations, gradients and working space"
         terms.append((rest, wanted - sum(predicted.values()), peak - sum(states.values())))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,8 @@ from zero_plugin.config.attempt import Shortage, leave_shortage
 from zero_plugin.data.cutting import smaller_cut
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.amounts import show_gib
+from zero_plugin.predicting import RunMemory
+from zero_plugin.strategies.base import Saving
 
 __all__ = ["FailedLoop", "Phase", "describe_shortage", "explain_shortages", "is_out_of_memory", "phase_of"]
 
@@ -27,7 +29,8 @@ _OUT_OF_MEMORY: Final = (
     " out of memory.",  # CUDA, ROCm
     "DefaultCPUAllocator: can't allocate memory",
 )
-_ASKED: Final = re.compile(r"llocate ([\d.]+ ?(?:bytes|[KMGTPE]iB))")
+_ASKED: Final = re.compile(r"llocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _PACKAGE: Final = Path(__file__).parent
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
     ("facade/prepare.py", "_prepare"): "prepare()",
@@ -48,6 +51,8 @@ class FailedLoop:
         is_open: whether the configuration leaves the micro-batch to this package (`auto`).
         decides: whether the script counts its micro-batches itself, by setting `sync_gradients`.
         savings: what else lowers the use of memory, the cheapest first.
+        run: what a plan computes its memory from; None where none was made.
+        taken: bytes of the device that the process has used at most; 0 where not known.
     """
 
     trains: bool
@@ -56,7 +61,9 @@ class FailedLoop:
     cut: int
     is_open: bool
     decides: bool
-    savings: tuple[str, ...]
+    savings: tuple[Saving, ...]
+    run: RunMemory | None = None
+    taken: int = 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -92,16 +99,16 @@ def describe_shortage(error: BaseException, loop: FailedLoop, device: torch.devi
     on_device = device.type == "cpu" or not (isinstance(error, MemoryError) or "CPUAllocator" in str(error))
     depends = phase in ("the forward", "backward()") and on_device
     size = "" if loop.micro_batch is None else f", at micro-batch {loop.micro_batch}"
-    asked = _ASKED.search(str(error))
-    wanted = f"{_in_gib(asked[1])} were asked for" if asked else "as much as was asked for is not there"
+    asked = _asked_bytes(error)
+    wanted = f"{show_gib(asked)} were asked for" if asked else "as much as was asked for is not there"
     memory = device if on_device else torch.device("cpu")
     headline = (
         f"{'GPU' if memory.type == 'cuda' else 'Host'} memory ran out on rank {rank}, in {phase}{size}: {wanted}"
         f"{_describe_memory(memory)}."
     )
     factor = smaller_cut(loop.micro_batch, 1) if depends and loop.trains and loop.micro_batch else 0
-    ways = [*_smaller(loop, factor), *loop.savings] if factor else list(loop.savings)
-    lines = [f"  {number}. {way}" for number, way in enumerate(ways, 1)]
+    ways = [*(_smaller(loop, factor) if factor else ()), *loop.savings]
+    lines = [f"  {number}. {way}" for number, way in enumerate(_with_plan(ways, loop, loop.taken + asked), 1)]
     if not depends:
         lines.append(f"  A smaller micro-batch does not help: {_why_not(phase, on_device=on_device)}.")
     retries = factor and loop.is_open and not loop.decides
@@ -162,14 +169,36 @@ def _explain(error: BaseException | None) -> None:
     tell_loss("has run out of memory")
 
 
-def _smaller(loop: FailedLoop, factor: int) -> Iterator[str]:
+def _smaller(loop: FailedLoop, factor: int) -> Iterator[Saving]:
     assert loop.micro_batch is not None, "it has a factor"
+    micro_batch, accumulation = loop.micro_batch // factor, loop.accumulation * factor
     by_itself = "" if loop.is_open else ", or train_micro_batch_size_per_gpu: auto, and the launcher does it"
-    yield (
-        f"batch_size={loop.micro_batch // factor} with gradient_accumulation_steps {loop.accumulation * factor}, the "
-        f"same global batch{by_itself}"
+    yield Saving(
+        f"batch_size={micro_batch} with gradient_accumulation_steps {accumulation}, the same global batch{by_itself}",
+        {"micro_batch": micro_batch, "accumulation": accumulation},
     )
-    yield "activation checkpointing (transformers: model.gradient_checkpointing_enable())"
+    yield Saving(
+        "activation checkpointing (transformers: model.gradient_checkpointing_enable())",
+        {"activation_checkpointing": True},
+    )
+
+
+def _with_plan(ways: Iterable[Saving], loop: FailedLoop, taken: int) -> Iterator[str]:
+    """Each way with what it takes by the plan, corrected by what was really taken; the first that fits is marked."""
+    run, found = loop.run, False
+    if run is None:
+        yield from (way.text for way in ways)
+        return
+    capacity = run.cluster.device_bytes
+    short_by = max(1.0, taken / run.footprint.allocated_bytes) if loop.taken else 1.0
+    for way in ways:
+        if way.changes.get("activation_checkpointing") and run.activations.checkpointed is None:
+            yield way.text
+            continue
+        needed = int(short_by * run.changed(**way.changes).footprint.device_bytes)
+        fits = "" if found or needed > capacity else "; by the plan the cheapest that fits"
+        found = found or bool(fits)
+        yield f"{way.text}: {show_gib(needed)} of {show_gib(capacity)}{fits}"
 
 
 def _why_not(phase: Phase, *, on_device: bool) -> str:
@@ -178,8 +207,10 @@ def _why_not(phase: Phase, *, on_device: bool) -> str:
     return "the model's states need it" if phase == "prepare()" else "the optimizer's states need it"
 
 
-def _in_gib(amount: str) -> str:
-    return show_gib(int(amount.split()[0])) if amount.endswith("bytes") else amount
+def _asked_bytes(error: BaseException) -> int:
+    """What could not be had, by the error's own words; 0 where it does not say."""
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0
 
 
 def _describe_memory(device: torch.device) -> str:

@@ -58,7 +58,7 @@ def plan_open_fields(
         processes: this process and its peers.
 
     Returns:
-        The facts, and on process 0 what a forward keeps by that plan.
+        The facts, and what a forward keeps by that plan; None where none was made.
 
     Raises:
         ConfigError: nothing fits, or what is fixed excludes itself.
@@ -71,18 +71,18 @@ def plan_open_fields(
     peers = gather_object([(free_bytes(model, processes.device), processes.local_rank == 0)])
     free = min(size for size, _ in peers)
     nodes = max(1, sum(is_first for _, is_first in peers))
-    outcome: list[Planned | ConfigError] = [{}]
-    activations = None
+    outcome: list[tuple[Planned, Activations] | ConfigError | None] = [None]
     if processes.rank == 0:
         try:
             cluster = _cluster(document, free, len(peers) // nodes, nodes)
-            outcome[0], activations = _plan(document, resolved, facts, model, peek, cluster)
+            outcome = [_plan(document, resolved, facts, model, peek, cluster)]
         except ConfigError as error:
             outcome = [error]
     found = broadcast_object_list(outcome)[0]
     if isinstance(found, ConfigError):
         raise found
-    return replace(facts, planned=found), activations
+    planned, activations = found
+    return replace(facts, planned=planned), activations
 
 
 def _plan(

@@ -22,7 +22,7 @@ from zero_plugin.plan.footprint import Footprint
 from zero_plugin.plan.running import Stage
 from zero_plugin.plan.situation import Activations
 from zero_plugin.planning import find_activations, free_bytes
-from zero_plugin.predicting import local_processes, predict_memory
+from zero_plugin.predicting import RunMemory, local_processes, predict_memory
 from zero_plugin.probe.sizes import model_sizes
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import Resolved
@@ -76,7 +76,7 @@ def expect_room(
     """
     if stage is None or {resolved.offload_device(what) for what in ("optimizer", "param")} == {"none"}:
         return
-    needs = predict_memory(model, resolved, stage, facts, processes)
+    needs = predict_memory(model, resolved, stage, facts, processes).footprint
     # What the model takes there already is given back, or is a part of it.
     held = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu")
     own = find_room(resolved, held * local_processes(processes))
@@ -140,7 +140,7 @@ def expect_room_without_zero(
     facts: Facts,
     peek: Callable[[], Any],
     processes: Processes,
-) -> Footprint | None:
+) -> RunMemory | None:
     """Refuse to train without the ZeRO that is asked for, where the model does not fit without; collective.
 
     Args:
@@ -152,7 +152,7 @@ def expect_room_without_zero(
         processes: this process and its peers.
 
     Returns:
-        On process 0, what training takes then; None where no ZeRO is dropped.
+        The memory of training then; None where no ZeRO is dropped, or nothing tells what a device has.
 
     Raises:
         StrategyError: on every process, with what is needed and what is there.
@@ -166,21 +166,20 @@ def expect_room_without_zero(
     else:
         free = free_bytes(model, processes.device)
     capacity = settings.gpu_memory or min(gather_object([free]))
-    told, predicted = [""], None
-    if processes.rank == 0 and capacity:
-        activations, _ = find_activations(model, model_sizes(model), peek(), resolved.precision)
-        predicted = predict_memory(model, resolved, None, facts, processes, activations)
-        if predicted.allocated_bytes > capacity:
-            told[0] = (
-                f"{dropped}, but without it the model does not fit: training takes "
-                f"{show_gib(predicted.allocated_bytes)} of each device, which has {show_gib(capacity)}"
-                f"{_told(activations)}.\n"
-                "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of "
-                "the configuration."
-            )
-    if refusal := broadcast_object_list(told)[0]:
-        raise StrategyError(refusal)
-    return predicted
+    if not capacity:
+        return None
+    traced = [None if processes.rank else find_activations(model, model_sizes(model), peek(), resolved.precision)[0]]
+    activations = broadcast_object_list(traced)[0]
+    run = predict_memory(model, resolved, None, facts, processes, activations)
+    needed = run.footprint.allocated_bytes
+    if needed > capacity:
+        raise StrategyError(
+            f"{dropped}, but without it the model does not fit: training takes {show_gib(needed)} of each device, "
+            f"which has {show_gib(capacity)}{_told(activations)}.\n"
+            "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of the "
+            "configuration."
+        )
+    return run
 
 
 def expect_room_to_load(size: int, copies: int, available: int | None, what: str, fix: str) -> None:

@@ -79,7 +79,7 @@ def check_host_memory(total: int | None, available: int | None, needs: Needs) ->
 
 
 def lockable_bytes() -> int | None:
-    """What a process may lock, as `ulimit -l` says; None without a limit, as for one with CAP_IPC_LOCK (mostly root)."""
+    """What a process may lock, as `ulimit -l` says; None without a limit, as for root, or CAP_IPC_LOCK."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
         held = next(line for line in _STATUS.read_text().splitlines() if line.startswith("CapEff:"))

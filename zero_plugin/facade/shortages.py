@@ -7,6 +7,7 @@ import torch
 from zero_plugin.config.attempt import Shortage
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
+from zero_plugin.meter import peak_bytes
 from zero_plugin.out_of_memory import FailedLoop, describe_shortage
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.strategies.base import Strategy
@@ -38,5 +39,7 @@ class Shortages:
             is_open=micro_batch is not None and (micro_batch.value is AUTO or not micro_batch.origin.typed_by_user),
             decides=training is not None and training.window.is_decided,
             savings=() if training is None else self._strategy.savings(training.resolved),
+            run=None if training is None or training.prediction is None else training.prediction.run,
+            taken=peak_bytes(self.device) or 0,
         )
         return describe_shortage(error, loop, self.device, self._processes.rank)

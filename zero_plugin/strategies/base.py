@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ __all__ = [
     "FAILED_BACKWARD",
     "LATE_BACKWARD",
     "LOSS_OF_OTHERS",
+    "Saving",
     "Session",
     "SessionRequest",
     "Strategy",
@@ -56,6 +57,18 @@ LATE_BACKWARD = (
     "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
     "Call clip_grad_norm_() after the window's last backward()."
 )
+
+
+class Saving(NamedTuple):
+    """A change of the configuration that takes less device memory.
+
+    Attributes:
+        text: what to write.
+        changes: the fields of a plan's `Setup` that it changes.
+    """
+
+    text: str
+    changes: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,15 +410,19 @@ class Strategy(ABC):
         """Remove what runs that were killed have left where this one will put files."""
         return
 
-    def savings(self, resolved: Resolved) -> tuple[str, ...]:  # noqa: ARG002
+    def savings(self, resolved: Resolved) -> tuple[Saving, ...]:  # noqa: ARG002
         """What to write into the configuration so that a process needs less device memory, the cheapest first.
 
         Args:
             resolved: what runs.
         """
         return (
-            "ZeRO: zero_stage: 2 divides gradients and optimizer states among the processes, 3 the parameters too",
-            "offload_optimizer_device: cpu with it keeps optimizer states in host memory",
+            Saving("ZeRO, which divides gradients and optimizer states: zero_stage: 2", {"stage": 2}),
+            Saving("zero_stage: 3, which divides parameters too", {"stage": 3}),
+            Saving(
+                "zero_stage: 2 with offload_optimizer_device: cpu, which keeps optimizer states in host memory",
+                {"stage": 2, "offload_optimizer": "cpu"},
+            ),
         )
 
     def destroy_process_group(self) -> None:

@@ -26,7 +26,7 @@ from zero_plugin.probe.machine import probe_machine
 from zero_plugin.resolve.precision import expected_precision
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.allotting import allot_whole
-from zero_plugin.strategies.base import Session, SessionRequest, Strategy
+from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
 from zero_plugin.strategies.deepspeed.casting import cast_buffers, compute_in
 from zero_plugin.strategies.deepspeed.handlers import unused_handlers
@@ -78,17 +78,18 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.make_room`."""
         remove_abandoned(resolved.deepspeed_config(), processes)
 
-    def savings(self, resolved: Resolved) -> tuple[str, ...]:
+    def savings(self, resolved: Resolved) -> tuple[Saving, ...]:
         """See `Strategy.savings`."""
         stage, next_stage = resolved.zero_stage, max(2, resolved.zero_stage + 1)
         devices = {what: resolved.offload_device(what) for what in ("optimizer", "param")}
         ways = []
         if stage < 3:
-            ways.append(f"zero_stage: {next_stage} (it is {stage})")
+            ways.append(Saving(f"zero_stage: {next_stage} (it is {stage})", {"stage": next_stage}))
         if devices["optimizer"] == "none":
-            ways.append("offload_optimizer_device: cpu")
+            ways.append(Saving("offload_optimizer_device: cpu", {"offload_optimizer": "cpu"}))
         if devices["param"] == "none":
-            ways.append("offload_param_device: cpu" + (", which needs zero_stage: 3" if stage < 3 else ""))
+            needs = ", which needs zero_stage: 3" if stage < 3 else ""
+            ways.append(Saving(f"offload_param_device: cpu{needs}", {"stage": 3, "offload_param": "cpu"}))
         return tuple(ways)
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
