@@ -178,6 +178,13 @@ def test_gathered_parameters_bound_what_was_measured(live: int, reuse: int, pref
     assert measured <= held <= measured + 2 * 101 * 65
 
 
+def test_experts_of_a_layer_are_gathered_together() -> None:
+    """Of two layers of 8 experts, one is gathered: in a flat buffer, and copied out of it."""
+    experts = ModelSizes("moe", (ParameterSize(2**20, 16, expert=True), ParameterSize(2**18, 2)), layers=2)
+    setup = Setup(3, prefetch_bucket=0, max_reuse_distance=0)
+    assert gathered_parameters(experts, setup, 8) == 2 * (8 * 2**20 + 8 * 2**20)
+
+
 def test_nothing_is_gathered_on_one_device() -> None:
     """Unless the weights are elsewhere."""
     assert gathered_parameters(SEVEN, Setup(3), 1) == 0

@@ -53,11 +53,16 @@ def gathered_parameters(model: ModelSizes, setup: Setup, processes: int) -> int:
     if setup.stage != 3 or (processes == 1 and setup.offload_param == "none"):
         return 0
     passing = model.elements - sum(p.elements * p.count for p in model.parameters if _stays_whole(p, setup))
-    largest = model.largest_module or max((p.elements for p in model.parameters), default=0)
+    largest = max(model.largest_module, _expert_layer(model), *(p.elements for p in model.parameters))
     ahead = setup.max_live_parameters if setup.prefetch_bucket else 0
     held = max(ahead, setup.max_reuse_distance // (3 if setup.activation_checkpointing else 2)) + largest
     in_flight = setup.prefetch_bucket + largest
     return (min(held, passing) + min(in_flight, passing)) * weight_bytes(setup)
+
+
+def _expert_layer(model: ModelSizes) -> int:
+    """Elements of one layer's experts: this package has stage 3 gather them together, whichever a process chooses."""
+    return sum(p.elements * p.count for p in model.parameters if p.expert) // (model.layers or 1)
 
 
 def _stays_whole(parameter: ParameterSize, setup: Setup) -> bool:

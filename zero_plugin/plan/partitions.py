@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from itertools import accumulate
 
@@ -35,16 +36,12 @@ def touched_elements(parameters: Parameters, processes: int) -> int:
     Gradients that are not accumulated in fp32 are kept whole for each of those parameters.
     """
     partition = flat_elements(parameters, processes) // processes
-    sizes = [p.elements for p in parameters if p.trainable for _ in range(p.count)]
-    ends = list(accumulate(sizes))
+    ends = list(accumulate(p.elements for p in parameters if p.trainable for _ in range(p.count)))
     most = 0
-    for rank in range(processes):
-        start, stop = rank * partition, (rank + 1) * partition
-        first = next((i for i, end in enumerate(ends) if end > start), None)
-        if first is None:
-            continue
-        last = next((i for i, end in enumerate(ends) if end >= stop), len(ends) - 1)
-        most = max(most, ends[last] - ends[first] + sizes[first])
+    for start in range(0, ends[-1] if ends else 0, max(partition, 1)):
+        first = bisect_right(ends, start)
+        last = min(bisect_left(ends, start + partition), len(ends) - 1)
+        most = max(most, ends[last] - (ends[first - 1] if first else 0))
     return most
 
 
