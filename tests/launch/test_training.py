@@ -203,3 +203,14 @@ def test_every_way_to_start_gives_the_same_losses(train: Callable[..., dict[str,
     assert {run["model"] for run in runs} == {"DeepSpeedEngine"}
     for run in runs[1:]:
         assert run["losses"] == pytest.approx(runs[0]["losses"], abs=1e-5)
+
+
+@pytest.mark.processes
+def test_ready_auto_config_trains(train: Callable[..., dict[str, Any]]) -> None:
+    """`ds_configs/auto.yaml` launches as it is: with room for all, the plan takes stage 1 and offloads nothing."""
+    flags = ("--config_file", str(CONFIGS / "auto.yaml"), "--num_processes", "2", "--gpu_memory", "8GiB")
+    report = train(*LAUNCH, *flags, "--host_memory", "16GiB", str(SCRIPT))
+    zero = report["config"]["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == (1, "none", "none")
+    assert "auto" not in json.dumps(zero)
+    assert report["losses"][-1] < report["losses"][0]
