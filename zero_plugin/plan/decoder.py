@@ -163,7 +163,8 @@ def decoder_activations(
             checkpointed_transient=highest(
                 [
                     *ending,
-                    per_batch(copied, 2 * words if autocast else 0),  # the forward's end, with logits in 16 bits beside
+                    # the forward's end: all copies, and logits in 16 bits, or the last MLP's insides
+                    per_batch(copied, max(2 * words, 4 * item * width - 8 * words) if autocast else 0),
                     per_batch(gradient + copied // depth, after_loss + in_mlp + again),
                 ]
             ),

@@ -27,8 +27,8 @@ class _Pass:
         live: bytes alive when it began.
         inputs: the storages that it was given and no earlier block was, and their bytes.
         outputs: addresses of the storages that it made and returned.
-        converted: bytes of weights that autocast converted in it, which stay until the whole forward ends.
-        kept: bytes that only the block's own backward needs: with checkpointing they are freed, and made again.
+        kept: what only the block's own backward needs: with checkpointing it is freed after use, and made again. When
+            that is, and bytes; for weights that autocast converted it is the end of the whole forward.
         backward: when its backward begins; None where no gradient comes.
         lost: bytes of its inputs that died in the forward; with checkpointing they stay, for the second forward.
     """
@@ -36,12 +36,15 @@ class _Pass:
     begin: int
     live: int
     inputs: list[tuple[weakref.ref[Any], int]]
-    converted: int = 0
     end: int = 0
     outputs: frozenset[int] = frozenset()
-    kept: int = 0
+    kept: list[tuple[int, int]] = field(default_factory=list)
     backward: int | None = None
     lost: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(size for _, size in self.kept)
 
 
 @dataclass(slots=True)
@@ -66,7 +69,8 @@ class BlockPasses:
         held = self.shared | {leaf.untyped_storage()._cdata for leaf in _counted(outputs, self.tape)}
         for own in self.passes:
             own.lost = sum(size for storage, size in own.inputs if storage() is None)
-            own.kept = self.tape.alive(own.begin, own.end, apart=own.outputs & held)
+            found = self.tape.alive(own.begin, own.end, apart=own.outputs & held)
+            own.kept = [(self.forward if kept.converted else kept.used + 1, kept.size) for kept in found]
 
     def checkpointed(self, saved: int) -> tuple[int, list[int]]:
         """Bytes alive after the forward, and after each operation and each second forward, had all been checkpointed.
@@ -77,25 +81,26 @@ class BlockPasses:
         Args:
             saved: bytes alive after the forward as it was.
         """
-        after, forward = self.tape.after, self.forward or 0
+        after = self.tape.after
+        # What is alive even now, as a cache of keys, is not made with checkpointing.
+        left = [sum(kept.size for kept in self.tape.alive(p.begin, p.end, apart=p.outputs)) for p in self.passes]
         begins = sorted(own.backward for own in self.passes if own.backward is not None)
         changes = [0] * (len(after) + 1)
-        for own in self.passes:
-            changes[own.end] += own.lost - own.kept + own.converted
-            changes[forward] -= own.converted
+        for own, cached in zip(self.passes, left, strict=True):
+            changes[own.end] += own.lost
+            for time, size in own.kept:
+                changes[time] -= size
             if own.backward is not None:
+                changes[own.backward] += own.kept_bytes
                 end = next((begin for begin in begins if begin > own.backward), len(after))
-                # What is alive still, as a cache of keys, the second forward has not made.
-                left = self.tape.alive(own.begin, own.end, apart=own.outputs)
-                changes[own.backward] += own.kept
-                changes[end] -= own.lost + left
+                changes[end] -= own.lost + cached
         totals = list(accumulate(changes))
         alive = [size + total for size, total in zip(after, totals, strict=False)]
-        for own in self.passes:
+        for own, cached in zip(self.passes, left, strict=True):
             if own.backward is not None:
-                again = max(after[own.begin : own.end], default=own.live) - own.live
-                alive.append(after[own.backward - 1] + totals[own.backward] - own.kept + again)
-        return saved + sum(own.lost - own.kept for own in self.passes), alive
+                again = max(after[own.begin : own.end], default=own.live) - own.live - cached
+                alive.append(after[own.backward - 1] + totals[own.backward] - own.kept_bytes + again)
+        return saved + sum(own.lost - own.kept_bytes for own in self.passes), alive
 
 
 @contextmanager
@@ -125,7 +130,7 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
             given.update(inputs)
             found.shared.update(storage._cdata for storage in storages)
             kept = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
-            found.passes.append(_Pass(len(tape.after), tape.live, kept, tape.converted))
+            found.passes.append(_Pass(len(tape.after), tape.live, kept))
 
     def leave(_: nn.Module, __: Any, outputs: Any) -> None:
         if found.forward is not None:
@@ -133,7 +138,7 @@ def watch_blocks(blocks: Sequence[nn.Module], tape: LiveBytes) -> Iterator[Block
         step_out()
         own = found.passes[-1]
         made = [leaf for leaf in _counted(outputs, tape) if tape.born(leaf) >= own.begin]
-        own.end, own.converted = len(tape.after), tape.converted - own.converted
+        own.end = len(tape.after)
         own.outputs = frozenset(tensor.untyped_storage()._cdata for tensor in made)
 
         def arrive(_: Tensor) -> None:
