@@ -163,6 +163,8 @@ def _largest(situation: Situation, wanted: Wanted) -> int:
         model, activations = scale_model(situation.model, situation.activations, factor)
         return _fits(replace(situation, model=model, activations=activations), wanted)
 
+    if not situation.model.elements:
+        return 0
     low, high = 1 / situation.model.elements, _MOST_ELEMENTS / situation.model.elements
     if not fits(low):
         return 0

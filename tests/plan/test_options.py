@@ -1,0 +1,136 @@
+"""Which ways of training are looked at, and which batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zero_plugin.errors import ConfigError
+from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.options import Batch, Wanted, batches, options
+from zero_plugin.plan.search import search
+from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize
+
+MODEL = ModelSizes("one", (ParameterSize(1_000_000, 1000),), hidden_size=8192)
+WORK = Activations(Affine(0, 10**6), flops_per_sample=1e12)
+FOUR = state_cluster(gpu="A100-40GB", gpus=4, nvme=10**13)
+
+
+def setups(wanted: Wanted, **changed: Any) -> list[Any]:
+    given = {"optimizer": OptimizerSizes(), "cluster": FOUR, "activations": WORK} | changed
+    found = options(MODEL, given["activations"], given["optimizer"], given["cluster"], wanted)
+    return [(option, setup) for option in found for setup in option.setups]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (Wanted(global_batch=24), [(6, 1), (3, 2), (2, 3), (1, 6)]),
+        (Wanted(global_batch=24, micro_batch=2), [(2, 3)]),
+        (Wanted(global_batch=24, accumulation=2), [(3, 2)]),
+        (Wanted(global_batch=24, micro_batch=6, accumulation=1), [(6, 1)]),
+        (Wanted(micro_batch=5), [(5, 1)]),
+        (Wanted(micro_batch=5, accumulation=3), [(5, 3)]),
+    ],
+)
+def test_batches(wanted: Wanted, expected: list[tuple[int, int]]) -> None:
+    """Every micro-batch and accumulation that make the global batch on four processes, the largest first."""
+    assert batches(FOUR, wanted) == [Batch(*pair) for pair in expected]
+
+
+def test_any_batch() -> None:
+    """Without a global batch the powers of two, with the accumulation that is fixed."""
+    found = batches(FOUR, Wanted(accumulation=2))
+    assert found[0] == Batch(4096, 2)
+    assert found[-1] == Batch(1, 2)
+    assert len(found) == 13
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        (Wanted(global_batch=10), "10 is no multiple of processes 4"),
+        (Wanted(global_batch=2), "2 is no multiple of processes 4"),
+        (Wanted(global_batch=24, micro_batch=4), "24 is no multiple of micro-batch 4 × processes 4"),
+        (
+            Wanted(global_batch=24, micro_batch=2, accumulation=2),
+            "24 is not micro-batch 2 × accumulation 2 × processes 4",
+        ),
+    ],
+)
+def test_batches_that_cannot_be(wanted: Wanted, told: str) -> None:
+    """An error has all the numbers."""
+    with pytest.raises(ConfigError, match=told):
+        batches(FOUR, wanted)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"stage": 2, "offload_param": "cpu"},
+        {"stage": "ddp", "offload_optimizer": "cpu"},
+        {"stage": 1, "offload_optimizer": "nvme"},
+        {"stage": 2, "ratio": 0.5},
+        {"offload_optimizer": "nvme", "ratio": 0.5},
+    ],
+)
+def test_what_excludes_itself(fixed: dict[str, Any]) -> None:
+    """A stage that cannot offload so is refused, not changed."""
+    with pytest.raises(ConfigError, match="no such way of training"):
+        setups(Wanted(**fixed))
+
+
+def test_partial_offload_needs_deepspeeds_adam() -> None:
+    """For another optimizer the line is there, refused; whole offload is not."""
+    found = setups(Wanted(stage=3, offload_optimizer="cpu"), optimizer=OptimizerSizes("lion", 1))
+    assert {bool(option.refused) for option, setup in found if setup.ratio < 1} == {True}
+    assert {bool(option.refused) for option, setup in found if setup.ratio == 1} == {False}
+
+
+def test_partial_offload_acts() -> None:
+    """Sub-groups are a twentieth of a process' elements, so that a tenth of them is one that exists."""
+    found = [setup for _, setup in setups(Wanted(stage=3, offload_optimizer="cpu")) if setup.ratio < 1]
+    assert {setup.ratio for setup in found} == {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9}
+    assert {setup.sub_group_size for setup in found} == {10**9 // 4 // 20}
+
+
+def test_whole_offload_before_partial_where_both_are_as_fast() -> None:
+    """With a host as fast as can be there is nothing to gain by a ratio."""
+    cluster = replace(FOUR, devices=1, memory_bandwidth=1e30, pcie_bandwidth=1e30, adam_bandwidth=1e30)
+    wanted = Wanted(stage=3, offload_optimizer="cpu", offload_param="none", micro_batch=1)
+    chosen = search(MODEL, WORK, OptimizerSizes(), cluster, wanted).chosen
+    assert chosen is not None
+    assert chosen.setup.ratio == 1.0
+
+
+def test_recomputation_only_where_there_are_blocks() -> None:
+    """It is tried where it was traced, and fixed where it is fixed."""
+    assert not any(setup.activation_checkpointing for _, setup in setups(Wanted()))
+    blocks = replace(WORK, checkpointed=Affine(0, 10))
+    assert {s.activation_checkpointing for _, s in setups(Wanted(), activations=blocks)} == {False, True}
+    fixed = setups(Wanted(activation_checkpointing=True), activations=blocks)
+    assert {setup.activation_checkpointing for _, setup in fixed} == {True}
+
+
+def test_sizes_are_those_that_resolution_writes() -> None:
+    """Buckets follow the width (8192² elements), small tensors up to ten times it stay whole; what is fixed is kept."""
+    (setup, *_) = (setup for _, setup in setups(Wanted(reduce_bucket=123)))
+    assert setup.reduce_bucket == 123
+    assert setup.allgather_bucket == 8192**2
+    assert setup.prefetch_bucket == int(0.9 * 8192**2) + int(0.9 * 8192**2) % 2
+    assert setup.persistence_threshold == 81920
+
+
+@pytest.mark.parametrize(("precision", "width"), [("no", 4), ("bf16", 4), ("fp16", 2)])
+def test_gradients_sum_as_resolution_has_them(precision: Any, width: int) -> None:
+    """In fp32 under bf16, in fp16 under fp16."""
+    assert {setup.gradient_bytes for _, setup in setups(Wanted(precision=precision))} == {width}
+
+
+def test_overlap_is_deepspeeds_own() -> None:
+    """On at stage 3, off below; below stage 2 there is none."""
+    assert all(setup.overlap_comm == (setup.stage == 3) for _, setup in setups(Wanted()))
+    asked = setups(Wanted(overlap_comm=True))
+    assert all(setup.overlap_comm == (setup.stage in (2, 3)) for _, setup in asked)
