@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from zero_plugin.errors import ConfigError
@@ -97,10 +97,8 @@ def _mixture() -> tuple[nn.Module, dict[str, Any]]:
     return _language(MixtralForCausalLM, MixtralConfig(num_local_experts=4, **DECODER))
 
 
-DECODER = {
-    **{"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"intermediate_size": 160, "vocab_size": 512, "use_cache": False},
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
+DECODER = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 160, "vocab_size": 512, **HEADS}
 NO_DROPOUT_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
 NO_DROPOUT_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ATTENDING = {"gpt2": _gpt2, "bert": _bert, "t5": _t5, "llama": _llama, "mixture": _mixture}
@@ -172,40 +170,33 @@ def cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cpu_autocast")
-@pytest.mark.parametrize("regime", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
-def test_saved_bytes_are_those_of_a_real_run(name: str, regime: str) -> None:
-    """Within 10 % of what autograd's hooks see on a CPU, in each way this package computes; attention ran fused there.
+def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
+    """Within 10 % of what autograd's hooks see on a CPU, in each way this package computes, with every block
+    checkpointed and without; attention ran fused there.
 
     The models drop nothing: the CPU keeps other masks than a GPU, and has no fused attention with dropout.
     """
     model, inputs = MODELS[name]()
-    found = trace_activations(model, inputs, "no" if regime == "fp32" else "bf16")
-    traced = found.autocast if regime == "autocast" else found
-    real, nodes = _saved_bytes(model, inputs, regime, checkpointed=False)
-    assert traced is not None
-    assert traced.saved.at(BATCH) == pytest.approx(real, rel=0.1)
-    if name in ATTENDING:
-        assert "ScaledDotProductFlashAttentionForCpuBackward0" in nodes
-        assert traced.sample_length == TOKENS
-
-
-@pytest.mark.usefixtures("cpu_autocast")
-@pytest.mark.parametrize("regime", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("name", MODELS)
-def test_checkpointed_bytes_are_those_of_a_real_run(name: str, regime: str) -> None:
-    """The same with every block checkpointed by torch: what checkpoints are given, and what is saved around them."""
-    model, inputs = MODELS[name]()
-    found = trace_activations(model, inputs, "no" if regime == "fp32" else "bf16")
-    traced = found.autocast if regime == "autocast" else found
-    real, _ = _saved_bytes(model, inputs, regime, checkpointed=True)
-    assert traced is not None
-    assert traced.checkpointed is not None
-    assert traced.checkpointed.at(BATCH) == pytest.approx(real, rel=0.1)
+    narrow = trace_activations(model, inputs, "bf16")
+    for regime, found in {
+        "fp32": trace_activations(model, inputs, "no"),
+        "bf16": narrow,
+        "autocast": narrow.autocast,
+    }.items():
+        assert found is not None
+        assert found.checkpointed is not None
+        for checkpointed, line in ((False, found.saved), (True, found.checkpointed)):
+            model, inputs = MODELS[name]()
+            real, nodes = _saved_bytes(model, inputs, regime, checkpointed)
+            assert line.at(BATCH) == pytest.approx(real, rel=0.1), (regime, checkpointed)
+            if name in ATTENDING:
+                assert found.sample_length == TOKENS
+                assert checkpointed or "ScaledDotProductFlashAttentionForCpuBackward0" in nodes
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", ["convolutions", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["convolutions", "llama"])
 def test_the_peak_is_that_of_a_real_run(name: str, checkpointed: bool) -> None:
     """Saved bytes and working space together are the most that is alive on a CPU in both passes, within 10 %."""
     model, inputs = MODELS[name]()
@@ -247,7 +238,8 @@ def test_dropout_keeps_what_a_gpu_keeps() -> None:
     still = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     rows = torch.zeros(2, 64, 32)
     dropped, kept = (trace_activations(module, rows, "no").saved.per_sample for module in (layer, still))
-    assert dropped - kept == 64 * (32 + 64 + 32)  # masks after attention, activation and MLP
+    masks, activation = 32 + 64 + 32, 4 * 64  # the activation is kept as it was and as what is left of it
+    assert dropped - kept == 64 * (masks + activation)
 
     class Functional(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -258,7 +250,8 @@ def test_dropout_keeps_what_a_gpu_keeps() -> None:
             super().__init__()
             self.product = nn.Linear(32, 32)
 
-    assert trace_activations(Functional(), torch.zeros(2, 4, 512, 32), "no").saved.per_sample < 4 * 512 * 512
+    scores = 4 * 4 * 512 * 512  # bytes, in fp32
+    assert trace_activations(Functional(), torch.zeros(2, 4, 512, 32), "no").saved.per_sample < scores / 3
 
 
 def test_a_mask_becomes_a_bias_of_every_call() -> None:
