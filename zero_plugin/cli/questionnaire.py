@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,11 +17,12 @@ from zero_plugin.launch.machine import Machine
 
 __all__ = ["ask_launch_config"]
 
-_STAGES: Final = {
+_STAGES: Final[Mapping[int | str, str]] = {
     0: "nothing is split: every process holds all, as with DDP",
     1: "optimizer states are split over the processes",
     2: "optimizer states and gradients are split",
     3: "optimizer states, gradients and weights are split",
+    "auto": "auto: the plan chooses it, and what to offload, by the model and the memory",
 }
 _PLACES: Final = {
     "none": "nowhere: they stay on the device",
@@ -163,7 +164,9 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
     stage = prompts.choose("Which ZeRO stage?", _STAGES, 2)
     answers: dict[str, Any] = {"zero_stage": stage}
     path = ""
-    offloads = {"optimizer": ("optimizer states", stage >= 1), "param": ("weights", stage == 3)}
+    if stage == "auto":
+        answers |= {"offload_optimizer_device": "auto", "offload_param_device": "auto"}
+    offloads = {"optimizer": ("optimizer states", stage in (1, 2, 3)), "param": ("weights", stage == 3)}
     for name, (what, possible) in offloads.items():
         if not possible:
             continue
