@@ -140,6 +140,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the running optimizer's state."""
+        if self.session.before_change is not None:
+            self.session.before_change()
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
@@ -165,6 +167,8 @@ class AcceleratedOptimizer(Optimizer):
         self._correct()
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
         culprit = self.session.first_nonfinite() if last_chance else None
+        if self.session.before_change is not None:
+            self.session.before_change()
         self._is_overflow = not self.session.step()
         self._corrected = False
         if self._is_overflow:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zero_plugin import meter
 from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.checkpoint.snapshot import Snapshot
 from zero_plugin.errors import CheckpointError
 
 
@@ -143,6 +144,38 @@ def check_holds_what_a_synchronous_one_holds(path: str, folder: Path) -> None:
             assert average.value.tolist() == [1.0] * 3
 
 
+def check_a_state_that_changes_meanwhile_is_refused(path: str, folder: Path) -> None:
+    """What a script changes before the states are copied is in no checkpoint; a step waits for the copy."""
+    copying, real = threading.Event(), Snapshot.finish
+
+    def finish(self: Snapshot) -> None:
+        assert copying.wait(20)
+        real(self)
+
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        Snapshot.finish = finish
+        try:
+            accelerator.save_state(folder / "changed", asynchronous=True)
+            states = next(iter(optimizer.state.values()))
+            states["exp_avg"].mul_(2)
+            copying.set()
+            raised(CheckpointError, "exp_avg", "was changed while it was copied", by=accelerator.wait_for_save)
+            copying.clear()
+            accelerator.save_state(folder / "held", asynchronous=True)
+            timer = threading.Timer(0.3, copying.set)
+            timer.start()
+            step(accelerator, model, optimizer, own_batch(1))
+            assert copying.is_set()
+            timer.join()
+            assert accelerator.wait_for_save() == folder / "held"
+        finally:
+            copying.set()
+            Snapshot.finish = real
+    assert names_in(folder) == {"held"}
+
+
 def check_one_at_a_time(path: str, folder: Path) -> None:
     """The next save, of either kind, and the end begin when the one before is complete; old ones go after that."""
     with running(path) as accelerator:
@@ -242,6 +275,7 @@ PATHS = {
     check_a_failure_is_told_by_the_next_call: ("ddp", "zero2"),
     check_without_memory_it_is_not_behind: ("ddp",),
     check_reads_nvme_once: ("zero3-nvme",),
+    check_a_state_that_changes_meanwhile_is_refused: ("single", "ddp", "zero2-cpu"),
 }
 CHECKS: dict[str, tuple[list[int], Callable[[Path], None]]] = {
     f"{path}-{check.__name__.removeprefix('check_')}": (

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any, Final
 
 import torch
@@ -93,6 +94,7 @@ class BackgroundWriter:
         self._say = say
         self._threads: ThreadPoolExecutor | None = None
         self._running: tuple[Path, Future[None]] | None = None
+        self._held: Sequence[Session] = ()  # whose states are being copied
         self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
     def copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | None:
@@ -109,6 +111,7 @@ class BackgroundWriter:
         if isinstance(copies, str):
             self._say(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
             return None
+        self._held = sessions
         return copies
 
     def start(self, opened: OpenCheckpoint, write: Callable[[Peers], None]) -> None:
@@ -125,7 +128,10 @@ class BackgroundWriter:
         if self._peers is None:
             connect = _connection()
             atexit.register(self._disconnect)  # of a script that fails; its threads end before that
-        self._running = opened.target, self._threads.submit(self._run, opened, connect, write)
+        copied = Event()
+        for session in self._held:
+            session.before_change = partial(self._let_go, copied)
+        self._running = opened.target, self._threads.submit(self._run, opened, copied, connect, write)
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written; the checkpoint that was, if any.
@@ -138,6 +144,7 @@ class BackgroundWriter:
         target, future = self._running
         wait([future])
         self._running = None
+        self._let_go()
         try:
             all_or_none(future.result)
         except Exception:
@@ -160,6 +167,14 @@ class BackgroundWriter:
             self._disconnect()
             self.memory.release()
 
+    def _let_go(self, copied: Event | None = None) -> None:
+        """Let the sessions change what was copied, once it is."""
+        if copied is not None:
+            copied.wait()
+        for session in self._held:
+            session.before_change = None
+        self._held = ()
+
     def _disconnect(self) -> None:
         atexit.unregister(self._disconnect)
         if self._peers is not None:
@@ -167,12 +182,21 @@ class BackgroundWriter:
             self._peers = None
 
     def _run(
-        self, opened: OpenCheckpoint, connect: Callable[[], GlooPeers] | None, write: Callable[[Peers], None]
+        self,
+        opened: OpenCheckpoint,
+        copied: Event,
+        connect: Callable[[], GlooPeers] | None,
+        write: Callable[[Peers], None],
     ) -> None:
         try:
+            try:
+                self.memory.finish()
+            finally:
+                copied.set()
             if connect is not None:
                 self._peers = connect()
             assert self._peers is not None, "connected before, or now"
+            all_or_none(self.memory.refuse_changed, self._peers)
             write(self._peers)
         except Exception as error:
             opened.discard(SCRIPT)  # where it could not even connect

@@ -1,10 +1,15 @@
-"""Copies what a checkpoint is to hold into host memory, so that training can go on while it is written."""
+"""Copies what a checkpoint is to hold into host memory, so that training can go on while it is written.
+
+What only an optimizer's step changes (its states, and masters beside 16-bit weights) and lies in host memory is copied
+behind the forwards and backwards that follow: the next step waits for it. All else is copied at once.
+"""
 
 from __future__ import annotations
 
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -17,13 +22,23 @@ from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.errors import CheckpointError
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.fragments import WEIGHT, Fragment
 
 __all__ = ["Snapshot"]
 
 _CHUNK_BYTES: Final = 2**26  # a power of two: torch rounds pinned memory up to one
 _ALIGNMENT: Final = 64  # of each fragment in a chunk, for vector instructions
 _LEFT_FREE: Final = 0.1  # of what is available: training needs memory too, and so do the files that wait for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A copy that waits to be made: of `source`, while that has this version, into `room`."""
+
+    named: str
+    source: Tensor
+    room: Tensor
+    version: int
 
 
 class Snapshot:
@@ -36,11 +51,13 @@ class Snapshot:
     def __init__(self) -> None:
         self._chunks: dict[bool, list[Tensor]] = {False: [], True: []}  # pinned or not
         self._filled: dict[bool, int] = {False: 0, True: 0}  # bytes
+        self._later: list[_Later] = []
+        self._changed = ""  # in the meantime
 
     def take(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | str:
-        """Copy all that `opened` still needs of the training; it holds nothing of it then. Collective.
+        """Copy all that `opened` still needs of the training. Collective.
 
-        What the last copy held is overwritten.
+        What the last copy held is overwritten. The copy is whole after `finish`, and before an optimizer steps.
 
         Args:
             opened: the checkpoint.
@@ -54,6 +71,26 @@ class Snapshot:
         """
         sentence = _lack_of_room(all_or_none(lambda: self._missing_bytes(opened, sessions)))
         return sentence or all_or_none(lambda: self._copy(opened, sessions))
+
+    def finish(self) -> None:
+        """Copy the rest; in any thread."""
+        for copy in self._later:
+            copy.room.copy_(copy.source)
+            if copy.source._version != copy.version:
+                self._changed = self._changed or copy.named
+        self._later = []
+
+    def refuse_changed(self) -> None:
+        """Raise if the copy is not what was there when it was begun.
+
+        Raises:
+            CheckpointError: see above.
+        """
+        if self._changed:
+            raise CheckpointError(
+                f"the {self._changed} was changed while it was copied, after save_state(asynchronous=True) and before "
+                "the next optimizer.step().\nChange optimizer states before the save, or save without asynchronous."
+            )
 
     def release(self) -> None:
         """Keep nothing; a copy that is in use stays until it is written."""
@@ -71,12 +108,13 @@ class Snapshot:
 
     def _copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]]:
         self._filled = dict.fromkeys(self._filled, 0)
+        self._later, self._changed = [], ""
         opened.trees = {stem: tree.copy() for stem, tree in opened.trees.items()}
         copies = [
             [
                 part
                 for fragment in placed_fragments(session_fragments(session), layout)
-                for part in self._copy_fragment(fragment)
+                for part in self._copy_fragment(fragment, session.states_stay)
             ]
             for session, layout in zip(sessions, opened.layouts, strict=True)
         ]
@@ -86,7 +124,7 @@ class Snapshot:
             del chunks[-(-self._filled[pinned] // _CHUNK_BYTES) :]
         return copies
 
-    def _copy_fragment(self, fragment: Fragment) -> Iterable[Fragment]:
+    def _copy_fragment(self, fragment: Fragment, states_stay: bool) -> Iterable[Fragment]:
         if fragment.is_elsewhere:
             raise CheckpointError(f"{fragment.name} ({fragment.kind}) is not in memory, and nothing brings it there.")
         begin, end = fragment.written
@@ -94,10 +132,15 @@ class Snapshot:
             return
         flat = fragment.values.reshape(-1)[begin:end]
         pinned = flat.device.type == "cuda"
+        waits = states_stay and fragment.kind != WEIGHT and flat.device.type == "cpu" and _shares_memory(flat, fragment)
         done = 0
         while done < flat.numel():
             room = self._room_for(flat.numel() - done, flat.dtype, pinned)
-            room.copy_(flat[done : done + room.numel()], non_blocking=pinned)
+            source = flat[done : done + room.numel()]
+            if waits:
+                self._later.append(_Later(f"{fragment.kind} of {fragment.name}", source, room, source._version))
+            else:
+                room.copy_(source, non_blocking=pinned)
             start = fragment.start + begin + done
             yield Fragment(fragment.kind, fragment.name, fragment.shape, start, room, (0, room.numel()))
             done += room.numel()
@@ -111,6 +154,11 @@ class Snapshot:
         taken = min(count * dtype.itemsize, _CHUNK_BYTES - offset)
         self._filled[pinned] += -(-taken // _ALIGNMENT) * _ALIGNMENT
         return chunks[index][offset : offset + taken].view(dtype)
+
+
+def _shares_memory(flat: Tensor, fragment: Fragment) -> bool:
+    """Whether it is no copy already, which would be one of what was there by now."""
+    return flat.untyped_storage().data_ptr() == fragment.values.untyped_storage().data_ptr()
 
 
 def _lack_of_room(needed_bytes: int) -> str | None:

@@ -109,7 +109,8 @@ class CheckpointCalls:
         Models, optimizers, schedules, loss scale, counters, random states of all processes, places of the loaders, and
         registered objects: see the README, "Checkpoints". The folder is complete, or it is not there.
 
-        With `asynchronous`, it returns as soon as all of this is copied into host memory, and a thread writes the copy
+        With `asynchronous`, it returns as soon as all of this but the optimizers' states is copied into host memory.
+        They are copied behind the next forward and backward, and a step waits for that; then a thread writes the copy
         while the training goes on. The next `save_state` or `load_state`, `wait_for_save`, `end_training` and the end
         of the process wait until it is complete. Each process keeps the memory of its copy for the next one, until
         `free_memory` or `end_training`.

@@ -111,9 +111,13 @@ class Session(ABC):
             torch; not where they are partitioned.
         left_out: parameters that get gradients and are in no group of the optimizer.
         failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
+        states_stay: whether optimizer states and masters lie in memory, unchanged, from one step to the next.
+        before_change: called before a step changes anything; a copy that is being made of the states sets it.
     """
 
     whole_gradients = True
+    states_stay = True
+    before_change: Callable[[], None] | None = None
     failed = False
     left_out: Sequence[nn.Parameter] = ()
 

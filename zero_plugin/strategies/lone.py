@@ -28,6 +28,7 @@ class LoneOptimizer:
     failed: Final = False
     most_skips: Final = 0
     loss_scale: Final = 1.0
+    before_change: Final = None
 
     def __init__(self, optimizer: Optimizer, window: AccumulationWindow, *, steps: bool) -> None:
         self.optimizer: Optimizer | None = optimizer

@@ -76,6 +76,10 @@ class EngineSession(Session):
         self.most_skips = allowed_skips(engine)
         self._clipping = clipping or 0.0
         self._swap_folders = swap_folders
+        wrapper = engine.optimizer
+        self.states_stay = not (
+            getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False)
+        )
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
         self._written = False  # the weights, by the script: the masters follow before they are used
