@@ -206,7 +206,9 @@ def train(accelerator: Accelerator, case: dict[str, Any]) -> dict[str, Any]:
             at_end = alive(model, optimizer)
         with record_function("step"):
             optimizer.step()
-        if not window or case["stage"] is not None:  # DDP's buckets are seen through the gradients in them
+        if (
+            not window or case["stage"] is not None or dist.get_world_size() == 1
+        ):  # DDP's buckets are seen through the gradients in them
             optimizer.zero_grad()
     between = alive(model, optimizer)
     wrapper = getattr(getattr(optimizer.session, "engine", None), "optimizer", None)

@@ -115,6 +115,8 @@ def predict(case: Case, model: ModelSizes, world: int) -> tuple[dict[str, int], 
         {name: sum(sizes) for name, sizes in host_tensors(model, optimizer, way, world).items()},
         {"buffers": BUFFER_BYTES, "swapping": host_swap_buffers(model, way, world)},
     ]
+    if world == 1:
+        kept[0].pop("persistent parameters", None)  # where device and host are one, they are what they are copies of
     # Stage 1 fills its bucket in the step.
     waiting = reduction_buffers(model, way, world) if way.stage == 1 else 0
     return merged(*kept), merged(*kept, {"gradients": window_gradients(model, way, world), "bucket": waiting})

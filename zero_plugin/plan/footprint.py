@@ -95,7 +95,7 @@ def footprint(
     reducing = reduction_buffers(model, setup, processes)
     # What was traced under autocast has the copies among what it saves.
     copies = 0 if activations.autocast else autocast_copies(model, setup)
-    beside = {"gathered parameters": gathered, "reduction buffers": reducing, "autocast copies": copies}
+    beside = {"gathered parameters": gathered, "reduction buffers": reducing, "transient": transient}
     carried = carried_gradients(model, setup, processes)
     initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
     if setup.stage in (1, 2) and sum(_with_margins(initial, states, processes).values()) > cluster.device_bytes:
@@ -103,8 +103,8 @@ def footprint(
     step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
         "initialisation": initial,
-        "forward": {**_with(states, gradients=carried), **beside, "activations": saved, "transient": transient},
-        "backward": {**_with(states, gradients=gradients), **beside, "transient": transient},
+        "forward": {**_with(states, gradients=carried), **beside, "activations": saved, "autocast copies": copies},
+        "backward": {**_with(states, gradients=gradients), **beside},
         "step": {**states, **step, "gradients": states.get("gradients", 0) + step.get("gradients", 0)},
     }
     phases = {name: _with_margins(terms, states, processes) for name, terms in phases.items()}
