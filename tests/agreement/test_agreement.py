@@ -111,6 +111,15 @@ def test_a_process_that_failed(folder: Path, script: str) -> None:
     assert "process 1 has failed; its last such call was gather()" in run.outputs[0]
 
 
+@pytest.mark.parametrize("script", ["ddp:memory"])
+def test_a_process_that_ran_out_of_memory(folder: Path, script: str) -> None:
+    """The other one sits in a backward, which nothing interrupts, and ends while this one still lives."""
+    run = ended(folder, script)
+    assert run.codes == [1, 1]
+    assert run.outputs[1].count("Host memory ran out on rank 1, in the forward") == 1
+    assert "process 1 has run out of memory; process 0 ends with it" in run.outputs[0]
+
+
 @pytest.mark.parametrize("script", ["ddp:more_steps"])
 def test_more_steps_on_one_process(folder: Path, script: str) -> None:
     """A loop that ends earlier on one process meets the other's backward: an error, and not an exit with 0."""

@@ -62,8 +62,8 @@ def test_where_the_micro_batch_is_typed(launch: Launch, tmp_path: Path) -> None:
     """It is said once, with what was needed, what is there and what to change; the code is the rank's; nobody waits."""
     config = write(tmp_path, {"distributed_type": "MULTI_CPU"})
     done = launch("--config_file", config, SCRIPT, "cuda", "4", "8", "0", str(tmp_path / "out"))
-    assert done.returncode == 1
-    assert done.stderr.count("memory ran out on rank 1") == 1
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("memory ran out on rank 1") == 1, done.stderr
     assert "in the forward, at micro-batch 8: 2 GiB were asked for" in done.stderr
     smaller = (
         "1. batch_size=4 with gradient_accumulation_steps 2, the same global batch, or train_micro_batch_size_per_gpu"
@@ -71,4 +71,4 @@ def test_where_the_micro_batch_is_typed(launch: Launch, tmp_path: Path) -> None:
     assert smaller in done.stderr
     assert "2. activation checkpointing" in done.stderr
     assert "3. ZeRO, which divides gradients and optimizer states: zero_stage: 2" in done.stderr
-    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("Traceback") == 1, done.stderr
