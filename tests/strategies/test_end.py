@@ -86,7 +86,9 @@ def test_the_group_ends_after_all_that_holds_it(
     assert run.returncode == 0, run.stderr
     for rank in (0, 1):
         said = [line.partition(":")[2] for line in run.stdout.splitlines() if line.startswith(f"[default{rank}]:")]
-        assert [line for line in said if "gone" in line] == ["model gone, group there", "all gone, group gone"], run.stdout
+        assert [line for line in said if "gone" in line] == ["model gone, group there", "all gone, group gone"], (
+            run.stdout
+        )
 
 
 @pytest.mark.parametrize("path", ["ddp", "nvme"])
