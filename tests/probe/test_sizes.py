@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from zero_plugin.plan.situation import ParameterSize
-from zero_plugin.probe.sizes import is_expert, model_sizes, repeated_blocks
+from zero_plugin.probe.expert_names import is_expert
+from zero_plugin.probe.sizes import model_sizes, repeated_blocks
 
 
 class Tied(nn.Module):

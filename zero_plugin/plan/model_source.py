@@ -150,19 +150,20 @@ def _from_weights(
     folder: Path, source: ModelSource, sequence_length: int, precision: Precision
 ) -> tuple[ModelSizes, Activations]:
     """From the headers of a folder of safetensors: every tensor's shape, and by its name which layer it is of."""
+    from zero_plugin.probe.expert_names import is_expert
     from zero_plugin.probe.model_folder import weight_shapes
     from zero_plugin.probe.width import common_width
 
     shapes = weight_shapes(folder, "plan")
-    sizes = Counter(math.prod(shape) for shape in shapes.values())
+    sizes = Counter((math.prod(shape), is_expert(name)) for name, shape in shapes.items())
     hidden = source.hidden_size or common_width(shapes.values())[0]
     depth = max((int(found[1]) + 1 for found in map(_LAYER.search, shapes) if found), default=None)
     tall = [shape[0] for name, shape in shapes.items() if len(shape) == 2 and _EMBEDDING.search(name)]
     given = {name: value for name, value in source.numbers.items() if name != "parameters"}
     model = ModelSizes(
         name=folder.name,
-        parameters=tuple(ParameterSize(size, count) for size, count in sizes.items()),
-        largest_module=max(sizes, default=0),
+        parameters=tuple(ParameterSize(size, count, expert=expert) for (size, expert), count in sizes.items()),
+        largest_module=max((size for size, _ in sizes), default=0),
         hidden_size=hidden,
         layers=source.layers or depth,
         vocabulary=source.vocabulary or max(tall, default=None),

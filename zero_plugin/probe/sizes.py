@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -11,11 +10,11 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from zero_plugin.plan.situation import ModelSizes, ParameterSize
+from zero_plugin.probe.expert_names import is_expert
 from zero_plugin.probe.width import common_width, stated_width
 
-__all__ = ["is_expert", "model_sizes", "repeated_blocks"]
+__all__ = ["model_sizes", "repeated_blocks"]
 
-_EXPERT: Final = re.compile(r"(^|[._])experts([._]|$)")
 _DEPTHS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
@@ -46,11 +45,6 @@ def model_sizes(module: nn.Module) -> ModelSizes:
         vocabulary=_stated(text, ("vocab_size",)),
         source="the model",
     )
-
-
-def is_expert(name: str) -> bool:
-    """Whether a parameter of this name belongs to an expert of a mixture, e.g. `layers.0.mlp.experts.3.weight`."""
-    return _EXPERT.search(name) is not None
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
