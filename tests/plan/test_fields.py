@@ -1,0 +1,130 @@
+"""What a configuration fixes of a plan, and what the plan tells it, with reasons."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
+from zero_plugin.plan.fields import fits_nowhere, fixed_fields, open_fields, planned_values
+from zero_plugin.plan.optimizers import asked_optimizer, optimizer_sizes
+from zero_plugin.plan.options import Wanted
+from zero_plugin.plan.search import search
+from zero_plugin.plan.situation import OptimizerSizes
+from zero_plugin.plan.what_if import what_if
+from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts
+from zero_plugin.resolve.resolve import resolve
+from zero_plugin.resolve.resolved import OptimizerSection
+
+MACHINE = MachineFacts("cuda", 8, fp16=True)
+STAGE, DEVICE = ("zero_optimization", "stage"), ("zero_optimization", "offload_optimizer", "device")
+OPEN: dict[str, Any] = {"stage": "auto", "offload_optimizer": {"device": "auto"}}
+MODEL = decoder_sizes(parameters=7_000_000_000, hidden_size=4096, layers=32)
+ACTIVATIONS = decoder_activations(MODEL, 2048)
+FIXED = Wanted(
+    ddp=False,
+    offload_optimizer="none",
+    offload_param="none",
+    ratio=1.0,
+    micro_batch=1,
+    accumulation=1,
+    activation_checkpointing=False,
+)
+
+
+def asked(zero: dict[str, Any], **keys: Any) -> Document:
+    return document_from_mapping({"bf16": {"enabled": True}, "zero_optimization": zero, **keys}, "ds.json")
+
+
+def fixed(document: Document, facts: Facts) -> Wanted:
+    return fixed_fields(document, resolve(document, replace(facts, complete=False)), facts, margin=0.1)
+
+
+def test_what_is_open_is_free_and_all_else_is_fixed() -> None:
+    """auto is free; what is typed, absent or the loop's is fixed, an absent device to none; a typed 0 stays 0."""
+    document = asked({**OPEN, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000})
+    assert open_fields(document.deepspeed) == (STAGE, DEVICE)
+    wanted = fixed(document, Facts(LoopFacts(4, "the loader's"), MACHINE, ModelFacts(4096, "", 1, 10**9)))
+    assert (wanted.stage, wanted.offload_optimizer, wanted.ratio) == (None, None, 1.0)
+    assert (wanted.offload_param, wanted.micro_batch, wanted.accumulation) == ("none", 4, 1)
+    assert (wanted.persistence_threshold, wanted.reduce_bucket, wanted.precision) == (0, 1000, "bf16")
+    assert wanted.max_reuse_distance == 1_000_000_000
+    assert not wanted.ddp
+
+
+@pytest.mark.parametrize(
+    ("keys", "complete", "expected"),
+    [
+        ({}, True, (1, 1, None)),
+        ({"train_batch_size": 64}, True, (8, None, 64)),
+        ({"train_batch_size": 64}, False, (None, None, 64)),
+        ({}, False, (None, 1, None)),
+        ({"gradient_accumulation_steps": 4}, False, (None, 4, None)),
+    ],
+)
+def test_the_batch(keys: dict[str, int], complete: bool, expected: tuple[int | None, ...]) -> None:
+    """In a run without a loader it is as resolution has it; before one the plan may choose it."""
+    wanted = fixed(asked(OPEN, **keys), Facts(machine=MACHINE, complete=complete))
+    assert (wanted.micro_batch, wanted.accumulation, wanted.global_batch) == expected
+
+
+def test_reasons_name_what_is_short() -> None:
+    """The stage's reason has the bytes; the device's says which way without it would need more than there is."""
+    cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
+    wanted = replace(FIXED, offload_optimizer=None)
+    plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted)
+    found = planned_values(plan, wanted, cluster, asked(OPEN).deepspeed, "traced")
+    assert found[DEVICE][0] == "cpu"
+    assert "by the plan, since stage 3" in found[DEVICE][1]
+    assert "GiB on the device, 21.6 GiB usable" in found[DEVICE][1]
+    assert "of 24 GiB on each device" in found[STAGE][1]
+    assert "in host memory" in found[STAGE][1]
+    assert found[STAGE][1].endswith("(activations: traced)")
+    assert ("train_micro_batch_size_per_gpu",) not in found  # it was fixed
+
+
+def test_nothing_fits() -> None:
+    """The error is where auto was written; it names the closest way, and what alone would do, as keys to write."""
+    cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
+    wanted = FIXED
+    plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted)
+    assert plan.chosen is None
+    changes = what_if(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted).changes
+    error = fits_nowhere(plan, changes, cluster, "ds.json:3:5")
+    text = str(error)
+    assert "ds.json:3:5: zero_optimization: auto, but nothing fits: stage 3" in text
+    assert "zero_optimization.offload_optimizer.device: auto instead of none" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "states"),
+    [
+        ("AdamW", {}, 2),
+        ("adam", {"amsgrad": True}, 3),
+        ("Lion", {}, 1),
+        ("Adagrad", {}, 1),
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("RMSprop", {"centered": True}, 2),
+        ("Unheard", {}, 2),
+    ],
+)
+def test_states_of_optimizers(name: str, arguments: dict[str, Any], states: int) -> None:
+    """By name and arguments; an unknown one is taken to keep as much as Adam."""
+    assert optimizer_sizes(name, arguments).states == states
+
+
+def test_whose_optimizer_counts() -> None:
+    """The loop's real one, else the section's, else AdamW; DeepSpeed's own need no working copy on a GPU."""
+    section = OptimizerSection("Lion", {})
+    real = OptimizerFacts("sgd", {"momentum": 0.0})
+    assert asked_optimizer(section, real, on_gpu=True).states == 0
+    assert asked_optimizer(section, OptimizerFacts(placeholder=True), on_gpu=True) == OptimizerSizes("lion", 1, 0)
+    assert asked_optimizer(None, None, on_gpu=False) == OptimizerSizes("adamw", 2, 1)
+    torch_adam = OptimizerSection("AdamW", {"torch_adam": True})
+    assert asked_optimizer(torch_adam, None, on_gpu=True).step_copies == 1
