@@ -40,5 +40,20 @@ def fail_last() -> None:
     time.sleep(600)
 
 
+def save_when_stopped() -> None:
+    """Each replica takes a second to end when it is asked to."""
+    from zero_plugin.facade.stop_request import StopRequest
+
+    request = StopRequest()
+    request.listen()
+    os.write(1, b"listens\n")
+    deadline = time.monotonic() + 120
+    while not request.received and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)
+    os.write(1, b"saved\n")
+    raise SystemExit(143)
+
+
 if __name__ == "__main__":
     raise SystemExit("a TPU launch imports the script; it does not run it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,6 +55,24 @@ def test_a_replica_that_fails_ends_the_others(start: Start) -> None:
     assert "ValueError: the last one's" in done.stderr
     assert "replicas.py" not in done.stderr
     assert "rank 1 failed first, with exit code 1" in done.stderr
+
+
+def test_sigterm_leaves_replicas_time_to_save(tmp_path: Path) -> None:
+    """It reaches the threads that the script runs in; without one that listens it would end them at once."""
+    typed = ("launch", "--tpu", "--num_processes", "2", "--main_training_function", "save_when_stopped", SCRIPT)
+    environ = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "zero_plugin", *typed], env=environ, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert [launcher.stdout.readline() for _ in range(2)] == ["listens\n"] * 2
+            launcher.send_signal(signal.SIGTERM)
+            output, _ = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()  # the workers with it
+    assert "saved" in output
+    assert launcher.returncode == 143
 
 
 def test_self_test(start: Start) -> None:

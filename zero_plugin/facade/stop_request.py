@@ -8,21 +8,23 @@ from types import FrameType
 from typing import Any
 
 from zero_plugin.errors import LoopError
+from zero_plugin.stop_note import StopNote, find_stop_note
 
 __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """SIGTERM, once it is listened for.
-
-    Attributes:
-        received: whether it has come.
-    """
+    """SIGTERM, once it is listened for."""
 
     def __init__(self) -> None:
-        self.received = False
         self._listens = False
         self._before: Any = None
+        self._note = StopNote()
+
+    @property
+    def received(self) -> bool:
+        """Whether it has come."""
+        return self._note.received
 
     def listen(self) -> None:
         """From now on SIGTERM is only noted, and handed on to the handler that the script has set before.
@@ -33,18 +35,23 @@ class StopRequest:
         if self._listens:
             return
         if threading.current_thread() is not threading.main_thread():
+            if (note := find_stop_note()) is not None:  # the launcher's, for threads
+                note.listened = True
+                self._note = note
+                return
             raise LoopError("stop_requested() waits for a signal, which only the main thread gets: call it there.")
-        self._before = signal.signal(signal.SIGTERM, self._note)
+        self._note.listened = True
+        self._before = signal.signal(signal.SIGTERM, self._hear)
         self._listens = True
 
     def forget(self) -> None:
         """SIGTERM does again what it did before."""
         if self._listens and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) == self._note:
+            if signal.getsignal(signal.SIGTERM) == self._hear:
                 signal.signal(signal.SIGTERM, self._before)
             self._listens = False
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._note(number, frame)
         if callable(self._before):
             self._before(number, frame)

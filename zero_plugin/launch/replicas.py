@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -12,13 +15,14 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import parent_process
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
 from zero_plugin.config.handover import from_environment
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, read_first_failure, report_end
+from zero_plugin.stop_note import leave_stop_note
 from zero_plugin.strategies.xla_runtime import explain_start, import_torch_xla
 
 __all__ = ["ENDED_SILENTLY", "end_training", "leave_torchrun", "run_replicas"]
@@ -58,9 +62,13 @@ def run_replicas(function: str, count: str, program: list[str]) -> None:
     torch_xla = import_torch_xla()
     with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
         os.environ.setdefault(ERROR_FILE, str(Path(folder) / "0" / "error.json"))  # torchrun has not started this
+        replica = functools.partial(_run_replica, note=_NotesStops())
+        passed_on: list[int] = [] if count == "1" else _pass_stops_on()
         try:
-            torch_xla.launch(_run_replica, args=(function, name, is_module), debug_single_process=count == "1")
+            torch_xla.launch(replica, args=(function, name, is_module), debug_single_process=count == "1")
         except BrokenProcessPool:
+            if passed_on:
+                raise SystemExit(128 + passed_on[0]) from None
             if (code := read_first_failure()) is not None:
                 raise SystemExit(code) from None
             raise LaunchError(ENDED_SILENTLY) from None
@@ -93,7 +101,27 @@ def end_training() -> None:
         state.PartialState().destroy_process_group()
 
 
-def _run_replica(rank: int, function: str, name: str, is_module: bool) -> None:
+class _NotesStops:
+    """Unpickled by the main thread of a replica's process, which alone can say what a signal does."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return leave_stop_note, ()
+
+
+def _pass_stops_on() -> list[int]:
+    """Let SIGTERM go to the replicas, who may save before they end; the signals that have come."""
+    passed_on: list[int] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        passed_on.append(number)
+        for child in multiprocessing.active_children():
+            child.terminate()
+
+    signal.signal(signal.SIGTERM, pass_on)
+    return passed_on
+
+
+def _run_replica(rank: int, function: str, name: str, is_module: bool, *, note: Any) -> None:  # noqa: ARG001
     """One device's part.
 
     Where it fails, its process ends at once: others wait for it in a collective, and torch_xla for them in their order.
