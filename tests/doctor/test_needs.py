@@ -34,6 +34,7 @@ def needs_of(folder: Path, deepspeed: dict[str, Any], gpus: int = 0, **launch: A
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, None, 0, ("cpu_adam",)),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"type": "Lion"}, 0, ("cpu_lion",)),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"type": "Adagrad"}, 0, ("cpu_adagrad",)),
+        ({"stage": "auto", "offload_optimizer": {"device": "auto"}}, ADAM, 2, ("cpu_adam", "fused_adam")),
         ({"stage": 3, "offload_param": NVME}, ADAM, 0, ("pin_memory", "async_io")),
         ({"stage": 3, "offload_optimizer": NVME}, ADAM, 0, ("cpu_adam", "pin_memory", "async_io")),
     ],
