@@ -113,6 +113,8 @@ class PartialState(ProcessCalls):
     @property
     def default_device(self) -> torch.device:
         """The kind of device that a run computes on where nothing else is said."""
+        if self.device.type == "xla":
+            return torch.device("xla")
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def set_device(self) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from zero_plugin.choices import DDPCommunicationHookType
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.errors import StrategyError
+from zero_plugin.errors import ConfigError, StrategyError
+from zero_plugin.handlers import Handlers
+from zero_plugin.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.select import Selection, select_strategy
 
@@ -53,6 +56,36 @@ def test_a_fallback_lists_what_it_drops() -> None:
     assert "ZeRO stage 2 and optimizer offload to cpu dropped" in reason
     assert "config.yaml" in reason
     assert "dropped" not in select(2).reason
+
+
+@pytest.mark.parametrize("launch", [{"distributed_type": "TPU"}, {"distributed_type": "XLA"}, {}], ids=str)
+def test_an_xla_device(launch: dict[str, Any]) -> None:
+    """It is trained on by its own strategy, also where there is a ZeRO section, which is dropped aloud."""
+    selection = select(2, device="xla", **launch, deepspeed_config=ZERO2)
+    assert selection.strategy.name == "xla"
+    assert "ZeRO stage 2 and optimizer offload to cpu dropped" in selection.reason
+    assert "each TPU device holds the whole model" in selection.reason
+
+
+@pytest.mark.parametrize(
+    ("handlers", "told"),
+    [
+        ({"compiler": TorchDynamoPlugin(backend="inductor")}, "torch_xla compiles each step as a whole"),
+        ({"ddp": DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)}, "there is no DDP on XLA"),
+    ],
+    ids=["compiler", "hook"],
+)
+def test_what_an_xla_device_cannot_honour(handlers: dict[str, Any], told: str) -> None:
+    """A compiler of torch's and compressed gradients are refused."""
+    with pytest.raises(ConfigError, match=told):
+        select(1, device="xla").strategy.accept(Handlers(**handlers))
+
+
+def test_what_has_no_effect_on_an_xla_device() -> None:
+    """Arguments of DDP's buckets are named; those that mean something here are not."""
+    given = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=True)
+    (line,) = select(1, device="xla").strategy.accept(Handlers(ddp=given))
+    assert line.startswith("DistributedDataParallelKwargs(gradient_as_bucket_view): on XLA")
 
 
 def test_stage_0_is_nothing_to_drop() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, DistributedDataParallelKwargs, DistributedType, set_seed
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import LaunchError, LoopError
 
 XLA = {"distributed_type": "TPU", "scheduler_counts": "steps"}
 
@@ -251,6 +251,13 @@ class Branches(nn.Module):
         return self.always(inputs) + (self.first(3.0 * inputs) if both else 0.0)
 
 
+def starting_late(folder: Path) -> None:
+    """A backward before the XLA runtime has started."""
+    torch.ones((), requires_grad=True).backward()
+    with pytest.raises(LaunchError, match="a backward\\(\\) ran before the XLA runtime was started"):
+        Accelerator(config=XLA)
+
+
 CASES: tuple[Callable[[Path], None], ...] = (
     one_device,
     one_device_in_bf16,
@@ -261,6 +268,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     saving,
     resuming,
     sitting_out,
+    starting_late,
 )
 
 if __name__ == "__main__":

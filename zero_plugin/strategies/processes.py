@@ -252,7 +252,7 @@ def start_processes(
 
 
 def _finds_xla(cpu: bool) -> bool:
-    return _own.on_xla or not (cpu or torch.cuda.is_available() or not find_tpu(os.environ))
+    return not cpu and (_own.on_xla or (not torch.cuda.is_available() and bool(find_tpu(os.environ))))
 
 
 def _start_replica(timeout: timedelta) -> Processes:

@@ -16,7 +16,7 @@ from zero_plugin import collectives
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.choices import DDPCommunicationHookType
 from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import ConfigError, LoopError, Problem
+from zero_plugin.errors import ConfigError, LaunchError, LoopError, Problem
 from zero_plugin.handlers import Handlers
 from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.strategies.autocast import autocast_as
@@ -69,7 +69,8 @@ def find_replica() -> Replica:
     """Start the XLA runtime, and find this process' place in it.
 
     Raises:
-        LaunchError: the runtime has no TPU, connects fewer processes than were started, or runs several in threads.
+        LaunchError: the runtime has no TPU, connects fewer processes than were started, or runs several in threads; or
+            this process has run a `backward` before.
         MachineError: torch_xla or the runtime does not work here.
     """
     torch_xla = import_torch_xla()
@@ -80,9 +81,20 @@ def find_replica() -> Replica:
     refuse_threads(world_size)
     torch_xla.manual_seed(torch.initial_seed())  # what `set_seed` before could not reach
     device = torch_xla.device()
+    _refuse_late_start(device)
     if world_size == 1:
         return Replica(0, 0, 1, 1, device)
     return Replica(runtime.global_ordinal(), runtime.local_ordinal(), world_size, runtime.local_device_count(), device)
+
+
+def _refuse_late_start(device: torch.device) -> None:
+    try:
+        torch.zeros((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # an assertion of torch's autograd engine
+        raise LaunchError(
+            "a backward() ran before the XLA runtime was started: torch's autograd engine counted the devices then, "
+            "and does not serve this one.\nMake the Accelerator, or PartialState(), before the first backward()."
+        ) from error
 
 
 class XlaStrategy(Strategy):
@@ -115,7 +127,11 @@ class XlaStrategy(Strategy):
         return [told] if unused else []
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """See `Strategy.build_session`."""
+        """See `Strategy.build_session`.
+
+        Raises:
+            LoopError: the model is to stay on another device.
+        """
         keep_weights_in_fp32(request)
         module = request.model
         if request.is_placed:

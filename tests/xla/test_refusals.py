@@ -1,0 +1,25 @@
+"""What XLA devices cannot do as it is asked is an error, or is done otherwise aloud."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch_xla", reason="`make test-tpu` has torch_xla, in an environment of its own")
+
+
+def test_parameters_that_sit_out_and_what_is_dropped(
+    run_case: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Unused parameters are named, or averaged where they are used; a ZeRO stage is dropped aloud."""
+    done = run_case("sitting_out")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "ZeRO stage 3 dropped" in done.stderr
+
+
+def test_a_backward_before_the_runtime(run_case: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """torch would crash over it in the first backward on the device; it is refused where the processes start."""
+    done = run_case("starting_late")
+    assert done.returncode == 0, done.stderr[-4000:]
