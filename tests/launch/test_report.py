@@ -13,7 +13,7 @@ import pytest
 
 from zero_plugin.launch.memory import MemoryWatch, largest_processes
 from zero_plugin.launch.report import FirstFailure, describe_failure, describe_idle, find_first_failure, shell_code
-from zero_plugin.launch.worker import FIRST_FAILURE
+from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
 
 
 @dataclass
@@ -90,6 +90,7 @@ def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> 
         (FirstFailure(0, -4), "torch_extensions"),
         (FirstFailure(0, 137), "host memory"),
         (FirstFailure(0, 1, "OutOfMemoryError"), "gradient_accumulation_steps"),
+        (FirstFailure(0, 1, LOST_PEER), "cannot be reached any more"),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from zero_plugin.config.attempt import Shortage
 from zero_plugin.launch.machine import host_memory_bytes
 from zero_plugin.launch.memory import MemoryWatch, largest_processes
-from zero_plugin.launch.worker import FIRST_FAILURE
+from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
 
 __all__ = [
     "Failure",
@@ -49,6 +49,10 @@ _GPU_MEMORY: Final = (
     "GPU memory ran out. What lowers it, the cheapest first: a smaller batch per process with as many more\n"
     "gradient_accumulation_steps; activation checkpointing; a higher zero_stage; offload_optimizer_device: cpu;\n"
     "at stage 3 offload_param_device: cpu."
+)
+_NO_ANSWER: Final = (
+    "It waited for another process, which has failed, hangs, or cannot be reached any more: look at what the\n"
+    "launchers of other machines say, and at the network between."
 )
 _LOWERS_HOST_MEMORY: Final = (
     "What lowers it: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
@@ -129,6 +133,8 @@ def describe_failure(
             lines.append("With --max_restarts 1 on every machine the run starts again with the smaller micro-batch.")
     elif first.kind == "OutOfMemoryError":
         lines.append(_GPU_MEMORY)
+    elif first.kind == LOST_PEER:
+        lines.append(_NO_ANSWER)
     elif first.exitcode in (-signal.SIGKILL, _KILLED_IN_SHELL):
         lines.append(_explain_kill(memory, processes or {}))
     elif first.exitcode == -signal.SIGBUS:

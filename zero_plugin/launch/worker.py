@@ -26,6 +26,7 @@ from types import ModuleType, TracebackType
 __all__ = [
     "ERROR_FILE",
     "FIRST_FAILURE",
+    "LOST_PEER",
     "bind_to_cores",
     "die_with_launcher",
     "leave_group",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, exit code and exception
+LOST_PEER = "lost_peer"  # stands there for an exception that only says that another process does not answer
+_OF_A_LOST_PEER = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
@@ -181,7 +184,8 @@ def _report_exception(error: BaseException, rank: str) -> int:
     ours = errors is not None and isinstance(error, errors.ZeroPluginError)
     code: int = error.exit_code if ours else 1  # type: ignore[attr-defined]
     sys.last_value = error  # as python sets it, for what runs at exit
-    if _claim_first_failure(code, rank, type(error).__name__):
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_A_LOST_PEER)
+    if _claim_first_failure(code, rank, LOST_PEER if lost else type(error).__name__):
         trace = _user_frames(error.__traceback__, stop_at_package=ours)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     else:
