@@ -19,8 +19,9 @@ from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import ConfigError, LaunchError, LoopError, Problem
 from zero_plugin.handlers import Handlers
 from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
+from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.autocast import autocast_as
-from zero_plugin.strategies.base import Session, SessionRequest, Strategy
+from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.processes import Processes
@@ -162,6 +163,10 @@ class XlaStrategy(Strategy):
         assert optimizer is not None, "the request is for one"
         session.recorder.allow_gradients()
         session.train_with(optimizer)
+
+    def savings(self, resolved: Resolved) -> tuple[Saving, ...]:  # noqa: ARG002
+        """See `Strategy.savings`: ZeRO is none here."""
+        return ()
 
     def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
         """See `Strategy.hold_optimizer`."""
