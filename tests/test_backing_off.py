@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from zero_plugin import Accelerator
 from zero_plugin.backing_off import accumulate_more, agree_on_cut
 from zero_plugin.config.attempt import CUT_VARIABLE
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.errors import LoopError
 from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts
 from zero_plugin.resolve.resolve import resolve
 
@@ -47,3 +51,22 @@ def test_the_launcher_tells_the_cut() -> None:
     """On one machine each process knows it by itself."""
     assert agree_on_cut(2, {"LOCAL_WORLD_SIZE": "2", CUT_VARIABLE: "4"}) == 4
     assert agree_on_cut(1, {}) == 1
+
+
+def test_batches_that_could_not_be_cut_are_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader in order may be for evaluation, and keeps its batches of 3; a backward in its loop is refused."""
+    monkeypatch.setenv(CUT_VARIABLE, "2")
+    accelerator = Accelerator(config={"use_cpu": True}, gradient_accumulation_steps=3)
+    assert accelerator.gradient_accumulation_steps == 6
+    model = torch.nn.Linear(1, 1)
+    loaders = [DataLoader(TensorDataset(torch.ones(12, 1)), size, shuffle=size == 4) for size in (4, 3)]
+    model, optimizer, cut, whole = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), *loaders)
+    assert [len(batch) for (batch,) in cut] == [2] * 6
+    for (batch,) in cut:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+    loop = iter(whole)
+    (batch,) = next(loop)
+    with pytest.raises(LoopError, match=r"batch_size=3.*cannot be cut so"):
+        accelerator.backward(model(batch).sum())
+    accelerator.end_training()

@@ -116,6 +116,11 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         return max(0, self._count_steps() - self._skip)
 
     @property
+    def cut(self) -> int:
+        """Into how many batches each of the user's is cut."""
+        return self._how.cut
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples in the data set, over all processes; TypeError for a stream without a length."""
         return len(self.dataset)

@@ -38,6 +38,7 @@ class Sharing:
         drop_last: an incomplete last step is left out, as the loader was told.
         batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
             unknown size, and stands here for one sample.
+        cut: into how many batches each of the user's was cut before.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class Sharing:
     split: bool = False
     drop_last: bool = False
     batched: bool = True
+    cut: int = 1
 
 
 def share_batches(

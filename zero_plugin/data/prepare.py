@@ -94,7 +94,7 @@ def prepare_loader(
     _check_loader(loader, world_size)
     if use_seedable_sampler:
         loader = _seed_sampler(loader, data_seed)
-    loader = cut_batches(loader, cut, split_among=world_size if split_batches else 1)
+    whole, loader = loader, cut_batches(loader, cut, split_among=world_size if split_batches else 1)
     stream = isinstance(loader.dataset, IterableDataset)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     batched = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
@@ -110,6 +110,7 @@ def prepare_loader(
         split=split_batches,
         drop_last=getattr(sampler, "drop_last", False),
         batched=batched,
+        cut=1 if loader is whole else cut,
     )
     delivery = Delivery(device, non_blocking, tuple(rng_types), _generator_of(loader.dataset) if stream else None)
     if dispatch_batches:

@@ -13,6 +13,8 @@ from zero_plugin.backward import run_backward, run_loose_backward
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 from zero_plugin.configurations import Configurations
+from zero_plugin.data.active import RUNNING
+from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.fewer_processes import share_out_steps
 from zero_plugin.first_steps import FirstSteps
@@ -118,6 +120,7 @@ class LoopCalls:
             return
         if looks.is_due():
             self._refuse_to_begin_anew()
+            self._refuse_whole_batches()
             looks.look_at(loss, self._waiting)
         self._window = run_backward(self._trained, self._untrained, loss, **kwargs)[0].window
 
@@ -143,6 +146,15 @@ class LoopCalls:
             raise LoopError(
                 "auto_resume asks that the run goes on from its newest checkpoint, but this script trains without "
                 "having loaded one.\nCall accelerator.resume() after prepare(), or leave auto_resume out."
+            )
+
+    def _refuse_whole_batches(self) -> None:
+        loader = RUNNING.current
+        if self._cut > 1 and isinstance(loader, DataLoaderAdapter) and loader.cut != self._cut:
+            raise LoopError(
+                f"memory ran out before, so that {self._cut} micro-batches are to be made of each of the loader's "
+                f"batches, but those of this loader (batch_size={loader.batch_size}) cannot be cut so: the global "
+                f"batch would be another one.\nGive it a batch_size that is a multiple of {self._cut}."
             )
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> NoReturn:  # noqa: ARG002
