@@ -53,3 +53,18 @@ def test_stage_and_offload_are_what_the_name_says(name: str) -> None:
         assert tree.value(*path) is AUTO
     assert document.launch.value("scheduler_counts") == "steps"
     assert read_document(str(FOLDER / f"{name}.json")).deepspeed.nested() == tree.nested()
+
+
+def test_auto_leaves_the_plan_its_choices() -> None:
+    """auto.yaml types neither stage nor device; the rest is as in the other configs."""
+    tree = read_document(str(FOLDER / "auto.yaml")).deepspeed
+    for path in (
+        ("stage",),
+        ("offload_optimizer", "device"),
+        ("offload_optimizer", "ratio"),
+        ("offload_param", "device"),
+    ):
+        assert tree.value("zero_optimization", *path) is AUTO
+    other = read_document(str(FOLDER / "zero3_offload.yaml")).deepspeed
+    assert tree.section("optimizer").nested() == other.section("optimizer").nested()
+    assert tree.section("scheduler").nested() == other.section("scheduler").nested()
