@@ -127,10 +127,13 @@ def differences(name: str, case: Case, world: int, live: list[Any]) -> Iterator[
     way = case.setup
     model = ModelSizes(name, tuple(ParameterSize(e, trainable=trained) for e, trained in live[0]["sizes"]))
     between, window = predict(case, model, world)
+    bucket = way.reduce_bucket * 4 if world > 1 else 0
     for moment, predicted in (("between", between), ("window", window)):
         for term, wanted in predicted.items():
             found = max(merged(process[moment])[term] for process in live)
-            if abs(found - wanted) > 1024 + 0.005 * wanted:
+            slack = 1024 + 0.005 * wanted
+            # A thread of gloo's that nobody has needed since keeps the bucket that it sent last.
+            if not -slack <= found - wanted <= slack + (bucket if term == "other" else 0):
                 yield f"{name}: {term} ({moment}): predicted {wanted:,}, live {found:,}"
     if way.stage == 3:
         groups = sub_groups(model.parameters, world, way.sub_group_size)
@@ -143,7 +146,7 @@ def differences(name: str, case: Case, world: int, live: list[Any]) -> Iterator[
     on_drive = sum(nvme_states(model, OptimizerSizes(), way, world).values())
     if abs(files - on_drive) > 0.01 * files:
         yield f"{name}: files: predicted {on_drive:,}, live {files:,}"
-    if case.peaks:
+    if case.peaks and world < 3:
         yield from peak_differences(name, case, world, model, sum(between.values()), live)
 
 
@@ -152,8 +155,9 @@ def peak_differences(
 ) -> Iterator[str]:
     """Lines of what was allocated at most in the last backward and step, where it is not as predicted.
 
-    Left out: stage 3's gathering, whose copies by gloo come and go by chance, and stage 0's step in 16 bits, which is
-    another one without a fused kernel.
+    On one process, and on two with what gloo copies and keeps; on more that is too much of it. Left out: stage 3's
+    gathering, of which gloo copies what it happens to, and stage 0's step in 16 bits, which differs without a fused
+    kernel.
     """
     way, width = case.setup, weight_bytes(case.setup)
     largest = max(p.elements for p in model.parameters)
@@ -174,8 +178,8 @@ def peak_differences(
         del wanted["step"]
     if way.stage == 3:
         del wanted["backward"]
-    # What a thread of gloo's sent last is alive until it sends more.
     sent = model.elements * width if way.stage == 1 and way.precision == "bf16" else way.reduce_bucket * 4
+    sent = sent if world > 1 else 0
     for phase, predicted in wanted.items():
         found = max(process["peaks"][phase] for process in live)
         if not -0.05 * predicted <= found - predicted <= 0.05 * predicted + sent:

@@ -18,7 +18,6 @@ from zero_plugin.plan.situation import ModelSizes, OptimizerSizes, ParameterSize
 __all__ = [
     "device_states",
     "host_tensors",
-    "largest_trained",
     "nvme_states",
     "sub_groups_on_device",
     "sums_on_every_device",
@@ -29,8 +28,8 @@ __all__ = [
 _FP32 = 4
 # DeepSpeed leaves what is smaller than this in memory, and writes files in blocks of 1 KiB for each of the threads:
 # MIN_AIO_BYTES and AIO_ALIGNED_BYTES of its swap_tensor/utils.py, with the `aio` section's defaults.
-NVME_LEAST = 2**20
-NVME_BLOCK = 1024
+_NVME_LEAST = 2**20
+_NVME_BLOCK = 1024
 
 
 def weight_bytes(setup: Setup) -> int:
@@ -66,7 +65,7 @@ def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, pr
         if sums_on_every_device(setup):
             found["gradients"] = flat * _FP32
     else:
-        found["buckets"] = largest_trained(model) * width  # temp_grad_buffer_for_gpu_offload
+        found["buckets"] = _largest_trained(model) * width  # temp_grad_buffer_for_gpu_offload
     return found
 
 
@@ -134,7 +133,7 @@ def host_tensors(
         "optimizer states": (own * _FP32,) * optimizer.states,
         "gradients": (own * _FP32,),
         # The updated weights on their way back to the device, and one gradient on its way from there.
-        "staging": (own * width, largest_trained(model) * width),
+        "staging": (own * width, _largest_trained(model) * width),
     }
     if setup.stage == 2 and setup.gradient_bytes == width:
         # Every backward adds to a host copy, since only the step tells that the window ends.
@@ -194,14 +193,13 @@ def sums_on_every_device(setup: Setup) -> bool:
     return setup.stage == 1 and sums_in_fp32 and setup.offload_optimizer == "none"
 
 
-def largest_trained(model: ModelSizes) -> int:
-    """Elements of the largest parameter that is trained."""
+def _largest_trained(model: ModelSizes) -> int:
     return max((p.elements for p in model.parameters if p.trainable), default=0)
 
 
 def _is_swapped(size: int) -> bool:
-    return size >= NVME_LEAST
+    return size >= _NVME_LEAST
 
 
 def _in_blocks(size: int) -> int:
-    return -(-size // NVME_BLOCK) * NVME_BLOCK
+    return -(-size // _NVME_BLOCK) * _NVME_BLOCK
