@@ -271,5 +271,10 @@ def test_wrong_arguments_are_found_before_anything_starts() -> None:
         notebook_launcher(print, num_processes=2, mixed_precision="fp61")
     with pytest.raises(ConfigError, match=r"num_processes=3\).*3 in code, but 2"):
         notebook_launcher(print, num_processes=3, config={"num_processes": 2})
+    fewer = {"min_machines": 1, "max_restarts": 1, "rdzv_backend": "c10d"}
+    with pytest.raises(ConfigError, match=r"min_machines: .* copies of a notebook"):
+        notebook_launcher(
+            print, num_processes=1, num_nodes=2, master_addr="127.0.0.1", rdzv_backend="c10d", config=fewer
+        )
     with pytest.raises(ConfigError, match=r"num_processes=0\)"):
         debug_launcher(print, num_processes=0)

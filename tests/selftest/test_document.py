@@ -11,6 +11,7 @@ CONFIG = """
 distributed_type: DEEPSPEED
 num_processes: 2
 max_restarts: 3
+min_machines: 1
 log_dir: logs
 mixed_precision: bf16
 deepspeed_config:

@@ -45,6 +45,7 @@ def find_problems(
     found = [
         *_gpus(settings, machine, document),
         *_processes(settings, gpus),
+        *_of_a_notebook(settings, program),
         *meeting,
     ]
     problems = [Problem(where(document, key), key, message, fix) for key, message, fix in found]
@@ -115,6 +116,12 @@ def find_log_problems(document: Document, settings: LaunchSettings) -> Iterator[
     if settings.log_dir is not None and (blocked := obstacle(settings.log_dir)) is not None:
         message = f"{blocked} is no folder that can be written"
         yield Problem(where(document, "log_dir"), "log_dir", message, "Name a folder that can be made or written.")
+
+
+def _of_a_notebook(settings: LaunchSettings, program: Program) -> _Found:
+    if program.kind == "function" and settings.min_machines not in (None, settings.num_machines):
+        fix = "Delete it, or start a script with `zero-plugin launch`."
+        yield "min_machines", "processes that are copies of a notebook do not go on without a machine", fix
 
 
 def _nvme_folders(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
