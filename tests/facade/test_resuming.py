@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, ProjectConfiguration
+from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE
 from zero_plugin.errors import CheckpointError, LoopError
 
 GOES_ON = {"auto_resume": True}
@@ -77,6 +79,21 @@ def test_a_run_that_goes_on(restarted: bool, make: Make, monkeypatch: pytest.Mon
     assert report is not None
     assert (report.steps, report.epochs, report.batches) == (8, [1], [2])
     assert training.run(range(report.epochs[0], 3)) == losses[8:]
+
+
+def test_what_a_launch_before_has_saved(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A restarted run that had begun anew does so again: only what its own launch has saved is gone on from."""
+    make().run(range(1), save_after=3)
+    monkeypatch.setenv(CUT_VARIABLE, "2")
+    monkeypatch.setenv(LAUNCHED_VARIABLE, str(time.time() + 1))
+    assert make().accelerator.resume() is None
+    assert "begins anew, since it is of a launch before" in capfd.readouterr().err
+    monkeypatch.setenv(LAUNCHED_VARIABLE, str(time.time() - 60))
+    report = make().accelerator.resume()
+    assert report is not None
+    assert (report.steps, report.batches) == (3, [6])  # in each of the loader's three, two of half the size
 
 
 def test_a_stop_between_two_epochs(make: Make) -> None:
