@@ -172,7 +172,7 @@ def cpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cpu_autocast")
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
-    """Within 10 % of what autograd's hooks see on a CPU, in each way this package computes, with every block
+    """Within 5 % of what autograd's hooks see on a CPU, in each way this package computes, with every block
     checkpointed and without; attention ran fused there.
 
     The models drop nothing: the CPU keeps other masks than a GPU, and has no fused attention with dropout.
@@ -189,7 +189,7 @@ def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
         for checkpointed, line in ((False, found.saved), (True, found.checkpointed)):
             model, inputs = MODELS[name]()
             real, nodes = _saved_bytes(model, inputs, regime, checkpointed)
-            assert line.at(BATCH) == pytest.approx(real, rel=0.1), (regime, checkpointed)
+            assert line.at(BATCH) == pytest.approx(real, rel=0.05), (regime, checkpointed)
             if name in ATTENDING:
                 assert found.sample_length == TOKENS
                 assert checkpointed or "ScaledDotProductFlashAttentionForCpuBackward0" in nodes
@@ -198,7 +198,7 @@ def test_saved_bytes_are_those_of_a_real_run(name: str) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["convolutions", "llama"])
 def test_the_peak_is_that_of_a_real_run(name: str, checkpointed: bool) -> None:
-    """Saved bytes and working space together are the most that is alive on a CPU in both passes, within 10 %."""
+    """Saved bytes and working space together are the most that is alive on a CPU in both passes, within 3 %."""
     model, inputs = MODELS[name]()
     found = trace_activations(model, inputs, "bf16")
     if checkpointed:
@@ -212,9 +212,10 @@ def test_the_peak_is_that_of_a_real_run(name: str, checkpointed: bool) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
     with LiveBytes([*model.parameters(), *model.buffers()]) as tape:
-        outputs = _forward(model, map_leaves(torch.clone, inputs), "bf16")
+        batch = map_leaves(torch.clone, inputs)
+        outputs = _forward(model, batch, "bf16")
         outputs["loss"].backward()
-    assert traced == pytest.approx(max(tape.after), rel=0.1)
+    assert traced == pytest.approx(max(tape.after), rel=0.03)
 
 
 def test_operations_are_counted() -> None:
@@ -288,6 +289,25 @@ def test_autocast_computes_in_fp32_what_a_gpu_does() -> None:
     assert found.saved.per_sample == 64 * (4 + 2 + 2)  # the batch, in bf16, and the cubed
     assert found.autocast.saved.per_sample == 64 * (4 + 2 + 4)
     assert found.autocast.saved.fixed - found.saved.fixed == 0  # the batch needs no gradient, so no weight is kept
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_attention_grows_with_tokens_not_their_square(mask: bool) -> None:
+    """A transformers model masks nothing by a matrix of tokens × tokens where no sample is padded, as in training."""
+    model, _ = _llama()
+    saved = []
+    for tokens in (512, 1024):
+        ids = torch.zeros(2, tokens, dtype=torch.int64)
+        given = {"attention_mask": torch.ones_like(ids)} if mask else {}
+        saved.append(trace_activations(model, {"input_ids": ids, "labels": ids, **given}, "no").saved.per_sample)
+    assert saved[1] == pytest.approx(2 * saved[0], rel=1e-3)
+
+
+def test_gradients_of_parameters_are_left_out() -> None:
+    """Of the weights' gradients the working space holds one at a time."""
+    deep = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+    found = trace_activations(deep, torch.zeros(2, 256), "no")
+    assert 256 * 256 * 4 <= found.transient.at(1) < 1.5 * 256 * 256 * 4
 
 
 def test_the_model_stays_as_it_is() -> None:

@@ -64,7 +64,7 @@ def trace_activations(
     Raises:
         ConfigError: the model cannot be traced: the example does not fit, or the forward asks for a tensor's values.
     """
-    make = example if callable(example) else _resizer(example)
+    make = example if callable(example) else _resizer(_without_idle_mask(model, example))
 
     def trace(*, autocast: bool) -> Activations:
         dtype = None if autocast else _TYPES.get(precision)
@@ -163,6 +163,15 @@ def _lines(saved: int, after: list[int], saved_of_three: int, after_of_three: li
 
 def _line(two: int, three: int) -> Affine:
     return Affine(3 * two - 2 * three, three - two)
+
+
+def _without_idle_mask(model: nn.Module, example: Example) -> Example:
+    """Without a padding mask of ones, which transformers drops when it sees its values."""
+    if isinstance(example, Mapping) and hasattr(model, "main_input_name"):
+        mask = example.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.device.type != "meta" and bool(mask.all()):
+            return {**example, "attention_mask": None}
+    return example
 
 
 def _resizer(example: Example) -> Callable[[int], Example]:
