@@ -196,6 +196,25 @@ def test_a_cut_cable(end: int, hosts: tuple[Host, Host]) -> None:
     assert not other.processes()
 
 
+@pytest.mark.campaign
+def test_a_cable_that_is_cut_before_all_have_come(hosts: tuple[Host, Host]) -> None:
+    """Machine 1 hears no more of machine 0, with which it waits for a third: it says so, and waits no longer."""
+    main, other = hosts
+    conf = ("--rdzv_conf", "read_timeout=6,timeout=20")
+    waiting = [
+        host.launch(*static(main, rank, *conf, machines=3), str(SCRIPT)) for rank, host in enumerate((main, other))
+    ]
+    for launcher in waiting:
+        assert launcher.stderr is not None
+        while "machine 2 did not come" not in launcher.stderr.readline():
+            assert launcher.poll() is None
+    ip("-n", other.name, "link", "set", other.cable, "down")
+    (code_0, _, errors_0), (code_1, _, errors_1) = ends(*waiting)
+    assert (code_0, code_1) == (1, 1)
+    assert "machine 2 did not come" in errors_0 or "machines 1, 2 did not come" in errors_0
+    assert f"the connection to {main.address}, where the machines have met, is lost" in errors_1
+
+
 def test_a_number_given_twice_and_different_counts(hosts: tuple[Host, Host]) -> None:
     """Both sides learn at once which machines have the same number, or that they count differently."""
     main, other = hosts

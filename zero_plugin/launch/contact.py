@@ -73,6 +73,8 @@ class Contact:
             f"the connection to {self._host}, where the machines have met, is lost for {self._limit_s:.0f} s ({why}); "
             "all workers here are stopped"
         )
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self.leave()  # there are no workers yet, and the signal would end this process without a word
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun stops the workers
         if not self._ended.wait(_STOPS_WITHIN_S):
             self.leave()  # the workers end with this process
