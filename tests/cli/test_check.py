@@ -98,6 +98,15 @@ def test_what_a_run_without_zero_drops_is_a_warning(check: Check) -> None:
     assert out.splitlines()[-1] == "2 files: 1 warning"
 
 
+def test_zero_beside_a_tpu_is_dropped_aloud(check: Check) -> None:
+    """What is dropped, and what a TPU does in its place."""
+    Path("tpu.yaml").write_text("distributed_type: TPU\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}\n")
+    code, out, _ = check("tpu.yaml")
+    assert code == 0
+    assert "ZeRO stage 3 and param offload to cpu dropped, as tpu.yaml:1:1 asks" in out
+    assert "each TPU device holds the whole model, its gradients and optimizer states" in out
+
+
 def test_what_launch_always_refuses_is_a_warning(check: Check) -> None:
     """The file is right as far as it goes, and no machine runs it: no error, but no silence either."""
     text = "deepspeed_config: {zero_optimization: {stage: 3, offload_param: {device: nvme, nvme_path: auto}}}\n"
