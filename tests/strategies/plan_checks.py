@@ -125,6 +125,18 @@ def check_what_fits_nowhere_is_refused(folder: Path) -> None:
     raised(ConfigError, *words, by=lambda: prepare(WORLD, 1100 * 2**20, LITTLE))
 
 
+def check_a_model_built_before_the_plan_is_said_to_be_whole(folder: Path) -> None:
+    """init_model cannot know of a stage that prepare chooses, and says what would settle it before."""
+    accelerator = Accelerator(config={**AUTO, "num_processes": WORLD, "mixed_precision": "no", "use_cpu": True})
+    said: list[str] = []
+    accelerator._say = said.append  # type: ignore[method-assign]
+    with accelerator.init_model():
+        model = nn.Linear(4, 4)
+    assert model.weight.shape == (4, 4)
+    assert any("launch --model" in line for line in said)
+    accelerator.end_training()
+
+
 def check_what_is_typed_stays(folder: Path) -> None:
     """The plan chooses around a typed stage."""
     accelerator, _ = prepare(WORLD, ROOM, stage=2)
@@ -134,6 +146,7 @@ def check_what_is_typed_stays(folder: Path) -> None:
 
 
 CHECKS = {
+    "a_model_built_before_the_plan": ([WORLD], check_a_model_built_before_the_plan_is_said_to_be_whole),
     "memory_forces_every_choice": ([WORLD], check_memory_forces_every_choice),
     "what_fits_nowhere_is_refused": ([WORLD], check_what_fits_nowhere_is_refused),
     "what_is_typed_stays": ([WORLD], check_what_is_typed_stays),

@@ -19,6 +19,8 @@ from zero_plugin.checkpoint.ranges import open_reader
 from zero_plugin.checkpoint.session_tensors import session_fragments
 from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.checkpoint.weight_names import WeightsReport, find_weights, match_weights
+from zero_plugin.config.document import Document
+from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.predicting import local_processes
@@ -37,6 +39,7 @@ class LoadingCalls:
 
     device: torch.device
     device_placement: bool
+    document: Document
     _follow_configuration: Callable[[], None]
     _processes: Processes
     _say: Callable[[str], None]
@@ -69,6 +72,11 @@ class LoadingCalls:
             LoopError: no model was made inside.
         """
         self._follow_configuration()
+        if self.document.deepspeed.value("zero_optimization", "stage") is AUTO:
+            self._say(
+                "zero_optimization.stage is open until prepare(): what init_model() builds is whole in every process; "
+                "`zero-plugin launch --model …` has the plan choose the stage before"
+            )
         if weights is None:
             return self._building_with_values()
         return self._building_empty(Path(weights), strict)
