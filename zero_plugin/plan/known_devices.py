@@ -94,7 +94,7 @@ def find_device(name: str) -> KnownDevice:
         known = [device.name for device in KNOWN_DEVICES]
         near = get_close_matches(name.upper(), known, 1, 0.5)
         fix = f"{f'Did you mean {near[0]}? ' if near else ''}Known: {', '.join(known)}. For another write --gpu_memory."
-        raise ConfigError([Problem("--gpu", "", "this GPU is not known", fix, name)])
+        raise ConfigError([Problem("--gpu", "", f"{name!r} is no GPU that is known here", fix)])
     return found[0]
 
 
