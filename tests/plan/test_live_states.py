@@ -178,8 +178,8 @@ def peak_differences(
         del wanted["step"]
     if way.stage == 3:
         del wanted["backward"]
-    sent = model.elements * width if way.stage == 1 and way.precision == "bf16" else way.reduce_bucket * 4
-    sent = sent if world > 1 else 0
+    at_once = way.stage == 0 or (way.stage == 1 and way.precision == "bf16")  # all gradients are
+    sent = (model.elements * width if at_once else way.reduce_bucket * 4) if world > 1 else 0
     for phase, predicted in wanted.items():
         found = max(process["peaks"][phase] for process in live)
         if not -0.05 * predicted <= found - predicted <= 0.05 * predicted + sent:
