@@ -21,7 +21,15 @@ from zero_plugin.plan.amounts import show_gib
 from zero_plugin.predicting import RunMemory
 from zero_plugin.strategies.base import Saving
 
-__all__ = ["FailedLoop", "Phase", "describe_shortage", "explain_shortages", "is_out_of_memory", "phase_of"]
+__all__ = [
+    "FailedLoop",
+    "Phase",
+    "describe_end",
+    "describe_shortage",
+    "explain_shortages",
+    "is_out_of_memory",
+    "phase_of",
+]
 
 Phase = Literal["prepare()", "the forward", "backward()", "optimizer.step()"]
 
@@ -150,23 +158,46 @@ _explaining: Final[list[Callable[[BaseException], Shortage]]] = []
 _explained: BaseException | None = None
 
 
+def describe_end(error: BaseException | None) -> list[str]:
+    """Lines to be said with an error that ends this process where no launcher starts the run again; none of others.
+
+    The other processes, which may wait in an operation for this one, are told to end.
+    """
+    shortage = _shortage_of(error)
+    if shortage is None:
+        return []
+    tell_loss("has run out of memory")
+    return _lines(shortage)
+
+
 def _explain(error: BaseException | None) -> None:
+    shortage = _shortage_of(error)
+    if shortage is None:
+        return
+    if not leave_shortage(shortage, os.environ):
+        print("\n".join(_lines(shortage)), file=sys.stderr, flush=True)  # noqa: T201 - the process' last words
+    tell_loss("has run out of memory")
+
+
+def _shortage_of(error: BaseException | None) -> Shortage | None:
+    """What the newest Accelerator makes of it, once; None where memory has not run out."""
     global _explained
     while error is not None and not is_out_of_memory(error):
         error = error.__cause__
     if error is None or error is _explained or not _explaining:
-        return
+        return None
     _explained = error
-    shortage = _explaining[-1](error)
-    if not leave_shortage(shortage, os.environ):
-        told = [shortage.headline, shortage.advice]
-        if shortage.cut:
-            told.append(
-                "Nothing starts this run again: a loop that has failed cannot go on from inside its own script. "
-                "`zero-plugin launch` starts it again by itself with the smaller micro-batch, with one process too."
-            )
-        print("\n".join(told), file=sys.stderr, flush=True)  # noqa: T201 - the process' last words
-    tell_loss("has run out of memory")
+    return _explaining[-1](error)
+
+
+def _lines(shortage: Shortage) -> list[str]:
+    lines = [shortage.headline, shortage.advice]
+    if shortage.cut:
+        lines.append(
+            "Nothing starts this run again: a loop that has failed cannot go on from inside its own script. "
+            "`zero-plugin launch` starts it again by itself with the smaller micro-batch, with one process too."
+        )
+    return lines
 
 
 def _smaller(loop: FailedLoop, factor: int) -> Iterator[Saving]:
