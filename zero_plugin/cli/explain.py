@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,6 @@ from zero_plugin.cli.table import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
 from zero_plugin.config.files import STANDARD_INPUT
 from zero_plugin.config.launch_settings import (
-    LaunchSettings,
     asks_for_cpu,
     asks_for_deepspeed,
     asks_for_tpu,
@@ -26,9 +25,7 @@ from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.machine import has_gpu_driver
-from zero_plugin.launch.planning import find_cluster
-from zero_plugin.plan.before_run import plan_before_run, waits_for_plan
-from zero_plugin.plan.model_source import ModelSource
+from zero_plugin.launch.planning import DEFAULT_LENGTH, SizedModel, with_plan
 from zero_plugin.probe.model_folder import probe_model_folder
 from zero_plugin.resolve.facts import (
     Facts,
@@ -77,13 +74,6 @@ class _Format(str, Enum):
 class _Accelerator(str, Enum):
     cpu = "cpu"
     cuda = "cuda"
-
-
-class SizedModel(NamedTuple):
-    """A model to plan for, and the tokens of one of its samples."""
-
-    source: ModelSource
-    sequence_length: int
 
 
 _FACTS = "What a run would tell"
@@ -148,7 +138,7 @@ def explain(
     )
     kind: Literal["cpu", "cuda"] | None = None if accelerator is None else accelerator.value
     flags = typed_flags(ctx)
-    sized = None if model is None else SizedModel(ModelSource(model), sequence_length or 2048)
+    sized = None if model is None else SizedModel(model, sequence_length or DEFAULT_LENGTH)
     ours = explain_file(file, flags, settings or [], facts, kind, sized, everything=everything)
     if diff is not None:
         theirs = explain_file(diff, flags, settings or [], facts, kind, sized)
@@ -201,21 +191,12 @@ def explain_file(
     machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
     facts = replace(facts, machine=machine, strategy=strategy)
     try:
-        facts = _with_plan(document, facts, settings, sized)
+        facts = with_plan(document, facts, sized)
         resolved = resolve(document, facts)
     except ConfigError as error:
         raise error if accelerator or on_tpu else _with_other_machine(document, facts, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
     return Explained(document, facts, resolved, rows)
-
-
-def _with_plan(document: Document, facts: Facts, settings: LaunchSettings, sized: SizedModel | None) -> Facts:
-    """The facts with a plan, where one is waited for, a model is named, and the memory is stated or a GPU's here."""
-    known = settings.gpu_memory is not None or (facts.machine.accelerator == "cuda" and has_gpu_driver())
-    if sized is None or not known or not waits_for_plan(document, facts):
-        return facts
-    cluster = find_cluster(document, settings, facts.machine.processes)
-    return replace(facts, planned=plan_before_run(document, facts, sized.source, sized.sequence_length, cluster))
 
 
 def _check_processes(document: Document, world_size: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final, NamedTuple
 
 from zero_plugin.config.amounts import read_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.machine import host_memory_bytes
+from zero_plugin.launch.machine import has_gpu_driver, host_memory_bytes
 from zero_plugin.plan.before_run import lay_plan, plan_before_run, waits_for_plan
 from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.fields import nvme_folder
@@ -18,7 +19,34 @@ from zero_plugin.plan.situation import Cluster
 from zero_plugin.resolve.facts import Facts, MachineFacts
 from zero_plugin.resolve.resolve import resolve
 
-__all__ = ["find_cluster", "plan_launch", "sequence_length"]
+__all__ = ["DEFAULT_LENGTH", "SizedModel", "plan_launch", "sequence_length", "with_plan"]
+
+
+DEFAULT_LENGTH: Final = 2048  # tokens of a sample, where nobody says it
+
+
+class SizedModel(NamedTuple):
+    """A model to plan for (see `ModelSource.model`), and the tokens of one of its samples."""
+
+    model: str
+    sequence_length: int
+
+
+def with_plan(document: Document, facts: Facts, sized: SizedModel | None) -> Facts:
+    """The facts with a plan, where one is waited for, a model is named, and there is a GPU here or memory is stated.
+
+    Raises:
+        ConfigError: there is no such model, or nothing fits.
+    """
+    settings = launch_settings(document)
+    known = settings.gpu_memory is not None or (facts.machine.accelerator == "cuda" and has_gpu_driver())
+    on_zero = asks_for_deepspeed(document, settings)
+    if sized is None or not known or not on_zero or not waits_for_plan(document, facts):
+        return facts
+    cluster = _find_cluster(document, settings, facts.machine.processes)
+    return replace(
+        facts, planned=plan_before_run(document, facts, ModelSource(sized.model), sized.sequence_length, cluster)
+    )
 
 
 def plan_launch(document: Document, model: str, sequence_length: int, gpus: int) -> tuple[Document, Sequence[str]]:
@@ -40,7 +68,7 @@ def plan_launch(document: Document, model: str, sequence_length: int, gpus: int)
     facts = Facts(machine=machine, complete=False)
     if not asks_for_deepspeed(document, settings) or not waits_for_plan(document, facts):
         return document, [f"--model {model}: nothing is open that a plan would fill"]
-    cluster = find_cluster(document, settings, processes)
+    cluster = _find_cluster(document, settings, processes)
     planned = plan_before_run(document, facts, ModelSource(model), sequence_length, cluster)
     said = resolve(document, replace(facts, planned=planned)).said_aloud
     return lay_plan(document, planned), [line for line in said if "by the plan" in line]
@@ -52,14 +80,14 @@ def sequence_length(flags: Mapping[str, str | bool]) -> int:
     Raises:
         ConfigError: it is no count.
     """
-    typed = flags.get("sequence_length", "2048")
+    typed = flags.get("sequence_length", str(DEFAULT_LENGTH))
     found = read_count(typed)
     if found is None:
         raise ConfigError([Problem("--sequence_length", "", f"{typed!r} is no count", "Write e.g. 2048.")])
     return found
 
 
-def find_cluster(document: Document, settings: LaunchSettings, processes: int) -> Cluster:
+def _find_cluster(document: Document, settings: LaunchSettings, processes: int) -> Cluster:
     """The machines of a launch: with the memory that is stated, else all like this one, which is measured.
 
     Args:
