@@ -51,6 +51,7 @@ def test_a_configuration_is_traced_or_computed(llama: Path) -> None:
     [
         ("bert", {"architectures": ["BertForSequenceClassification"], "num_hidden_layers": 1}, "input_ids"),
         ("bert", {"architectures": ["BertForQuestionAnswering"], "num_hidden_layers": 1}, "input_ids"),
+        ("deberta-v2", {"architectures": ["DebertaV2ForSequenceClassification"], "num_hidden_layers": 1}, "input_ids"),
         ("t5", {"architectures": ["T5ForConditionalGeneration"], "num_layers": 1}, "input_ids"),
         ("vit", {"architectures": ["ViTForImageClassification"], "num_hidden_layers": 1}, "pixel_values"),
         ("gpt2", {"n_layer": 1}, "input_ids"),  # without a class it is a causal model

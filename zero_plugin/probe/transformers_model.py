@@ -30,6 +30,8 @@ def build_model(config: Path) -> nn.Module:
     try:
         settings = transformers.AutoConfig.from_pretrained(config)
         named = (settings.architectures or [""])[0]
+        if settings.problem_type is None and settings.num_labels > 1:
+            settings.problem_type = "single_label_classification"  # what it takes integer labels for, by their values
         with torch.device("meta"):
             if hasattr(transformers, named):
                 return getattr(transformers, named)(settings)  # type: ignore[no-any-return]
