@@ -226,6 +226,11 @@ def sitting_out(folder: Path) -> None:
         with pytest.raises(LoopError, match="gradients of a Linear that was prepared without an optimizer"):
             unowned(torch.ones(1, 1, device=accelerator.device)).sum().backward()
         accelerator.free_memory()
+        unowned, optimizer = accelerator.prepare(alone[rank], torch.optim.SGD(alone[rank].parameters(), lr=0.1))
+        optimizer.zero_grad()
+        accelerator.backward(unowned(torch.ones(1, 1, device=accelerator.device)).sum())
+        optimizer.step()
+        accelerator.free_memory()
 
         given = DistributedDataParallelKwargs(find_unused_parameters=True)
         accelerator = Accelerator(config=XLA, kwargs_handlers=[given])

@@ -56,6 +56,9 @@ class Recorder(Protocol):
     def run(self) -> None:
         """Run what is noted down; before a number is read, since that would run what leads to it a second time."""
 
+    def close(self) -> None:
+        """Let go of the module."""
+
 
 class TorchSession(Session):
     """Training without an engine, on one device or under DDP.
@@ -330,6 +333,8 @@ class TorchSession(Session):
         """See `Session.close`."""
         if self._undo_autocast is not None:
             self._undo_autocast()
+        if self.recorder is not None:
+            self.recorder.close()
         if self.optimizer is not None:
             self._guard.remove()
             if self._watch is not None:

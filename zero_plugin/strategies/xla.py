@@ -143,8 +143,7 @@ class XlaStrategy(Strategy):
                 "device.\nLeave device_placement out, or call .to(accelerator.device) before its optimizer is made."
             )
         _take_from_first(module)
-        recorder = _Recorder(processes, self.handlers.ddp or DistributedDataParallelKwargs())
-        module.register_forward_pre_hook(recorder.before_forward)
+        recorder = _Recorder(module, processes, self.handlers.ddp or DistributedDataParallelKwargs())
         optimizer = torch_optimizer(request)
         if optimizer is None and not request.only_evaluates and processes.world_size > 1:
             recorder.refuse_gradients(module)
@@ -177,16 +176,18 @@ class _Recorder:
     """See `Recorder`: torch_xla notes operations down as a graph, and compiles and runs it at a `sync`.
 
     Args:
+        module: the user's.
         processes: this replica and its peers.
         given: what a script has set of DDP, of which buffers and unused parameters have a meaning here.
     """
 
-    def __init__(self, processes: Processes, given: DistributedDataParallelKwargs) -> None:
+    def __init__(self, module: nn.Module, processes: Processes, given: DistributedDataParallelKwargs) -> None:
         self._replicas = processes.world_size
         self._given = given
         self._is_first = torch.tensor(processes.rank == 0, device=processes.device)
         self._sync = importlib.import_module("torch_xla").sync
         self._operations = importlib.import_module("torch_xla.core.xla_model")
+        self._inference = module.register_forward_pre_hook(self._run_before_inference)
         self._refusal: Any = None
 
     def run(self) -> None:
@@ -206,10 +207,10 @@ class _Recorder:
             if self._given.broadcast_buffers:
                 self._share_buffers(module)
 
-    def before_forward(self, *_: Any) -> None:
-        """Where nothing is trained, run what the last forward left: else a whole evaluation becomes one graph."""
-        if not torch.is_grad_enabled():
-            self._sync()
+    def close(self) -> None:
+        """See `Recorder.close`."""
+        self._inference.remove()
+        self.allow_gradients()
 
     def refuse_gradients(self, module: nn.Module) -> None:
         """Raise in a backward through a model without an optimizer: nothing would average its gradients."""
@@ -230,6 +231,11 @@ class _Recorder:
         """An optimizer has come."""
         if self._refusal is not None:
             self._refusal.remove()
+
+    def _run_before_inference(self, *_: Any) -> None:
+        """Where nothing is trained, run what the last forward left: else a whole evaluation becomes one graph."""
+        if not torch.is_grad_enabled():
+            self._sync()
 
     def _gradients(self, module: nn.Module) -> list[Tensor]:
         """Those to average, of the same parameters in every replica."""
