@@ -43,3 +43,16 @@ def test_what_cannot_be_told_is_not_refused(folder: Path) -> None:
         transformers.GPT2LMHeadModel.from_pretrained(folder, device_map={"": "cpu"})
         with pytest.raises(OSError, match="cached files"):
             transformers.GPT2LMHeadModel.from_pretrained("nowhere/at-all", local_files_only=True)
+
+
+def test_runs_that_end_in_any_order(folder: Path) -> None:
+    """The newest one that goes on counts; after the last one, transformers' own method is back."""
+    own = transformers.PreTrainedModel.__dict__["from_pretrained"]
+    first, second = checking_pretrained(3, None), checking_pretrained(3, 0)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with pytest.raises(MachineError):
+        transformers.GPT2LMHeadModel.from_pretrained(folder)
+    second.__exit__(None, None, None)
+    assert transformers.PreTrainedModel.__dict__["from_pretrained"] is own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,11 +26,15 @@ _FIX: Final = (
 )
 
 
+_checking: Final[list[tuple[int, int | None]]] = []  # of those entered, the last one counts
+
+
 @contextmanager
 def checking_pretrained(copies: int, available: int | None) -> Iterator[None]:
     """Inside, `from_pretrained` of whole models is refused where host memory does not hold them.
 
-    Nothing is looked at where transformers is not imported yet, or of a model whose files are not on this machine.
+    Nothing is looked at where transformers is not imported yet, or of a model whose files are not on this machine. Such
+    contexts may be left in any order.
 
     Args:
         copies: processes of this machine, each of which loads one.
@@ -39,20 +44,30 @@ def checking_pretrained(copies: int, available: int | None) -> Iterator[None]:
     if modeling is None:
         yield
         return
-    model_class = modeling.PreTrainedModel
-    before = model_class.__dict__["from_pretrained"]
-
-    def from_pretrained(cls: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        size = None if any(kwargs.get(name) is not None for name in _OTHERWISE) else _bytes_of(source, kwargs)
-        if size is not None:
-            expect_room_to_load(size, copies, available, f"{cls.__name__}.from_pretrained({str(source)!r})", _FIX)
-        return before.__func__(cls, source, *args, **kwargs)
-
-    model_class.from_pretrained = classmethod(from_pretrained)
+    entered = (copies, available)
+    if not _checking:
+        _replace_from_pretrained(modeling.PreTrainedModel)
+    _checking.append(entered)
     try:
         yield
     finally:
-        model_class.from_pretrained = before
+        _checking.remove(entered)
+        if not _checking:
+            modeling.PreTrainedModel.from_pretrained = modeling.PreTrainedModel.from_pretrained.__func__.replaced
+
+
+def _replace_from_pretrained(model_class: Any) -> None:
+    before = model_class.__dict__["from_pretrained"]
+
+    @functools.wraps(before.__func__)
+    def from_pretrained(cls: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        size = None if any(kwargs.get(name) is not None for name in _OTHERWISE) else _bytes_of(source, kwargs)
+        if size is not None:
+            expect_room_to_load(size, *_checking[-1], f"{cls.__name__}.from_pretrained({str(source)!r})", _FIX)
+        return before.__func__(cls, source, *args, **kwargs)
+
+    from_pretrained.replaced = before  # type: ignore[attr-defined]  # a function takes any
+    model_class.from_pretrained = classmethod(from_pretrained)
 
 
 def _bytes_of(source: Any, kwargs: Mapping[str, Any]) -> int | None:
