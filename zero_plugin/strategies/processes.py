@@ -24,6 +24,7 @@ from zero_plugin.errors import CheckpointError, LaunchError, LoopError
 from zero_plugin.probe.network import interface_towards
 from zero_plugin.probe.scheduler import find_place
 from zero_plugin.probe.tpu import find_tpu
+from zero_plugin.strategies.replica import find_replica
 from zero_plugin.strategies.xla_runtime import check_world_size
 
 __all__ = ["Processes", "call_at_exit", "start_processes"]
@@ -256,8 +257,6 @@ def _finds_xla(cpu: bool) -> bool:
 
 
 def _start_replica(timeout: timedelta) -> Processes:
-    from zero_plugin.strategies.xla import find_replica  # it builds sessions with what is here
-
     replica = find_replica()
     if not dist.is_initialized():
         os.environ.update(replica.describe_group())
