@@ -31,7 +31,7 @@ from zero_plugin.strategies.base import (
     Session,
     SessionRequest,
 )
-from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names
+from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, numbered_names
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
@@ -162,7 +162,7 @@ class TorchSession(Session):
                 self._ddp.reducer._check_reducer_finalized()
             except RuntimeError as error:
                 self._fail()
-                raise LoopError(_unused_parameters(self.module, str(error))) from None
+                raise LoopError(_unused_parameters(self._ddp, str(error))) from None
 
     def abandon_backward(self, *, reached: bool) -> None:
         """See `Session.abandon_backward`."""
@@ -320,9 +320,8 @@ class TorchSession(Session):
 
     def restore_reduction(self, state: list[list[str]]) -> None:
         """See `Session.restore_reduction`."""
-        if self._ddp is not None and state:
-            arrange_buckets(self._ddp, state)
-            self._buckets, self._reduces, self._divides_anew = state, False, True
+        if self._ddp is not None and state and arrange_buckets(self._ddp, state):
+            self._buckets, self._reduces, self._divides_anew = state, False, False
 
     @property
     def loss_scale(self) -> float:
@@ -430,15 +429,15 @@ def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], Abstrac
     model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]
 
 
-def _unused_parameters(module: nn.Module, told: str) -> str:
+def _unused_parameters(ddp: DistributedDataParallel, told: str) -> str:
     """What to say of a backward that DDP waits for more gradients after; `told` is torch's own text."""
-    names = [name for name, p in module.named_parameters() if p.requires_grad]  # in the order that DDP numbers them
+    names = numbered_names(ddp)
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", told)
     found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
     which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
     return (
-        f"the loss of this backward() does not depend on {which} of the {type(module).__name__}: DDP waits for their "
-        "gradients, so that those of the others were not averaged over the processes.\n"
+        f"the loss of this backward() does not depend on {which} of the {type(ddp.module).__name__}: DDP waits for "
+        "their gradients, so that those of the others were not averaged over the processes.\n"
         "Where parameters sit out by intention: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
         "find_unused_parameters=True)]). Else freeze them before prepare(), or let all take part."
     )
