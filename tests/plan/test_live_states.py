@@ -178,7 +178,8 @@ def peak_differences(
         del wanted["step"]
     if way.stage == 3:
         del wanted["backward"]
-    at_once = way.stage == 0 or (way.stage == 1 and way.precision == "bf16")  # all gradients are
+    # All gradients, or a bucket of them; of DDP the buckets before the ones that it makes after the first backward.
+    at_once = way.stage in (None, 0) or (way.stage == 1 and way.precision == "bf16")
     sent = (model.elements * width if at_once else way.reduce_bucket * 4) if world > 1 else 0
     for phase, predicted in wanted.items():
         found = max(process["peaks"][phase] for process in live)
