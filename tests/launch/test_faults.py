@@ -72,7 +72,7 @@ class Workers:
 
     def wait_for(self, count: int) -> dict[int, tuple[int, dict[str, str]]]:
         """All of them, as soon as they are there."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + BOUND_S
         while len(found := self.find()) < count:
             assert time.monotonic() < deadline
             time.sleep(0.02)
