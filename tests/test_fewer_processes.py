@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.backing_off import accumulate_more
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.errors import ConfigError, LaunchError
 from zero_plugin.fewer_processes import find_intended_processes, share_out_steps
+from zero_plugin.memory.backing_off import accumulate_more
 from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
 

@@ -27,7 +27,6 @@ from zero_plugin.arguments import (
     overlay_arguments,
     refuse_arguments,
 )
-from zero_plugin.backing_off import accumulate_more, agree_on_cut
 from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.choices import DynamoBackend, RNGType
 from zero_plugin.config.document import Document
@@ -58,9 +57,11 @@ from zero_plugin.facade.weights import WeightCalls
 from zero_plugin.fewer_processes import find_intended_processes
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.handlers import sort_handlers
+from zero_plugin.memory.backing_off import accumulate_more, agree_on_cut
+from zero_plugin.memory.out_of_memory import explain_shortages
+from zero_plugin.memory.predicting import local_processes
 from zero_plugin.meter import Meter, memory_available_bytes
 from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.out_of_memory import explain_shortages
 from zero_plugin.plugins import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -69,7 +70,6 @@ from zero_plugin.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from zero_plugin.predicting import local_processes
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.same_everywhere import expect_same_run

@@ -16,19 +16,19 @@ from zero_plugin.accumulation import AccumulationWindow, Epoch
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.measuring import Prediction, watch_memory
+from zero_plugin.memory.measuring import Prediction, watch_memory
+from zero_plugin.memory.planning import plan_open_fields
+from zero_plugin.memory.predicting import local_processes, predict_memory
+from zero_plugin.memory.room import expect_room, expect_room_without_zero
 from zero_plugin.meter import peak_bytes
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.optimizers import describe_optimizer
 from zero_plugin.pairing import Pair, parameters_left_out
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
-from zero_plugin.planning import plan_open_fields
-from zero_plugin.predicting import local_processes, predict_memory
 from zero_plugin.probe.model import probe_model
 from zero_plugin.resolve.facts import Facts, LoopFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved, SchedulerSection
-from zero_plugin.room import expect_room, expect_room_without_zero
 from zero_plugin.run_record import describe_run, keep_record
 from zero_plugin.scheduler import AcceleratedScheduler
 from zero_plugin.schedules import build_schedule

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.measuring import Prediction
+from zero_plugin.memory.measuring import Prediction
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.resolve.facts import Facts

@@ -22,9 +22,9 @@ from zero_plugin.checkpoint.weight_names import WeightsReport, find_weights, mat
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import CheckpointError, LoopError
+from zero_plugin.memory.predicting import local_processes
+from zero_plugin.memory.room import expect_room_to_load
 from zero_plugin.meter import memory_available_bytes
-from zero_plugin.predicting import local_processes
-from zero_plugin.room import expect_room_to_load
 from zero_plugin.strategies.base import Session, Strategy
 from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment
 from zero_plugin.strategies.named_tensors import persistent_tensors

@@ -14,7 +14,7 @@ import torch
 from zero_plugin.checkpoint.model_folder import read_model_folder
 from zero_plugin.checkpoint.place import ITEM_BYTES
 from zero_plugin.errors import CheckpointError
-from zero_plugin.room import expect_room_to_load
+from zero_plugin.memory.room import expect_room_to_load
 
 __all__ = ["checking_pretrained"]
 

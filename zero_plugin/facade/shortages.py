@@ -7,8 +7,8 @@ import torch
 from zero_plugin.config.attempt import Shortage
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
+from zero_plugin.memory.out_of_memory import FailedLoop, describe_shortage
 from zero_plugin.meter import peak_bytes
-from zero_plugin.out_of_memory import FailedLoop, describe_shortage
 from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.processes import Processes

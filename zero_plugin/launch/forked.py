@@ -262,7 +262,7 @@ def _leave_traceback(error: BaseException) -> None:
     """Where the launcher finds it, with this process's rank in the first line."""
     own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = traceback.format_exception(type(error), error, own_frames)
-    if (memory := sys.modules.get("zero_plugin.out_of_memory")) is not None:
+    if (memory := sys.modules.get("zero_plugin.memory.out_of_memory")) is not None:
         lines += [f"{line}\n" for line in memory.describe_end(error)]
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_TRACEBACK)
     file.write_text("".join([f"{os.environ['RANK']}\n", *lines]))

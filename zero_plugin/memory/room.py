@@ -16,13 +16,13 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import dropped_zero, launch_settings
 from zero_plugin.doctor.memory import lockable_bytes
 from zero_plugin.errors import MachineError, StrategyError
+from zero_plugin.memory.planning import find_activations, free_bytes
+from zero_plugin.memory.predicting import RunMemory, local_processes, predict_memory
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.amounts import show_gib
 from zero_plugin.plan.footprint import Footprint
 from zero_plugin.plan.running import Stage
 from zero_plugin.plan.situation import Activations
-from zero_plugin.planning import find_activations, free_bytes
-from zero_plugin.predicting import RunMemory, local_processes, predict_memory
 from zero_plugin.probe.sizes import model_sizes
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import Resolved

@@ -11,10 +11,10 @@ import torch
 
 from zero_plugin.checkpoint.session_tensors import described_fragments
 from zero_plugin.errors import CheckpointError
+from zero_plugin.memory.predicting import RunMemory
 from zero_plugin.meter import peak_bytes
 from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.plan.amounts import show_gib
-from zero_plugin.predicting import RunMemory
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.fragments import MASTER, WEIGHT
 

@@ -16,9 +16,9 @@ import torch
 from zero_plugin.agreement import tell_loss
 from zero_plugin.config.attempt import Shortage, leave_shortage
 from zero_plugin.data.cutting import smaller_cut
+from zero_plugin.memory.predicting import RunMemory
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.amounts import show_gib
-from zero_plugin.predicting import RunMemory
 from zero_plugin.strategies.base import Saving
 
 __all__ = [
@@ -39,7 +39,7 @@ _OUT_OF_MEMORY: Final = (
 )
 _ASKED: Final = re.compile(r"llocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_PACKAGE: Final = Path(__file__).parent
+_PACKAGE: Final = Path(__file__).parents[1]
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
     ("facade/prepare.py", "_prepare"): "prepare()",
     ("facade/loop.py", "backward"): "backward()",
