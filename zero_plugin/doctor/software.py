@@ -39,7 +39,8 @@ def check_packages(installed: Mapping[str, str | None], required: list[str], *, 
         required: this package's requirements, as its metadata writes them.
         deepspeed: whether the run needs DeepSpeed.
     """
-    limits = {requirement.name: requirement.specifier for requirement in map(Requirement, required)}
+    always = (r for r in map(Requirement, required) if r.marker is None or r.marker.evaluate({"extra": ""}))
+    limits = {requirement.name: requirement.specifier for requirement in always}
     for name, tested in TESTED.items():
         version = installed.get(name)
         install = f"pip install '{name}=={tested}'"

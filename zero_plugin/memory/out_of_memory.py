@@ -17,6 +17,7 @@ from zero_plugin.agreement import tell_loss
 from zero_plugin.config.attempt import Shortage, leave_shortage
 from zero_plugin.data.cutting import smaller_cut
 from zero_plugin.memory.predicting import RunMemory
+from zero_plugin.memory.recognise import is_out_of_memory
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.amounts import show_gib
 from zero_plugin.strategies.base import Saving
@@ -27,16 +28,11 @@ __all__ = [
     "describe_end",
     "describe_shortage",
     "explain_shortages",
-    "is_out_of_memory",
     "phase_of",
 ]
 
 Phase = Literal["prepare()", "the forward", "backward()", "optimizer.step()"]
 
-_OUT_OF_MEMORY: Final = (
-    " out of memory.",  # CUDA, ROCm
-    "DefaultCPUAllocator: can't allocate memory",
-)
 _ASKED: Final = re.compile(r"llocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -72,13 +68,6 @@ class FailedLoop:
     savings: tuple[Saving, ...]
     run: RunMemory | None = None
     taken: int = 0
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, on a GPU or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def phase_of(trace: TracebackType | None) -> Phase:
