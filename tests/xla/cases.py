@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, DistributedDataParallelKwargs, DistributedType, set_seed
-from zero_plugin.errors import LaunchError, LoopError
+from zero_plugin.errors import LaunchError, LoopError, StrategyError
 
 XLA = {"distributed_type": "TPU", "scheduler_counts": "steps"}
 
@@ -263,6 +263,15 @@ def starting_late(folder: Path) -> None:
         Accelerator(config=XLA)
 
 
+def without_room(folder: Path) -> None:
+    """A ZeRO stage that is dropped where the model does not fit without it."""
+    config = {**XLA, "gpu_memory": "4MiB", "deepspeed_config": {"zero_optimization": {"stage": 3}}}
+    accelerator = Accelerator(config=config)
+    model = nn.Linear(1024, 1024)
+    with pytest.raises(StrategyError, match=r"(?s)ZeRO stage 3 dropped.*does not fit.*which has 4 MiB"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
 CASES: tuple[Callable[[Path], None], ...] = (
     one_device,
     one_device_in_bf16,
@@ -274,6 +283,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     resuming,
     sitting_out,
     starting_late,
+    without_room,
 )
 
 if __name__ == "__main__":

@@ -23,3 +23,9 @@ def test_a_backward_before_the_runtime(run_case: Callable[..., subprocess.Comple
     """torch would crash over it in the first backward on the device; it is refused where the processes start."""
     done = run_case("starting_late")
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_without_zero_and_without_room(run_case: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Dropping ZeRO is refused, with both numbers, where every device would have to hold more than it has."""
+    done = run_case("without_room")
+    assert done.returncode == 0, done.stderr[-4000:]
