@@ -104,6 +104,12 @@ def test_wrong(stated: dict[str, Any], told: str) -> None:
         ("4090", "RTX-4090"),
         ("l40s", "L40S"),
         ("A100", "A100-40GB"),
+        ("A100-80", "A100-80GB"),
+        ("a100_80g", "A100-80GB"),
+        ("A100 80 GB", "A100-80GB"),
+        ("A100 (80 GiB)", "A100-80GB"),
+        ("V100-32G", "V100-32GB"),
+        ("RTX 3090 24", "RTX-3090"),
         *((device.name, device.name) for device in KNOWN_DEVICES),
     ],
 )
@@ -112,7 +118,7 @@ def test_names(name: str, known: str) -> None:
     assert find_device(name).name == known
 
 
-@pytest.mark.parametrize("name", ["L4000", "H100 94GB", "RTX", "80GB", "A", ""])
+@pytest.mark.parametrize("name", ["L4000", "H100 94GB", "H100-94", "RTX", "80GB", "A", ""])
 def test_names_that_mean_no_known_gpu(name: str) -> None:
     """A name is not stretched: another memory, or a part of a name, is another GPU or none."""
     with pytest.raises(ConfigError):

@@ -104,8 +104,10 @@ def nearest_device(memory_bytes: int) -> KnownDevice:
 
 
 def _words(name: str) -> set[str]:
-    """`NVIDIA GeForce RTX 4090` and `rtx4090` as words that can be compared."""
-    return set(re.findall(r"\d+gb|[a-z]+\d+[a-z]*|\d+", re.sub(r"rtx[\s_-]*(?=\d)", "rtx", name.lower())))
+    """`NVIDIA GeForce RTX 4090` and `rtx4090` as words to compare; `-80`, `80G` and `80 GB` are all `80gb`."""
+    joined = re.sub(r"rtx[\s_-]*(?=\d)", "rtx", name.lower())
+    sized = re.sub(r"(?<=[^a-z0-9.])(\d{2,3})(?:\s*gi?b?)?(?![a-z0-9.])", r"\1gb", joined)
+    return set(re.findall(r"\d+gb|[a-z]+\d+[a-z]*|\d+", sized))
 
 
 def _names(known: str, wanted: set[str]) -> bool:
