@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,18 @@ def test_damaged_file_is_measured_anew(tmp_path: Path, damage: str) -> None:
     cache.write_text(damage)
     assert "measured now" in measure_cluster(cache=cache).sources["adam_bandwidth"]
     assert "measured on" in measure_cluster(cache=cache).sources["adam_bandwidth"]
+
+
+@pytest.mark.parametrize("here", [{}, {"speeds": []}], ids=["not measured", "damaged"])
+def test_other_machines_keep_their_measurements(measured: Path, tmp_path: Path, here: dict[str, Any]) -> None:
+    """A home folder is shared by many nodes: measuring one leaves what the file has of the others."""
+    (machine,) = json.loads(measured.read_text())
+    cache = tmp_path / "constants.json"
+    cache.write_text(json.dumps({"another": {"day": "2020-01-01", "speeds": {}}} | ({machine: here} if here else {})))
+    assert "measured now" in measure_cluster(cache=cache).sources["adam_bandwidth"]
+    kept = json.loads(cache.read_text())
+    assert kept.keys() == {"another", machine}
+    assert kept["another"]["day"] == "2020-01-01"
 
 
 @pytest.mark.skipif(GPU, reason="a GPU is there")

@@ -94,14 +94,17 @@ def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, flo
     """Operations and bytes per second by name, and when they were measured."""
     key = f"{name}, torch {torch.__version__}, {os.uname().nodename}, {torch.get_num_threads()} threads"
     try:
-        kept = json.loads(cache.read_text())
+        read = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        read = {}
+    kept = read if isinstance(read, dict) else {}  # of other machines too, which share the folder
+    try:
         speeds, day = {what: float(speed) for what, speed in kept[key]["speeds"].items()}, str(kept[key]["day"])
         if speeds.keys() == _MEASURES.keys():
             return speeds, f"measured on {day}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        kept = {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass  # not measured here yet, or not as this version writes it
     speeds = {what: measure(device) for what, measure in _MEASURES.items()}
-    kept = kept if isinstance(kept, dict) else {}
     _write(cache, {**kept, key: {"day": str(date.today()), "speeds": speeds}})
     return speeds, "measured now"
 
