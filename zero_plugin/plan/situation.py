@@ -13,6 +13,7 @@ __all__ = [
     "Affine",
     "Cluster",
     "Device",
+    "Highest",
     "ModelSizes",
     "OptimizerSizes",
     "ParameterSize",
@@ -87,11 +88,29 @@ class Affine:
         return self.fixed + self.per_sample * samples
 
 
-def highest(lines: Iterable[Affine]) -> Affine:
-    """One line for the highest of several: exact at micro-batches 1 and 16, between them too high if anything."""
-    found = list(lines)
-    near, far = (max(line.at(samples) for line in found) for samples in (1, 16))
-    return Affine(near - (far - near) // 15, (far - near) // 15)
+@dataclass(frozen=True, slots=True)
+class Highest:
+    """A number of bytes that is the highest of several lines, each for the micro-batches where it is that."""
+
+    lines: tuple[Affine, ...]
+
+    def at(self, samples: int) -> int:
+        """Bytes for a micro-batch of `samples`, at least 1."""
+        return max(line.at(samples) for line in self.lines)
+
+
+def highest(lines: Iterable[Affine]) -> Highest:
+    """Of many lines the few that are the highest at some micro-batch, the flattest first."""
+    found = set(lines)
+    kept = [max(found, key=lambda line: (line.at(1), line.per_sample))]
+    while steeper := [line for line in found if line.per_sample > kept[-1].per_sample]:
+        last = kept[-1]
+
+        def overtakes(line: Affine, last: Affine = last) -> tuple[float, int]:
+            return (last.fixed - line.fixed) / (line.per_sample - last.per_sample), -line.per_sample
+
+        kept.append(min(steeper, key=overtakes))
+    return Highest(tuple(kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +125,15 @@ class Activations:
         flops_per_sample: floating-point operations of one forward of one sample (a multiplication and an addition are
             two).
         sample_length: tokens of one sample, 1 where a sample is no sequence.
-        source: how all this is known, e.g. "traced at micro-batches 1 and 2".
+        source: how all this is known, e.g. "traced at micro-batches 2 and 3".
         autocast: the same where weights stay fp32 and operations run under autocast, as DDP does it in 16 bits; None
             where that is no other.
     """
 
     saved: Affine
-    transient: Affine = field(default_factory=Affine)
+    transient: Affine | Highest = field(default_factory=Affine)
     checkpointed: Affine | None = None
-    checkpointed_transient: Affine | None = None
+    checkpointed_transient: Affine | Highest | None = None
     flops_per_sample: float = 0.0
     sample_length: int = 1
     source: str = ""

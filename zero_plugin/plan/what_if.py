@@ -10,7 +10,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.plan.amounts import show_gib
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.search import Candidate, Situation, leanest, search
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes
+from zero_plugin.plan.situation import Activations, Affine, Cluster, Highest, ModelSizes, OptimizerSizes
 
 __all__ = ["Change", "WhatIf", "scale_model", "what_if"]
 
@@ -79,15 +79,18 @@ def scale_model(model: ModelSizes, activations: Activations, factor: float) -> t
     """
     area, width = factor ** (2 / 3), factor ** (1 / 3)
 
-    def grown(amount: Affine | None) -> Affine | None:
-        return None if amount is None else Affine(int(amount.fixed * factor), int(amount.per_sample * area))
+    def line(amount: Affine) -> Affine:
+        return Affine(int(amount.fixed * factor), int(amount.per_sample * area))
+
+    def grown(amount: Affine | Highest | None) -> Affine | Highest | None:
+        return Highest(tuple(map(line, amount.lines))) if isinstance(amount, Highest) else amount and line(amount)
 
     def scaled(of: Activations) -> Activations:
         return replace(
             of,
-            saved=grown(of.saved) or Affine(),
+            saved=line(of.saved),
             transient=grown(of.transient) or Affine(),
-            checkpointed=grown(of.checkpointed),
+            checkpointed=of.checkpointed and line(of.checkpointed),
             checkpointed_transient=grown(of.checkpointed_transient),
             flops_per_sample=of.flops_per_sample * factor,
             autocast=None if of.autocast is None else scaled(of.autocast),

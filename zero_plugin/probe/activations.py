@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.nested import list_leaves, map_leaves, to_fp32
-from zero_plugin.plan.situation import Activations, Affine, highest
+from zero_plugin.plan.situation import Activations, Affine, Highest, highest
 from zero_plugin.probe.device_kernels import DeviceKernels
 from zero_plugin.probe.live_bytes import LiveBytes
 from zero_plugin.probe.recomputation import watch_blocks
@@ -51,7 +51,7 @@ def trace_activations(
     Both passes run in training mode on torch's fake tensors, with a GPU's kernels (see `DeviceKernels`). The outputs,
     in fp32, and the loss live until the backward ends, as in most loops. A parameter's gradient dies when it is made,
     since the plan counts gradients by themselves. The model stays as it is. What the working space is made of grows at
-    different rates: its line is exact at micro-batches 1 and 16, between them too high if anything, and above too low.
+    different rates: every operation has its line, and the highest ones are kept.
 
     Args:
         model: any module; its parameters may be on `meta` or partitioned (`ds_shape`).
@@ -152,13 +152,13 @@ def _affine(two: _Trace, three: _Trace) -> Activations:
     return replace(found, checkpointed=saved, checkpointed_transient=transient)
 
 
-def _lines(saved: int, after: list[int], saved_of_three: int, after_of_three: list[int]) -> tuple[Affine, Affine]:
+def _lines(saved: int, after: list[int], saved_of_three: int, after_of_three: list[int]) -> tuple[Affine, Highest]:
     """Of the bytes saved, and of the most above them. Each operation has its line; the batch tells which is highest."""
     kept = _line(saved, saved_of_three)
     if len(after) != len(after_of_three):  # the forward takes another way with three samples
         after, after_of_three = [max(after)], [max(after_of_three)]
-    peak = highest(map(_line, after, after_of_three))
-    return kept, Affine(peak.fixed - kept.fixed, peak.per_sample - kept.per_sample)
+    alive = map(_line, after, after_of_three)
+    return kept, highest(Affine(line.fixed - kept.fixed, line.per_sample - kept.per_sample) for line in alive)
 
 
 def _line(two: int, three: int) -> Affine:
