@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_plugin.plan.situation import Cluster
 from zero_plugin.probe.constants import constants_file, measure_cluster
@@ -64,6 +66,22 @@ def test_other_machines_keep_their_measurements(measured: Path, tmp_path: Path, 
     kept = json.loads(cache.read_text())
     assert kept.keys() == {"another", machine}
     assert kept["another"]["day"] == "2020-01-01"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one thread is all there is")
+def test_the_update_is_measured_on_the_whole_node(tmp_path: Path) -> None:
+    """The plan divides it among a node's processes, so all cores take part; the process' own threads come back."""
+    found = set()
+    hook = register_optimizer_step_pre_hook(lambda *_: found.add(torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        measure_cluster(cache=tmp_path / "constants.json")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+        hook.remove()
+    assert found == {len(os.sched_getaffinity(0))}
 
 
 @pytest.mark.skipif(GPU, reason="a GPU is there")
