@@ -22,7 +22,10 @@ HERE = Cluster(
     memory_bandwidth=3.0,
     pcie_bandwidth=4.0,
     adam_bandwidth=5.0,
-    sources={"adam_bandwidth": "measured", "host_bytes": "this machine"},
+    nvme_bytes=GIB,
+    nvme_read=6.0,
+    nvme_write=7.0,
+    sources={"adam_bandwidth": "measured", "nvme_read": "measured", "host_bytes": "this machine"},
 )
 CPU = replace(HERE, device_name="CPU")
 
@@ -65,7 +68,8 @@ def test_stated_memory_where_no_gpu_is() -> None:
     assert cluster.flops == find_device("V100-32GB").flops
     assert "V100-32GB" in cluster.sources["flops"]
     assert (cluster.devices, cluster.adam_bandwidth) == (2, 5.0)
-    assert cluster.sources["adam_bandwidth"] == "measured"
+    assert (cluster.nvme_bytes, cluster.nvme_read, cluster.nvme_write) == (GIB, 6.0, 7.0)
+    assert cluster.sources["adam_bandwidth"] == cluster.sources["nvme_read"] == "measured"
 
 
 def test_cpu_as_it_is() -> None:

@@ -27,6 +27,10 @@ _FIELDS: Final = {
     "nodes": "nodes",
 }
 _OF_DEVICE: Final = ("flops", "memory_bandwidth", "link_bandwidth", "pcie_bandwidth")
+_OF_NODE: Final = (
+    *("host_bytes", "nodes", "devices", "memlock_bytes", "adam_bandwidth"),
+    *("nvme_bytes", "nvme_read", "nvme_write"),
+)
 
 
 def state_cluster(
@@ -105,9 +109,8 @@ def _of_memory(memory_bytes: int, here: Cluster | None) -> Cluster:
     cluster = replace(cluster, device_name="", sources=sources)
     if here is None:
         return cluster
-    of_node = ("host_bytes", "nodes", "devices", "nvme_bytes", "memlock_bytes", "adam_bandwidth")
-    known = {name: here.sources[name] for name in of_node if name in here.sources}
-    return replace(cluster, **{name: getattr(here, name) for name in of_node}, sources={**sources, **known})
+    known = {name: here.sources[name] for name in _OF_NODE if name in here.sources}
+    return replace(cluster, **{name: getattr(here, name) for name in _OF_NODE}, sources={**sources, **known})
 
 
 def _with_assumed_host(cluster: Cluster) -> Cluster:
