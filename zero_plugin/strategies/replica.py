@@ -33,10 +33,14 @@ class Replica:
     def describe_group(self) -> dict[str, str]:
         """The variables that describe a process group of these replicas; none for one replica.
 
-        Where the launcher named no meeting point, it is that of torch_xla's own process groups.
+        Where the launcher named no meeting point, it is that of torch_xla's own process groups. What a launcher that
+        knows its own machine alone has said of one is taken out of the environment.
         """
         if self.world_size == 1:
             return {}
+        if self.world_size > self.local_size and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # each machine has its own
+                os.environ.pop(name, None)
         runtime = importlib.import_module("torch_xla.runtime")
         address = os.environ.get("MASTER_ADDR")
         return {
