@@ -72,7 +72,8 @@ def test_on_the_cpu_the_runtime_is_told_how_many(script: Path) -> None:
     assert (asked.environment["CPU_NUM_DEVICES"].value, worker_command(asked)[-5]) == ("2", "2")
     kept = build(script, LAPTOP, {**chosen, "CPU_NUM_DEVICES": "3"}, distributed_type="TPU")
     assert ("CPU_NUM_DEVICES" in kept.environment, worker_command(kept)[-5]) == (False, "3")
-    assert worker_command(build(script, LAPTOP, chosen, distributed_type="TPU"))[-5] == "1"
+    for environ in (chosen, {**chosen, "CPU_NUM_DEVICES": ""}):
+        assert worker_command(build(script, LAPTOP, environ, distributed_type="TPU"))[-5] == "1"
     assert "PJRT_DEVICE" not in asked.environment
 
 
@@ -109,6 +110,7 @@ def test_zero_is_not_dropped_unasked(script: Path) -> None:
     ("keys", "environ", "parts"),
     [
         ({}, {"PJRT_DEVICE": "CUDA"}, ["PJRT_DEVICE: CUDA is no TPU", "Unset PJRT_DEVICE"]),
+        ({}, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "two"}, ["CPU_NUM_DEVICES: two is no number", "Unset"]),
         ({"use_cpu": True}, {}, ["c.yaml:1:1: use_cpu: contradicts the TPU", "Delete one"]),
         ({"gpu_ids": "0,1"}, {}, ["gpu_ids: has no effect on a TPU", "TPU_VISIBLE_CHIPS"]),
         ({"enable_cpu_affinity": True}, {}, ["enable_cpu_affinity: has no effect on a TPU"]),

@@ -82,6 +82,7 @@ def build_tpu_spec(
         *find_program_problems(program),
         *_function_problems(document, settings, program),
         *_runtime_problems(document, machine, environ),
+        *_count_problems(settings, environ),
         *_keys_without_effect(document, settings, rendezvous_endpoint),
         *find_log_problems(document, settings),
     ]
@@ -120,7 +121,7 @@ def build_tpu_spec(
 def _replicas(settings: LaunchSettings, environ: Mapping[str, str]) -> int | None:
     """Devices that take part on all machines together; None leaves it to the runtime, which takes all."""
     if settings.num_processes is None and _is_cpu(environ):
-        return int(environ.get(_CPU_DEVICES, "1"))
+        return int(environ.get(_CPU_DEVICES) or "1")
     return settings.num_processes
 
 
@@ -158,6 +159,13 @@ def _runtime_problems(document: Document, machine: Machine, environ: Mapping[str
     if document.launch.value("use_cpu") is True:
         fix = f"Delete one of the two; {PJRT_DEVICE}=CPU in the environment tries this path on the CPU."
         yield Problem(where(document, "use_cpu"), "use_cpu", f"contradicts the TPU that {place} asks for", fix)
+
+
+def _count_problems(settings: LaunchSettings, environ: Mapping[str, str]) -> Iterator[Problem]:
+    count = environ.get(_CPU_DEVICES) or "1"
+    if settings.num_processes is None and _is_cpu(environ) and not (count.isdecimal() and int(count)):
+        fix = f"Unset {_CPU_DEVICES}, or set it to how many devices to make of the CPU: 1 or more."
+        yield Problem(_CPU_DEVICES, "", f"{count} is no number of devices", fix)
 
 
 def _keys_without_effect(document: Document, settings: LaunchSettings, endpoint: str | None) -> Iterator[Problem]:
