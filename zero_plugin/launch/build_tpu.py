@@ -30,6 +30,7 @@ _CPU_DEVICES: Final = "CPU_NUM_DEVICES"  # how many devices PJRT makes of the CP
 _WITHOUT_EFFECT: Final = {
     "gpu_ids": "Leave it out; TPU_VISIBLE_CHIPS=0,1 in the environment chooses chips.",
     "enable_cpu_affinity": "Leave it out.",
+    "min_machines": "Leave it out: the TPU's runtime needs all its machines.",
     **dict.fromkeys(
         ("main_process_ip", "main_process_port", "rdzv_conf"),
         "Leave it out: the TPU's runtime finds the other machines, and num_processes is what it has to find.",
