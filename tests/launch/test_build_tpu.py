@@ -57,6 +57,12 @@ def test_one_worker_for_all_devices(script: Path, kind: str, count: int | None, 
     assert "DS_ACCELERATOR" not in spec.environment
 
 
+def test_an_empty_variable_is_an_open_one(script: Path) -> None:
+    """`PJRT_DEVICE=` chooses nothing: the worker is told of the TPU that was found."""
+    spec = build(script, environ={"PJRT_DEVICE": ""}, distributed_type="TPU")
+    assert spec.environment["PJRT_DEVICE"].value == "TPU"
+
+
 def test_machines_are_connected_by_the_runtime(script: Path) -> None:
     """Each machine starts its own worker without waiting for the others; all devices together are what is asked for."""
     spec = build(script, distributed_type="TPU", num_processes=16, num_machines=4, machine_rank=0, same_network=True)
@@ -146,6 +152,13 @@ def test_no_tpu_here(script: Path) -> None:
 def test_a_function_that_may_be_there_is_taken(script: Path, text: str) -> None:
     """Only a name that no line of the script binds is an error; the worker sees what is left."""
     script.write_text(text.replace("\n    pass", " pass"))
+    assert build(script, distributed_type="TPU").replicas is not None
+
+
+@pytest.mark.parametrize("content", [b"def main(:", b"\0"])
+def test_what_is_no_python_is_left_to_the_worker(script: Path, content: bytes) -> None:
+    """Which shows the line; older Pythons call a null byte a wrong value, not wrong syntax."""
+    script.write_bytes(content)
     assert build(script, distributed_type="TPU").replicas is not None
 
 

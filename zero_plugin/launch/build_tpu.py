@@ -131,7 +131,7 @@ def _environment(
 ) -> dict[str, Setting]:
     replicas = _replicas(settings, environ)
     added = {ENVIRONMENT_VARIABLE: Setting(to_environment(document), "the configuration, for the workers")}
-    if PJRT_DEVICE not in environ:
+    if not environ.get(PJRT_DEVICE):
         added[PJRT_DEVICE] = Setting("TPU", machine.tpu)
     elif _is_cpu(environ) and environ.get(_CPU_DEVICES) != str(replicas):
         added[_CPU_DEVICES] = Setting(str(replicas), f"{PJRT_DEVICE}=CPU; {where(document, 'num_processes')}")
@@ -192,7 +192,7 @@ def _function_problems(document: Document, settings: LaunchSettings, program: Pr
         return
     try:
         tree = ast.parse(Path(program.name).read_bytes())
-    except SyntaxError:
+    except (SyntaxError, ValueError):  # the latter for a null byte, before Python 3.12
         return  # the worker shows it, with the line
     if not {name, "*"} & _bound_names(tree):
         message = f"{program.name} has no function {name}, which a TPU launch calls for each device"
