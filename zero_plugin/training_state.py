@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ __all__ = [
     "describe_training",
     "is_inside_window",
     "refuse_other_optimizer",
+    "restore_reductions",
     "restore_training",
     "schedules_of",
 ]
@@ -72,10 +73,16 @@ def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]
     if not restore_groups(session.optimizer, session.optimized_pieces(), saved["groups"]):
         left.append("learning rates and other settings of the parameter groups, which are of other parameters here")
     session.restore_scale(saved["loss_scale"])
-    session.restore_reduction(saved.get("reduction", []))
     training.optimizer.applied_steps = saved["applied_steps"]
     training.optimizer.skipped_in_a_row = saved["skipped_in_a_row"]
     return left
+
+
+def restore_reductions(trainings: Sequence[Training], records: Sequence[Mapping[str, Any]]) -> None:
+    """Sum gradients as in the records' run; collective, so that no process may have failed before."""
+    for training, record in zip(trainings, records, strict=True):
+        if training.optimizer is not None and record["optimizer"] is not None:
+            training.session.restore_reduction(record["optimizer"].get("reduction", []))
 
 
 def is_inside_window(training: Training) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -176,6 +178,21 @@ def check_a_state_that_changes_meanwhile_is_refused(path: str, folder: Path) -> 
     assert names_in(folder) == {"held"}
 
 
+def check_what_is_closed_is_let_go(path: str, folder: Path) -> None:
+    """Made inside inference_mode it is written too; free_memory keeps nothing of the model that is being written."""
+    with running(path) as accelerator:
+        model, optimizer = prepare(accelerator)
+        step(accelerator, model, optimizer, own_batch(0))
+        with held_disk():
+            with torch.inference_mode():
+                accelerator.save_state(folder / "state", asynchronous=True)
+            kept = weakref.ref(accelerator.unwrap_model(model))
+            model, optimizer = accelerator.free_memory(model, optimizer)
+            gc.collect()
+            assert kept() is None
+        assert accelerator.wait_for_save() == folder / "state"
+
+
 def check_one_at_a_time(path: str, folder: Path) -> None:
     """The next save, of either kind, and the end begin when the one before is complete; old ones go after that."""
     with running(path) as accelerator:
@@ -272,6 +289,7 @@ def check_reads_nvme_once(path: str, folder: Path) -> None:
 PATHS = {
     check_holds_what_a_synchronous_one_holds: ("single", "ddp", "zero0", "zero2", "zero2-cpu", "zero3", "zero3-nvme"),
     check_one_at_a_time: ("single", "zero3"),
+    check_what_is_closed_is_let_go: ("single", "ddp"),
     check_a_failure_is_told_by_the_next_call: ("ddp", "zero2"),
     check_without_memory_it_is_not_behind: ("ddp",),
     check_reads_nvme_once: ("zero3-nvme",),

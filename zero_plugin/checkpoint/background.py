@@ -129,9 +129,13 @@ class BackgroundWriter:
             connect = _connection()
             atexit.register(self._disconnect)  # of a script that fails; its threads end before that
         copied = Event()
+        try:
+            self._running = opened.target, self._threads.submit(self._run, opened, copied, connect, write)
+        except BaseException:
+            opened.discard(SCRIPT)
+            raise
         for session in self._held:
             session.before_change = partial(self._let_go, copied)
-        self._running = opened.target, self._threads.submit(self._run, opened, copied, connect, write)
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written; the checkpoint that was, if any.
@@ -189,14 +193,12 @@ class BackgroundWriter:
         write: Callable[[Peers], None],
     ) -> None:
         try:
-            try:
-                self.memory.finish()
-            finally:
-                copied.set()
+            self.memory.finish()
+            copied.set()
             if connect is not None:
                 self._peers = connect()
             assert self._peers is not None, "connected before, or now"
-            all_or_none(self.memory.refuse_changed, self._peers)
+            all_or_none(self.memory.check, self._peers)
             write(self._peers)
         except Exception as error:
             opened.discard(SCRIPT)  # where it could not even connect

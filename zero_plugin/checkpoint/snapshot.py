@@ -52,7 +52,7 @@ class Snapshot:
         self._chunks: dict[bool, list[Tensor]] = {False: [], True: []}  # pinned or not
         self._filled: dict[bool, int] = {False: 0, True: 0}  # bytes
         self._later: list[_Later] = []
-        self._changed = ""  # in the meantime
+        self._failure: Exception | None = None  # of `finish`
 
     def take(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | str:
         """Copy all that `opened` still needs of the training. Collective.
@@ -72,25 +72,30 @@ class Snapshot:
         sentence = _lack_of_room(all_or_none(lambda: self._missing_bytes(opened, sessions)))
         return sentence or all_or_none(lambda: self._copy(opened, sessions))
 
+    @torch.inference_mode()  # else what was made inside inference_mode could not be written to
     def finish(self) -> None:
-        """Copy the rest; in any thread."""
-        for copy in self._later:
-            copy.room.copy_(copy.source)
-            if copy.source._version != copy.version:
-                self._changed = self._changed or copy.named
+        """Copy the rest, in any thread; `check` tells whether that went well."""
+        try:
+            for copy in self._later:
+                copy.room.copy_(copy.source)
+                if copy.source._version != copy.version:
+                    raise CheckpointError(
+                        f"the {copy.named} was changed while it was copied, after save_state(asynchronous=True) and "
+                        "before the next optimizer.step().\nChange optimizer states before the save, or save without "
+                        "asynchronous."
+                    )
+        except Exception as error:  # noqa: BLE001 - `check` raises it, where all processes hear of it
+            self._failure = error
         self._later = []
 
-    def refuse_changed(self) -> None:
-        """Raise if the copy is not what was there when it was begun.
+    def check(self) -> None:
+        """Raise what went wrong in `finish`.
 
         Raises:
-            CheckpointError: see above.
+            CheckpointError: the copy is not what was there when it was begun.
         """
-        if self._changed:
-            raise CheckpointError(
-                f"the {self._changed} was changed while it was copied, after save_state(asynchronous=True) and before "
-                "the next optimizer.step().\nChange optimizer states before the save, or save without asynchronous."
-            )
+        if self._failure is not None:
+            raise self._failure
 
     def release(self) -> None:
         """Keep nothing; a copy that is in use stays until it is written."""
@@ -108,7 +113,7 @@ class Snapshot:
 
     def _copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]]:
         self._filled = dict.fromkeys(self._filled, 0)
-        self._later, self._changed = [], ""
+        self._later, self._failure = [], None
         opened.trees = {stem: tree.copy() for stem, tree in opened.trees.items()}
         copies = [
             [

@@ -141,6 +141,8 @@ class LoadingCalls:
 
         with torch.no_grad():
             if session is not None:
+                if session.before_change is not None:
+                    session.before_change()
                 with session.reading():
                     all_or_none(lambda: read(session_fragments(session, changing=True)))
             else:

@@ -110,6 +110,8 @@ class PrepareCalls(Joining):
         released: list[None] = [None] * len(objects)
         del objects
         for training in self._trainings:
+            if training.session.before_change is not None:
+                training.session.before_change()
             training.session.close()
         for held in self._waiting:
             held.session.close()

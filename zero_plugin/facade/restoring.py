@@ -25,7 +25,7 @@ from zero_plugin.optimizer import AcceleratedOptimizer
 from zero_plugin.plugins import DataLoaderConfiguration, ProjectConfiguration
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
-from zero_plugin.training_state import refuse_other_optimizer, restore_training, schedules_of
+from zero_plugin.training_state import refuse_other_optimizer, restore_reductions, restore_training, schedules_of
 
 __all__ = ["LoadHook", "RestoringCalls", "refuse_options"]
 
@@ -146,6 +146,7 @@ class RestoringCalls:
         report.restored.append("weights")
         if not weights_only:
             all_or_none(lambda: self._restore(folder, saved, report, loaders_go_on=loaders_go_on))
+            restore_reductions(self._trainings, saved["models"])
         self._must_resume = False
         self._say(str(report))
         return report

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["arrange_buckets", "bucket_names", "numbered_names"]
+__all__ = ["arrange_buckets", "bucket_names", "divides_anew", "numbered_names"]
 
 _NUMBERED: Final = "_zero_plugin_numbered_names"
 
@@ -25,6 +25,11 @@ def numbered_names(ddp: nn.parallel.DistributedDataParallel) -> list[str]:
         ignored = ddp.parameters_to_ignore
         found = [name for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
     return found
+
+
+def divides_anew(ddp: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether DDP makes its buckets anew by the order in which gradients come."""
+    return ddp.static_graph or not ddp.find_unused_parameters
 
 
 def bucket_names(ddp: nn.parallel.DistributedDataParallel) -> list[list[str]]:
@@ -40,11 +45,11 @@ def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[
     """Sum gradients in these buckets from the next backward on. Collective; not between a forward and its backward.
 
     Returns:
-        False, and all is as before, where they are not of this model's parameters.
+        False, and all is as before, where they are not of this model's parameters, or it keeps its first ones.
     """
     names_now = numbered_names(ddp)
     order = [name for bucket in buckets for name in bucket]
-    if sorted(order) != sorted(names_now):
+    if not divides_anew(ddp) or sorted(order) != sorted(names_now):
         return False
     parameters, sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     ddp.__dict__.pop(_NUMBERED, None)

@@ -31,7 +31,7 @@ from zero_plugin.strategies.base import (
     Session,
     SessionRequest,
 )
-from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, numbered_names
+from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, divides_anew, numbered_names
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
@@ -102,7 +102,7 @@ class TorchSession(Session):
         if self._ddp is not None:
             _route_no_sync(self._ddp, self.no_sync)
         self._buckets: list[list[str]] = []  # that DDP began with, where they were given
-        self._divides_anew = self._ddp is not None and not self._ddp.find_unused_parameters
+        self._divides_anew = self._ddp is not None and divides_anew(self._ddp)
         self._reduces = False  # DDP is ready to reduce in the next backward
         self._local_only = False
         self.recorder = recorder
@@ -156,7 +156,11 @@ class TorchSession(Session):
         self._has_gradients |= reached
         self._reduces &= not reached
         if self.recorder is not None and reached:
-            self.recorder.end_backward(self.module, averages=self._averages)
+            try:
+                self.recorder.end_backward(self.module, averages=self._averages)
+            except BaseException:
+                self._fail()
+                raise
         if self._ddp is not None:
             try:
                 self._ddp.reducer._check_reducer_finalized()
@@ -240,7 +244,7 @@ class TorchSession(Session):
         self.last_norm, self._norm = self._norm, None
         self._forget_window()
         self._are_spent = True
-        if self._divides_anew and self._ddp is not None:
+        if self._divides_anew and self._ddp is not None and not self._ddp._join_config.enable:
             # DDP does so in the next forward; a checkpoint that is saved before has to tell of it.
             self._divides_anew = not self._ddp.reducer._rebuild_buckets()
         self._run_recorded()
