@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.replica import Replica
+from zero_plugin.strategies.xla import XlaStrategy
 
 _AGENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -29,3 +36,15 @@ def test_where_replicas_meet(monkeypatch: pytest.MonkeyPatch, world_size: int, a
     group = Replica(0, 0, world_size, 4, torch.device("cpu")).describe_group()
     assert (group["MASTER_ADDR"], group["MASTER_PORT"]) == (address, port)
     assert ("TORCHELASTIC_USE_AGENT_STORE" in os.environ) == (world_size == 4)
+
+
+@pytest.mark.parametrize("hold", [weakref.ref, lambda weight: weight.view(-1)], ids=["weak reference", "view"])
+def test_a_parameter_that_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch, hold: Callable[..., Any]) -> None:
+    """It cannot change its device as the object that an optimizer knows: said with the way out, not as torch does."""
+    monkeypatch.setattr("zero_plugin.strategies.xla.keep_weights_in_fp32", lambda request: None)
+    model, processes = nn.Linear(2, 2), Processes(0, 0, 1, torch.device("meta"))
+    held = hold(model.weight)
+    request: Any = SimpleNamespace(model=model, is_placed=True)
+    with pytest.raises(LoopError, match=r"cannot move the Linear to meta: .*\n.*\.to\(accelerator\.device\)"):
+        XlaStrategy(processes).build_session(request, processes)
+    assert held is not None

@@ -61,7 +61,7 @@ class XlaStrategy(Strategy):
         """See `Strategy.build_session`.
 
         Raises:
-            LoopError: the model is to stay on another device.
+            LoopError: the model is to stay on another device, or cannot be moved.
         """
         keep_weights_in_fp32(request)
         module = request.model
@@ -218,4 +218,11 @@ def _move(module: nn.Module, device: torch.device) -> None:
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
         moved.__dict__.update(tensor.__dict__)
-        torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
+        try:
+            torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise LoopError(
+                f"prepare() cannot move the {type(module).__name__} to {device}: something else holds one of its "
+                f"parameters ({error}).\nDrop views and weak references of them before prepare(), or call "
+                ".to(accelerator.device) before its optimizer is made."
+            ) from error
