@@ -25,7 +25,8 @@ _AGENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_
 def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device of a TPU, on which torch_xla itself may be missing."""
     found = SimpleNamespace(get_master_ip=lambda: "10.0.0.1", device_type=lambda: "TPU", world_size=lambda: 1)
-    monkeypatch.setitem(sys.modules, "torch_xla.runtime", found)
+    for name, module in {"": SimpleNamespace(sync=None), ".runtime": found, ".core.xla_model": None}.items():
+        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module or SimpleNamespace())
 
 
 @pytest.mark.parametrize(("world_size", "address", "port"), [(4, "localhost", "29500"), (8, "10.0.0.1", "12355")])
@@ -48,3 +49,18 @@ def test_a_parameter_that_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch, hol
     with pytest.raises(LoopError, match=r"cannot move the Linear to meta: .*\n.*\.to\(accelerator\.device\)"):
         XlaStrategy(processes).build_session(request, processes)
     assert held is not None
+
+
+def test_a_refused_optimizer_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that catches the error and goes on has no hook of ours on its model."""
+
+    def refuse(_: Any) -> None:
+        raise LoopError("its states are elsewhere")
+
+    monkeypatch.setattr("zero_plugin.strategies.xla.keep_weights_in_fp32", lambda request: None)
+    monkeypatch.setattr("zero_plugin.strategies.xla.torch_optimizer", refuse)
+    model, processes = nn.Linear(2, 2), Processes(0, 0, 1, torch.device("cpu"))
+    request: Any = SimpleNamespace(model=model, is_placed=True)
+    with pytest.raises(LoopError, match="elsewhere"):
+        XlaStrategy(processes).build_session(request, processes)
+    assert not model._forward_pre_hooks

@@ -73,8 +73,8 @@ class XlaStrategy(Strategy):
                 "device.\nLeave device_placement out, or call .to(accelerator.device) before its optimizer is made."
             )
         _take_from_first(module)
+        optimizer = torch_optimizer(request)  # may raise, so before the recorder's hook is on the module
         recorder = _Recorder(module, processes, self.handlers.ddp or DistributedDataParallelKwargs())
-        optimizer = torch_optimizer(request)
         if optimizer is None and not request.only_evaluates and processes.world_size > 1:
             recorder.refuse_gradients(module)
         return torch_session(module, request, optimizer, self.handlers, recorder)
