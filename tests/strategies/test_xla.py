@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.replica import Replica
+from zero_plugin.strategies.replica import Replica, find_replica
 from zero_plugin.strategies.xla import XlaStrategy
 
 _AGENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -25,8 +25,9 @@ _AGENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_
 def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device of a TPU, on which torch_xla itself may be missing."""
     found = SimpleNamespace(get_master_ip=lambda: "10.0.0.1", device_type=lambda: "TPU", world_size=lambda: 1)
-    for name, module in {"": SimpleNamespace(sync=None), ".runtime": found, ".core.xla_model": None}.items():
-        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module or SimpleNamespace())
+    package = SimpleNamespace(sync=None, manual_seed=lambda seed: None, device=lambda: torch.device("cpu"))
+    for name, module in {"": package, ".runtime": found, ".core.xla_model": SimpleNamespace()}.items():
+        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
 
 
 @pytest.mark.parametrize(("world_size", "address", "port"), [(4, "localhost", "29500"), (8, "10.0.0.1", "12355")])
@@ -64,3 +65,26 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
     with pytest.raises(LoopError, match="elsewhere"):
         XlaStrategy(processes).build_session(request, processes)
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("said", "raised", "told"),
+    [
+        ("index < device_ready_queues_.size() INTERNAL ASSERT FAILED", LaunchError, "a backward\\(\\) ran before"),
+        ("RESOURCE_EXHAUSTED: out of memory", RuntimeError, "^RESOURCE_EXHAUSTED: out of memory$"),
+    ],
+)
+def test_a_first_backward_that_fails(
+    monkeypatch: pytest.MonkeyPatch, said: str, raised: type[Exception], told: str
+) -> None:
+    """Only the autograd engine's own assertion says that another was before it; tests/xla has the real one."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("zero_plugin.strategies.replica.import_torch_xla", lambda: sys.modules["torch_xla"])
+    monkeypatch.setattr("zero_plugin.strategies.replica.start_runtime", lambda: "TPU")
+    monkeypatch.setattr(torch.Tensor, "backward", fail)
+    with pytest.raises(raised, match=told):
+        find_replica()
