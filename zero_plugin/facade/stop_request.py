@@ -46,6 +46,8 @@ class StopRequest:
 
     def forget(self) -> None:
         """SIGTERM does again what it did before."""
+        if self._note is find_stop_note():  # of a thread: the launcher's note stays, and ends the process again
+            self._note.listened = False
         if self._listens and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) == self._hear:
                 signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,50 @@
+"""SIGTERM is noted while somebody listens for it, and does what it did before when nobody does any more."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from zero_plugin.facade.stop_request import StopRequest
+from zero_plugin.stop_note import find_stop_note, leave_stop_note
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[Any]:
+    """What SIGTERM did before the test, and does after it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield before
+    signal.signal(signal.SIGTERM, before)
+
+
+def in_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_in_a_thread_the_launchers_note_is_used_and_given_back() -> None:
+    """After the end of training nobody looks at the note: the next SIGTERM has to end the process."""
+    leave_stop_note()
+    note, request = find_stop_note(), StopRequest()
+    assert note is not None
+    in_thread(request.listen)
+    assert note.listened
+    signal.raise_signal(signal.SIGTERM)
+    assert request.received
+    in_thread(request.forget)
+    assert not note.listened
+
+
+def test_in_the_main_thread(handler: Any) -> None:
+    """The handler that was there before comes back."""
+    request = StopRequest()
+    request.listen()
+    signal.raise_signal(signal.SIGTERM)
+    assert request.received
+    request.forget()
+    assert signal.getsignal(signal.SIGTERM) == handler
