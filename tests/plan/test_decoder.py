@@ -85,6 +85,11 @@ def test_activations_are_those_of_a_trace(kv_heads: int, vocabulary: int, precis
         for samples in (4, 16):
             assert _saved(one, samples) == pytest.approx(_saved(other, samples), rel=0.02)
             assert _peaks(one, samples) == pytest.approx(_peaks(other, samples), rel=0.1)
+        if precision == "bf16" and vocabulary == 512 and one is not formula:
+            for found in (one, other):  # all blocks' copies are the forward's alone; a small vocabulary hides none
+                assert found.checkpointed_transient
+                assert found.checkpointed_forward
+                assert found.checkpointed_transient.at(1) < 0.8 * found.checkpointed_forward.at(1)
 
 
 def _saved(found: Activations, samples: int) -> list[int]:
@@ -93,8 +98,8 @@ def _saved(found: Activations, samples: int) -> list[int]:
 
 
 def _peaks(found: Activations, samples: int) -> list[int]:
-    assert found.checkpointed_transient is not None
-    transients = (found.transient.at(samples), found.checkpointed_transient.at(samples))
+    recomputing = (found.checkpointed_transient, found.checkpointed_forward)
+    transients = (found.transient.at(samples), max(space.at(samples) for space in recomputing if space))
     return [saved + transient for saved, transient in zip(_saved(found, samples), transients, strict=True)]
 
 

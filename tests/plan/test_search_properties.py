@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.footprint import footprint
 from zero_plugin.plan.known_devices import KNOWN_DEVICES
 from zero_plugin.plan.options import Wanted
@@ -290,3 +291,26 @@ def test_highest_line(drawn: list[tuple[int, int]], samples: int) -> None:
     most = max(line.at(samples) for line in lines)
     assert abs(found.at(samples) - most) <= 1e-9 * abs(most)
     assert len(found.lines) <= len(set(lines))
+
+
+@given(
+    st.sampled_from([10**8, 10**9, 7 * 10**9, 3 * 10**10]),
+    st.sampled_from([128, 2048]),
+    st.sampled_from([1, 7, 64]),
+    st.sampled_from([None, 0, 1, 2, 3]),
+    st.sampled_from([1, 8]),
+    st.sampled_from([1, 4]),
+)
+@EXAMPLES
+def test_checkpointing_never_costs_more(
+    size: int, length: int, samples: int, stage: Any, processes: int, accumulation: int
+) -> None:
+    """What a decoder takes of a device with activation checkpointing is at most what it takes without."""
+    model = decoder_sizes(parameters=size)
+    cluster = state_cluster(gpu_memory=1000 * GIB, host_memory=1000 * GIB, gpus=processes)
+    plain = Setup(stage=stage, micro_batch=samples, accumulation=accumulation)
+    least, most = (
+        footprint(model, decoder_activations(model, length), OptimizerSizes(), setup, cluster).device_bytes
+        for setup in (replace(plain, activation_checkpointing=True), plain)
+    )
+    assert least <= most

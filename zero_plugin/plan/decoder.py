@@ -161,13 +161,10 @@ def decoder_activations(
             transient=highest([*ending, per_batch(gradient, after_loss + in_mlp)]),
             checkpointed=per_batch(copied_output, depth * stream + ends),
             checkpointed_transient=highest(
-                [
-                    *ending,
-                    # the forward's end: all copies, and logits in 16 bits, or the last MLP's insides
-                    per_batch(copied, max(2 * words, 4 * item * width - 8 * words) if autocast else 0),
-                    per_batch(gradient + copied // depth, after_loss + in_mlp + again),
-                ]
+                [*ending, per_batch(gradient + copied // depth, after_loss + in_mlp + again)]
             ),
+            # the forward's end: all copies, and logits in 16 bits, or the last MLP's insides
+            checkpointed_forward=per_batch(copied, max(2 * words, 4 * item * width - 8 * words)) if autocast else None,
             flops_per_sample=2.0 * (blocks + words * hidden) * sequence_length
             + 2.0 * depth * hidden * sequence_length**2,  # 4·T·h per token and layer, of which the mask leaves a half
             sample_length=sequence_length,

@@ -89,13 +89,13 @@ def footprint(
     """
     processes = cluster.processes
     states = {"buffers": model.buffer_bytes, **device_states(model, optimizer, setup, processes)}
-    saved, transient = _activations(activations.under(setup.stage), setup)
+    saved, forward, backward = _activations(activations.under(setup.stage), setup)
     gradients = window_gradients(model, setup, processes)
     gathered = gathered_parameters(model, setup, processes)
     reducing = reduction_buffers(model, setup, processes)
     # What was traced under autocast has the copies among what it saves.
     copies = 0 if activations.autocast else autocast_copies(model, setup)
-    beside = {"gathered parameters": gathered, "reduction buffers": reducing, "transient": transient}
+    beside = {"gathered parameters": gathered, "reduction buffers": reducing}
     carried = carried_gradients(model, setup, processes)
     initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
     if setup.stage in (1, 2) and sum(_with_margins(initial, states, processes).values()) > cluster.device_bytes:
@@ -103,8 +103,14 @@ def footprint(
     step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
         "initialisation": initial,
-        "forward": {**_with(states, gradients=carried), **beside, "activations": saved, "autocast copies": copies},
-        "backward": {**_with(states, gradients=gradients), **beside},
+        "forward": {
+            **_with(states, gradients=carried),
+            **beside,
+            "transient": forward,
+            "activations": saved,
+            "autocast copies": copies,
+        },
+        "backward": {**_with(states, gradients=gradients), **beside, "transient": backward},
         "step": {**states, **step, "gradients": states.get("gradients", 0) + step.get("gradients", 0)},
     }
     phases = {name: _with_margins(terms, states, processes) for name, terms in phases.items()}
@@ -114,12 +120,18 @@ def footprint(
     return Footprint(phases[peak], peak, host, pinned, locked, nvme, phases)
 
 
-def _activations(activations: Activations, setup: Setup) -> tuple[int, int]:
-    """Bytes kept from a forward to its backward, and the largest working space."""
-    saved, transient = activations.saved, activations.transient
+def _activations(activations: Activations, setup: Setup) -> tuple[int, int, int]:
+    """Bytes kept from a forward to its backward, the working space beside all of them, and the one at the very end.
+
+    The first block's own activations are there at the backward's end whether it runs once more for them or not.
+    """
+    samples = setup.micro_batch
+    recomputing = (activations.checkpointed_transient or Affine()).at(samples)
     if setup.activation_checkpointing and activations.checkpointed is not None:
-        saved, transient = activations.checkpointed, activations.checkpointed_transient or Affine()
-    return saved.at(setup.micro_batch), transient.at(setup.micro_batch)
+        forward = (activations.checkpointed_forward or Affine()).at(samples)
+        return activations.checkpointed.at(samples), max(forward, recomputing), recomputing
+    transient = activations.transient.at(samples)
+    return activations.saved.at(samples), transient, max(transient, recomputing)
 
 
 def _with(states: Mapping[str, int], *, gradients: int) -> dict[str, int]:

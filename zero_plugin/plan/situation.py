@@ -120,8 +120,10 @@ class Activations:
     Attributes:
         saved: bytes kept from the forward to the backward, logits and loss included.
         transient: the largest working space on top of them.
-        checkpointed, checkpointed_transient: the same with activation checkpointing of every block; None where the
-            model has no blocks to checkpoint.
+        checkpointed, checkpointed_transient: the same with activation checkpointing of every block, the working space
+            being the backward's; None where the model has no blocks to checkpoint.
+        checkpointed_forward: the forward's working space then, with autocast's copies of all blocks' weights, which
+            with checkpointing the backward does not hold; None where it is no larger than the backward's.
         flops_per_sample: floating-point operations of one forward of one sample (a multiplication and an addition are
             two).
         sample_length: tokens of one sample, 1 where a sample is no sequence.
@@ -134,6 +136,7 @@ class Activations:
     transient: Affine | Highest = field(default_factory=Affine)
     checkpointed: Affine | None = None
     checkpointed_transient: Affine | Highest | None = None
+    checkpointed_forward: Affine | Highest | None = None
     flops_per_sample: float = 0.0
     sample_length: int = 1
     source: str = ""

@@ -92,6 +92,7 @@ def scale_model(model: ModelSizes, activations: Activations, factor: float) -> t
             transient=grown(of.transient) or Affine(),
             checkpointed=of.checkpointed and line(of.checkpointed),
             checkpointed_transient=grown(of.checkpointed_transient),
+            checkpointed_forward=grown(of.checkpointed_forward),
             flops_per_sample=of.flops_per_sample * factor,
             autocast=None if of.autocast is None else scaled(of.autocast),
         )

@@ -33,9 +33,11 @@ _TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """Bytes alive after the forward and after each operation of a step; the same with checkpointing; operations."""
+    """Bytes alive after the forward and after each operation of a step, of which `forward` are the forward's; the same
+    with checkpointing; floating-point operations."""
 
     saved: int
+    forward: int
     after: list[int]
     checkpointed: tuple[int, list[int]] | None
     flops: float
@@ -103,14 +105,14 @@ def _trace(
                 outputs = run(map_leaves(narrowed, batch))
             outputs = map_leaves(to_fp32, outputs)
             loss = _loss(outputs)
-            saved, flops = tape.live, tape.flops + kernels.flops
+            saved, forward, flops = tape.live, len(tape.after), tape.flops + kernels.flops
             blocks.end_forward(outputs)
             # torch.autograd.backward would leave the mode of the kernels, in which checkpoints run forwards again
             torch.autograd.Variable._execution_engine.run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
             checkpointed = blocks.checkpointed(saved) if blocks.passes else None
-        return _Trace(saved, tape.after, checkpointed, flops)
+        return _Trace(saved, forward, tape.after, checkpointed, flops)
 
     with fake, kernels, torch.enable_grad(), _training(model), _no_packing():
         weights: dict[str, Tensor] = {
@@ -148,8 +150,10 @@ def _affine(two: _Trace, three: _Trace) -> Activations:
     found = Activations(saved, transient, flops_per_sample=flops, source="traced at micro-batches 2 and 3")
     if two.checkpointed is None or three.checkpointed is None:
         return found
-    saved, transient = _lines(*two.checkpointed, *three.checkpointed)
-    return replace(found, checkpointed=saved, checkpointed_transient=transient)
+    (kept, after), (kept_of_three, after_of_three) = two.checkpointed, three.checkpointed
+    line, forward = _lines(kept, after[: two.forward], kept_of_three, after_of_three[: three.forward])
+    _, backward = _lines(kept, after[two.forward :], kept_of_three, after_of_three[three.forward :])
+    return replace(found, checkpointed=line, checkpointed_transient=backward, checkpointed_forward=forward)
 
 
 def _lines(saved: int, after: list[int], saved_of_three: int, after_of_three: list[int]) -> tuple[Affine, Highest]:
@@ -158,7 +162,8 @@ def _lines(saved: int, after: list[int], saved_of_three: int, after_of_three: li
     if len(after) != len(after_of_three):  # the forward takes another way with three samples
         after, after_of_three = [max(after)], [max(after_of_three)]
     alive = map(_line, after, after_of_three)
-    return kept, highest(Affine(line.fixed - kept.fixed, line.per_sample - kept.per_sample) for line in alive)
+    above = (Affine(line.fixed - kept.fixed, line.per_sample - kept.per_sample) for line in alive)
+    return kept, highest([Affine(), *above])
 
 
 def _line(two: int, three: int) -> Affine:
