@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,15 @@ LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3}
 
 
+def ready_configs() -> Iterator[Any]:
+    """Name and kind of each; a JSON says the same as its YAML, so one of each sort is enough for every day."""
+    for name in STAGES:
+        yield name, "yaml"
+        yield pytest.param(name, "json", marks=[] if name in ("zero2", "zero3_nvme") else pytest.mark.campaign)
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["yaml", "json"])
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(("name", "kind"), ready_configs())
 def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dict[str, Any]]) -> None:
     """`zero-plugin launch --config_file ds_configs/…` trains two processes at the stage and offload of its name."""
     report = train(*LAUNCH, "--config_file", str(CONFIGS / f"{name}.{kind}"), "--num_processes", "2", str(SCRIPT))
