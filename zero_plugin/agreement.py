@@ -213,7 +213,8 @@ class Agreement:
         asked = self._store.add("asked", 0)
         if asked != self._answered:
             if self._store.check(["lost"]):
-                self._stopping.wait(self._patience.asks)  # the launcher of one machine ends all by then
+                if self._stopping.wait(self._patience.asks):  # the launcher of one machine ends all by then
+                    return  # this process ends by itself, and may be telling why
                 _end_process(f"{self._store.get('lost').decode()}; process {self._rank} ends with it.")
             self._answered = asked
             line = script_line(self._script)

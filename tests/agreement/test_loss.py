@@ -1,0 +1,47 @@
+"""A process that is lost takes the others with it, unless they are ending by themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from zero_plugin import agreement
+from zero_plugin.agreement import Agreement, Patience
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What processes were ended with."""
+    ended: list[str] = []
+    monkeypatch.setattr(agreement, "_end_process", ended.append)
+    return ended
+
+
+@pytest.fixture
+def lose(ended: list[str]) -> Callable[[float], Agreement]:
+    """Process 0, which hears that process 1 is lost and gives the launcher so many seconds."""
+
+    def lose(seconds: float) -> Agreement:
+        store = dist.HashStore()
+        watching = Agreement(store, 0, 2, Patience(tick=0.01, asks=seconds))
+        store.set("lost", "process 1 ran out of memory")
+        store.add("asked", 1)
+        time.sleep(0.3)
+        return watching
+
+    return lose
+
+
+def test_it_ends_with_the_lost_one(lose: Callable[[float], Agreement], ended: list[str]) -> None:
+    """Where no launcher did so in time, with what the lost one has said."""
+    lose(0.05).stop()
+    assert ended == ["process 1 ran out of memory; process 0 ends with it."]
+
+
+def test_one_that_ends_by_itself_is_left_to_it(lose: Callable[[float], Agreement], ended: list[str]) -> None:
+    """Its watch was stopped while it waited: it may be in the midst of its own report."""
+    lose(60).stop()
+    assert ended == []
