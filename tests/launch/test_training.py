@@ -124,7 +124,7 @@ def ready_configs() -> Iterator[Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "kind"), ready_configs())
+@pytest.mark.parametrize(("name", "kind"), list(ready_configs()))
 def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dict[str, Any]]) -> None:
     """`zero-plugin launch --config_file ds_configs/…` trains two processes at the stage and offload of its name."""
     report = train(*LAUNCH, "--config_file", str(CONFIGS / f"{name}.{kind}"), "--num_processes", "2", str(SCRIPT))
