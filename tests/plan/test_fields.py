@@ -57,6 +57,14 @@ def test_what_is_open_is_free_and_all_else_is_fixed() -> None:
     assert not wanted.ddp
 
 
+@pytest.mark.parametrize(("written", "expected"), [({}, None), ({"buffer_size": 7000}, 7000)])
+def test_the_swap_buffer_is_the_models(written: dict[str, int], expected: int | None) -> None:
+    """Before a run DeepSpeed's default does not stand for what the largest parameter will tell; a typed size does."""
+    nvme = {"device": "nvme", "nvme_path": "/nvme", **written}
+    document = asked({"stage": 3, "offload_param": nvme, "offload_optimizer": {"device": "auto"}})
+    assert fixed(document, Facts(machine=MACHINE, complete=False)).param_buffer == expected
+
+
 @pytest.mark.parametrize(
     ("keys", "complete", "expected"),
     [

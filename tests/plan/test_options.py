@@ -123,6 +123,14 @@ def test_sizes_are_those_that_resolution_writes() -> None:
     assert setup.persistence_threshold == 81920
 
 
+def test_the_largest_parameter_fits_a_swap_buffer() -> None:
+    """As resolution has it: DeepSpeed's 1e8 elements where that is more."""
+    large = replace(MODEL, parameters=(ParameterSize(3 * 10**8),))
+    for model, elements in ((MODEL, 10**8), (large, 3 * 10**8)):
+        found = options(model, WORK, OptimizerSizes(), FOUR, Wanted())
+        assert {setup.param_buffer for option in found for setup in option.setups} == {elements}
+
+
 @pytest.mark.parametrize(("precision", "width"), [("no", 4), ("bf16", 4), ("fp16", 2)])
 def test_gradients_sum_as_resolution_has_them(precision: Any, width: int) -> None:
     """In fp32 under bf16, in fp16 under fp16."""

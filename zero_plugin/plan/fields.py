@@ -61,8 +61,8 @@ _SIZES: Final[Mapping[str, Path]] = {
     "persistence_threshold": (_ZERO, "stage3_param_persistence_threshold"),
     "max_live_parameters": (_ZERO, "stage3_max_live_parameters"),
     "max_reuse_distance": (_ZERO, "stage3_max_reuse_distance"),
-    "param_buffer": (_ZERO, "offload_param", "buffer_size"),
 }
+_PARAM_BUFFER: Final = (_ZERO, "offload_param", "buffer_size")
 
 
 def open_fields(tree: Tree) -> tuple[Path, ...]:
@@ -107,6 +107,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, margin
         accumulation=steps or (None if total else 1),
         activation_checkpointing=False,  # the script's own is part of the model
         overlap_comm=asked.value(_ZERO, "overlap_comm") if asked.value(_ZERO, "overlap_comm") is not AUTO else None,
+        param_buffer=_number(tree.value(*_PARAM_BUFFER)),  # no default: where it is open, the model tells
         pin_memory=False if facts.machine.accelerator == "cpu" or False in pinned else None,
         global_batch=total,
         margin=margin,

@@ -151,6 +151,7 @@ def _base(model: ModelSizes, wanted: Wanted) -> Setup:
         "persistence_threshold": choose_persistence_threshold(facts),
     }
     sizes = {name: size for name, found in chosen.items() for size, _ in [found or (None, "")] if size is not None}
+    sizes["param_buffer"] = max(Setup().param_buffer, largest)
     names = ("max_live_parameters", "max_reuse_distance", "param_buffer", "pin_memory", *chosen)
     fixed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
     gradient_bytes = wanted.gradient_bytes or _GRADIENT_BYTES[wanted.precision]
