@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.amounts import show_gib
+from zero_plugin.plan.amounts import round_up, show_gib
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.search import Candidate, Situation, leanest, search
 from zero_plugin.plan.situation import Activations, Affine, Cluster, Highest, ModelSizes, OptimizerSizes
@@ -145,10 +145,13 @@ def _tried(situation: Situation, wanted: Wanted, what: str) -> Iterator[Change]:
 
 
 def _least(situation: Situation, wanted: Wanted, name: str) -> int | None:
-    """The least of one kind of memory by which something fits; None where no amount of it suffices."""
+    """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
     roomy = _with_memory(situation, name, _PLENTY)
-    fitting = (found for found in leanest(roomy, wanted) if not roomy.shortage(found))
-    return min((int(getattr(found, name) / (1 - wanted.margin)) + 1 for found in fitting), default=None)
+    # On a device without room DeepSpeed makes its flat copy in host memory.
+    needed = leanest(_with_memory(situation, name, 1) if name == "device_bytes" else roomy, wanted)
+    fitting = (found for found in needed if not roomy.shortage(found))
+    least = min((int(getattr(found, name) / (1 - wanted.margin)) + 1 for found in fitting), default=None)
+    return least and round_up(least)
 
 
 def _with_memory(situation: Situation, name: str, size: int) -> Situation:
