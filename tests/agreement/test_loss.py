@@ -37,7 +37,10 @@ def lose(ended: list[str]) -> Callable[[float], Agreement]:
 
 def test_it_ends_with_the_lost_one(lose: Callable[[float], Agreement], ended: list[str]) -> None:
     """Where no launcher did so in time, with what the lost one has said."""
-    lose(0.05).stop()
+    watching, deadline = lose(0.05), time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watching.stop()
     assert ended == ["process 1 ran out of memory; process 0 ends with it."]
 
 
