@@ -19,7 +19,7 @@ from zero_plugin.errors import LaunchError
 from zero_plugin.launch.forked import find_threads, meant_to_fork, variables_while
 from zero_plugin.launch.replicas import ENDED_SILENTLY, end_training
 from zero_plugin.launch.worker import die_with_launcher
-from zero_plugin.strategies.xla_runtime import import_torch_xla
+from zero_plugin.strategies.xla_runtime import explain_start, import_torch_xla
 
 __all__ = ["run_on_devices"]
 
@@ -39,7 +39,7 @@ def run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: i
 
     Raises:
         LaunchError: this process cannot be copied any more; a copy has failed.
-        MachineError: torch_xla does not work here.
+        MachineError: torch_xla or the runtime does not work here.
     """
     global _called
     torch_xla = import_torch_xla()
@@ -61,6 +61,8 @@ def run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: i
         except BrokenProcessPool:
             failure = Path(folder) / _FAILURE
             raise LaunchError(failure.read_text() if failure.exists() else ENDED_SILENTLY) from None
+        except (RuntimeError, OSError) as error:  # the runtime's, since the function's end its copy
+            raise explain_start(error) from error
         finally:
             _called = None
 
