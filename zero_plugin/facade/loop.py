@@ -56,6 +56,7 @@ class LoopCalls:
 
         Raises:
             ConfigError: it is set to another number than file or flag say.
+            LaunchError: fewer processes are left than were meant, and cannot share out the number that is set.
         """
         return self._window.steps
 

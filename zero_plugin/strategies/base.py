@@ -308,7 +308,7 @@ class Strategy(ABC):
         distributed_type: what scripts written for Accelerate call it.
         handlers: what a script set of torch's own objects; see `accept`.
         optimizer_may_follow: whether a model prepared without its optimizer can still get it, in `add_optimizer`, and
-            has its gradients averaged over the processes until then.
+            until then has its gradients averaged over the processes, or refuses a backward.
     """
 
     name: StrategyName
