@@ -16,7 +16,7 @@ from zero_plugin.plan.optimizers import asked_optimizer, optimizer_sizes
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.search import search
 from zero_plugin.plan.situation import OptimizerSizes
-from zero_plugin.plan.what_if import what_if
+from zero_plugin.plan.what_if import Change, what_if
 from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import OptimizerSection
@@ -107,6 +107,23 @@ def test_nothing_fits() -> None:
     text = str(error)
     assert "ds.json:3:5: zero_optimization: auto, but nothing fits: stage 3" in text
     assert "zero_optimization.offload_optimizer.device: auto instead of none" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [
+        ("reduce_bucket", "zero_optimization.reduce_bucket_size"),
+        ("accumulation", "gradient_accumulation_steps"),
+        ("micro_batch", "train_micro_batch_size_per_gpu"),
+        ("pin_memory", "zero_optimization.offload_param.pin_memory"),
+    ],
+)
+def test_changes_are_keys_to_write(field: str, key: str) -> None:
+    """What would do is said in the configuration's words, not in the plan's own."""
+    cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
+    plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, FIXED)
+    change = Change(f"{field} free instead of 7", plan.candidates[0], cluster)
+    assert f"{key}: auto instead of 7" in str(fits_nowhere(plan, [change], cluster, "ds.json"))
 
 
 @pytest.mark.parametrize(

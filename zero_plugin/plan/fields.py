@@ -7,11 +7,12 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import AUTO, Path, Tree
+from zero_plugin.config.tree import AUTO, Path, Tree, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.amounts import show_gib
 from zero_plugin.plan.naming import name_setup
 from zero_plugin.plan.options import Wanted
+from zero_plugin.plan.running import KEYS
 from zero_plugin.plan.search import Candidate, Plan
 from zero_plugin.plan.situation import Cluster, Setup
 from zero_plugin.plan.what_if import Change
@@ -54,15 +55,14 @@ _CHOSEN: Final[Mapping[Path, str]] = {
     _SUB_GROUP: "sub_group_size",
     _MICRO: "micro_batch",
 }
-_SIZES: Final[Mapping[str, Path]] = {
-    "reduce_bucket": (_ZERO, "reduce_bucket_size"),
-    "allgather_bucket": (_ZERO, "allgather_bucket_size"),
-    "prefetch_bucket": (_ZERO, "stage3_prefetch_bucket_size"),
-    "persistence_threshold": (_ZERO, "stage3_param_persistence_threshold"),
-    "max_live_parameters": (_ZERO, "stage3_max_live_parameters"),
-    "max_reuse_distance": (_ZERO, "stage3_max_reuse_distance"),
-}
-_PARAM_BUFFER: Final = (_ZERO, "offload_param", "buffer_size")
+_SIZES: Final = (
+    "reduce_bucket",
+    "allgather_bucket",
+    "prefetch_bucket",
+    "persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+)
 
 
 def open_fields(tree: Tree) -> tuple[Path, ...]:
@@ -107,11 +107,11 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, margin
         accumulation=steps or (None if total else 1),
         activation_checkpointing=False,  # the script's own is part of the model
         overlap_comm=asked.value(_ZERO, "overlap_comm") if asked.value(_ZERO, "overlap_comm") is not AUTO else None,
-        param_buffer=_number(tree.value(*_PARAM_BUFFER)),  # no default: where it is open, the model tells
+        param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
         pin_memory=False if facts.machine.accelerator == "cpu" or False in pinned else None,
         global_batch=total,
         margin=margin,
-        **{name: _size(tree, path) for name, path in _SIZES.items()},
+        **{name: _size(tree, KEYS[name]) for name in _SIZES},
     )
 
 
@@ -226,8 +226,10 @@ def _as_key(change: str) -> str:
         return change
     if field == "activation_checkpointing":
         return "activation checkpointing (transformers: gradient_checkpointing_enable())"
-    keys = {name: ".".join(path) for path, name in _CHOSEN.items()}
-    return f"{keys.get(field, field)}: auto instead of {rest}"
+    if field == "pin_memory":
+        return f"{' and '.join(dotted(path) for path in _PINNED)}: auto instead of {rest}"
+    keys = {**KEYS, **{name: path for path, name in _CHOSEN.items()}}
+    return f"{dotted(keys[field])}: auto instead of {rest}"
 
 
 def _fixed(tree: Tree, path: Path, default: Any) -> Any:

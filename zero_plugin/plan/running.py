@@ -11,13 +11,15 @@ from zero_plugin.plan.situation import Setup
 from zero_plugin.resolve.defaults import deepspeed_default
 from zero_plugin.resolve.resolved import Resolved
 
-__all__ = ["Stage", "running_setup"]
+__all__ = ["KEYS", "Stage", "running_setup"]
 
 Stage = Literal[0, 1, 2, 3] | None
 
 _ZERO: Final = "zero_optimization"
 _ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
-_FIELDS: Final[Mapping[str, Path]] = {
+
+# The key of a configuration that settles each field of a setup.
+KEYS: Final[Mapping[str, Path]] = {
     "ratio": (_ZERO, "offload_optimizer", "ratio"),
     "sub_group_size": (_ZERO, "sub_group_size"),
     "micro_batch": ("train_micro_batch_size_per_gpu",),
@@ -43,7 +45,7 @@ def running_setup(resolved: Resolved, stage: Stage) -> Setup:
     tree = resolved.tree
     kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Setup)}
     found: dict[str, Any] = {}
-    for name, path in _FIELDS.items():
+    for name, path in KEYS.items():
         value = tree.value(*path)
         if not isinstance(value, bool | int | float):
             default = deepspeed_default(path)
