@@ -78,8 +78,12 @@ def test_batches_that_cannot_be(wanted: Wanted, told: str) -> None:
 )
 def test_what_excludes_itself(fixed: dict[str, Any]) -> None:
     """A stage that cannot offload so is refused, not changed."""
-    with pytest.raises(ConfigError, match="no such way of training"):
+    with pytest.raises(ConfigError, match="no such way of training") as told:
         setups(Wanted(**fixed))
+    assert "None" not in str(told.value)
+    assert (
+        ("ratio 0.5" in str(told.value)) == ("A ratio below 1 needs stage 3" in str(told.value)) == ("ratio" in fixed)
+    )
 
 
 def test_partial_offload_needs_deepspeeds_adam() -> None:

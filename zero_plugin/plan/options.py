@@ -110,8 +110,12 @@ def options(
                     replace(setup, activation_checkpointing=recomputed), model, optimizer, cluster, wanted
                 )
     if not found:
-        asked = f"stage {wanted.stage}, optimizer to {wanted.offload_optimizer}, parameters to {wanted.offload_param}"
+        parts = {"stage": wanted.stage, "optimizer to": wanted.offload_optimizer, "parameters to": wanted.offload_param}
+        asked = ", ".join(f"{name} {'auto' if value is None else value}" for name, value in parts.items())
         fix = "The optimizer goes to cpu from stage 1 up; parameters, and anything on nvme, need stage 3."
+        if wanted.ratio not in (None, 1.0):
+            asked += f", ratio {wanted.ratio:g}"
+            fix += " A ratio below 1 needs stage 3, and the optimizer on cpu."
         raise ConfigError([Problem("plan", "zero_optimization", f"no such way of training: {asked}", fix)])
 
 
