@@ -44,8 +44,8 @@ def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_plugin.launch.planning.ModelSource", lambda model: ModelSource(model, trace=False))
 
 
-def asked(memory: str = "80GiB", **zero: Any) -> Document:
-    training = {"zero_optimization": {**ZERO, **zero}, "train_micro_batch_size_per_gpu": "auto"}
+def asked(memory: str = "80GiB", micro_batch: Any = "auto", **zero: Any) -> Document:
+    training = {"zero_optimization": {**ZERO, **zero}, "train_micro_batch_size_per_gpu": micro_batch}
     keys = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "gpu_memory": memory, "host_memory": "1TiB"}
     return document_from_mapping({**keys, "num_processes": 8, "deepspeed_config": training}, "run.yaml")
 
@@ -64,6 +64,22 @@ def test_the_workers_get_values_with_reasons(model: str) -> None:
     assert any(line.startswith(f"zero_optimization.stage = {stage.value}: by the plan") for line in said)
     typed, _ = plan_launch(asked(stage=3), model, 2048, gpus=8)
     assert typed.deepspeed.entries[STAGE].origin.typed_by_user
+
+
+@pytest.mark.usefixtures("by_formula")
+def test_a_micro_batch_alone(model: str) -> None:
+    """Where the stage is typed and only the micro-batch open, it is the plan's, until a loader comes with its own."""
+    document, said = plan_launch(
+        asked(stage=3, offload_optimizer={"device": "cpu"}, offload_param={"device": "none"}), model, 512, gpus=0
+    )
+    micro = document.deepspeed.entries[MICRO]
+    assert micro.value > 1
+    assert "by the plan the largest that fits" in micro.origin.reason
+    assert said
+    machine = MachineFacts("cuda", 8, fp16=True)
+    assert resolve(document, Facts(machine=machine)).tree.value(*MICRO) == micro.value
+    loaded = resolve(document, Facts(LoopFacts(3, "the loader's"), machine))
+    assert loaded.tree.value(*MICRO) == 3
 
 
 @pytest.mark.usefixtures("by_formula")
@@ -104,8 +120,8 @@ def test_scripts_of_accelerate_get_the_chosen_stage(model: str) -> None:
 
 
 def test_nothing_to_plan_is_said(model: str) -> None:
-    """--model beside a configuration without an open stage or device has no effect, and says so."""
-    settled = asked(stage=2, offload_optimizer={"device": "none"}, offload_param={"device": "none"})
+    """--model beside a configuration without an open stage, device or micro-batch has no effect, and says so."""
+    settled = asked(micro_batch=2, stage=2, offload_optimizer={"device": "none"}, offload_param={"device": "none"})
     document, said = plan_launch(settled, model, 2048, gpus=8)
     assert document is settled
     assert said == [f"--model {model}: nothing is open that a plan would fill"]

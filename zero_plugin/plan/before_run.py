@@ -28,7 +28,7 @@ __all__ = ["lay_plan", "plan_before_run", "waits_for_plan"]
 
 def waits_for_plan(document: Document, facts: Facts) -> bool:
     """Whether a field is open that only a plan can fill."""
-    asked = open_fields(document.deepspeed)
+    asked = open_fields(document.deepspeed, before_run=True)
     if not asked:
         return False
     missing = resolve(document, replace(facts, complete=False)).missing
@@ -59,7 +59,7 @@ def plan_before_run(
     plan = search(model, activations, optimizer, cluster, wanted)
     if plan.chosen is None:
         changes = what_if(model, activations, optimizer, cluster, wanted).changes
-        first = document.deepspeed.entries[open_fields(document.deepspeed)[0]]
+        first = document.deepspeed.entries[open_fields(document.deepspeed, before_run=True)[0]]
         raise fits_nowhere(plan, changes, cluster, first.origin.where)
     return planned_values(plan, wanted, cluster, document.deepspeed, activations.source)
 

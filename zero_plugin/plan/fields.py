@@ -65,9 +65,15 @@ _SIZES: Final = (
 )
 
 
-def open_fields(tree: Tree) -> tuple[Path, ...]:
-    """The fields that only a plan can fill, as far as a training configuration leaves them open."""
-    return tuple(path for path in (*PLACEMENT, _RATIO) if tree.value(*path) is AUTO)
+def open_fields(tree: Tree, *, before_run: bool = False) -> tuple[Path, ...]:
+    """The fields that only a plan can fill, as far as a training configuration leaves them open.
+
+    Args:
+        tree: the training configuration.
+        before_run: whether the micro-batch is one of them; in a run it is the loader's.
+    """
+    paths = (*PLACEMENT, _RATIO, *([_MICRO] if before_run else ()))
+    return tuple(path for path in paths if tree.value(*path) is AUTO)
 
 
 def nvme_folder(tree: Tree) -> FilePath | None:
