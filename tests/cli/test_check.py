@@ -53,6 +53,17 @@ def test_good_files_are_said_to_be_good(check: Check) -> None:
     )
 
 
+def test_memory_without_its_unit(check: Check) -> None:
+    """24 is taken as bytes, and nobody means those; a number of bytes that can be one is legal."""
+    Path("m.yaml").write_text("gpu_memory: 24\nhost_memory: '512B'\n")
+    code, out, _ = check("m.yaml")
+    assert code == 2
+    assert "gpu_memory: 24 is 24 bytes" in out
+    assert 'host_memory: "512B" is 512 bytes' in out
+    Path("m.yaml").write_text("gpu_memory: 25769803776\nhost_memory: 1MiB\n")
+    assert check("m.yaml")[0] == 0
+
+
 def test_problems_of_all_files_come_in_one_report(check: Check) -> None:
     """Each with place, severity, key, value, why and what to write, file by file; then one line of counts."""
     code, out, _ = check("warns.json", "a.yaml", "fine.yaml", "b.json")

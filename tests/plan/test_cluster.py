@@ -84,6 +84,9 @@ def test_cpu_as_it_is() -> None:
         ({"gpu": "A1000"}, "Did you mean A6000?"),
         ({"gpu": "T4", "gpus": 0}, "--gpus: 0 is below 1"),
         ({"gpu": "T4", "nodes": -1}, "--nodes: -1 is below 1"),
+        ({"gpu_memory": 24}, "--gpu_memory: 24 is 24 bytes"),
+        ({"gpu": "T4", "host_memory": 512}, "--host_memory: 512 is 512 bytes"),
+        ({"gpu": "T4", "nvme": 2}, "Write the unit too"),
     ],
 )
 def test_wrong(stated: dict[str, Any], told: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-__all__ = ["BYTES_PATTERN", "read_bytes", "read_count"]
+__all__ = ["BYTES_PATTERN", "LEAST_MEMORY", "read_bytes", "read_count"]
 
 BYTES_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([KMGTkmgt][Ii]?)?[Bb]\s*$"
+LEAST_MEMORY: Final = 2**20  # bytes: who writes less, `24`, has left the unit out
 
 _COUNT: Final = re.compile(r"\s*(\d[\d_,]*\.?\d*|\.\d+)\s*([KkMmBbGgTt]?)\s*")
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}

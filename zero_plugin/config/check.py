@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from zero_plugin.config.amounts import LEAST_MEMORY, read_bytes
 from zero_plugin.config.compiler_keys import COMPILER_KEYS, compiler_problems
 from zero_plugin.config.contradictions import contradictions
 from zero_plugin.config.document import Document
@@ -29,6 +30,7 @@ from zero_plugin.errors import ConfigError, Problem
 
 __all__ = ["check_document", "find_problems"]
 
+_MEMORIES: Final = ("gpu_memory", "host_memory")
 _FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
 
 
@@ -92,6 +94,12 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             has_effect, fix = REFUSED_KEYS[path[0]]
             if entry.value not in SAYS_NOTHING and has_effect(path[-1], entry.value):
                 yield Problem(entry.origin.where, dotted(path), f"{show(entry.value)} is not supported", fix)
+    for name in _MEMORIES:
+        memory = document.launch.get(name)
+        size = None if memory is None else read_bytes(memory.value)
+        if memory is not None and size is not None and size < LEAST_MEMORY:
+            message = f"{show(memory.value)} is {size} bytes, which holds no model"
+            yield Problem(memory.origin.where, name, message, "Write the unit too, e.g. 24GiB.")
     yield from compiler_problems(document.launch)
     known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS, "deepspeed_config"]
     for name in dict.fromkeys(path[0] for path in document.launch):

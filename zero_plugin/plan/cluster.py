@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from zero_plugin.config.amounts import LEAST_MEMORY
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.amounts import show_gib
 from zero_plugin.plan.known_devices import ATTAINABLE, KnownDevice, find_device, nearest_device
@@ -26,6 +27,7 @@ _FIELDS: Final = {
     "gpus": "devices",
     "nodes": "nodes",
 }
+_MEMORIES: Final = ("gpu_memory", "host_memory", "nvme")
 _OF_DEVICE: Final = ("flops", "memory_bandwidth", "link_bandwidth", "pcie_bandwidth")
 _OF_NODE: Final = (
     *("host_bytes", "nodes", "devices", "memlock_bytes", "adam_bandwidth"),
@@ -58,13 +60,15 @@ def state_cluster(
         here: this machine, as `probe.constants.measure_cluster` found it.
 
     Raises:
-        ConfigError: a GPU of that name is not known, a number is below 1, or nothing tells the memory of a device.
+        ConfigError: a GPU of that name is not known, a number is too small, or nothing tells the memory of a device.
     """
     given = {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme, "gpus": gpus, "nodes": nodes}
     numbers = {flag: number for flag, number in given.items() if number is not None}
     for flag, number in numbers.items():
         if number < 1:
             raise _problem(flag, f"{number} is below 1", "Write 1 or more.")
+        if flag in _MEMORIES and number < LEAST_MEMORY:
+            raise _problem(flag, f"{number} is {number} bytes, which holds no model", "Write the unit too, e.g. 24GiB.")
     if gpu is not None:
         base = _of_known(find_device(gpu))
     elif here is not None and (here.device_name != "CPU" or gpu_memory is None):
