@@ -372,3 +372,6 @@ def test_a_plan_before_the_run(explain: Explain, tmp_path: Path) -> None:
     code, _, errors = explain("auto.yaml", *known, "--gpu_memory=1GiB", "--host_memory=64GiB")
     assert code == 2
     assert "auto.yaml:7:5: zero_optimization: auto, but nothing fits" in errors
+    guessed = explain("auto.yaml", *known[1:], "--gpu_memory=1GiB", "--host_memory=64GiB")[2]
+    assert "nothing fits" in guessed
+    assert "--accelerator" not in guessed  # whose memory is stated is a GPU

@@ -83,6 +83,16 @@ def test_a_micro_batch_alone(model: str) -> None:
 
 
 @pytest.mark.usefixtures("by_formula")
+def test_stated_memory_is_a_gpus(model: str) -> None:
+    """A machine without a GPU plans as one with: fused optimizer, page-locked memory, the same values and reasons."""
+    document = asked("24GiB")
+    here, there = (plan_launch(document, model, 512, gpus=gpus)[0].deepspeed for gpus in (0, 8))
+    assert here.value("zero_optimization", "offload_optimizer", "device") == "cpu"
+    for path, entry in there.entries.items():
+        assert (here.entries[path].value, here.entries[path].origin) == (entry.value, entry.origin)
+
+
+@pytest.mark.usefixtures("by_formula")
 def test_less_memory_shards_and_offloads_more(model: str) -> None:
     """Stated memory alone decides; where nothing fits, the launch ends before it starts anything."""
 

@@ -194,7 +194,7 @@ def explain_file(
         facts = with_plan(document, facts, sized)
         resolved = resolve(document, facts)
     except ConfigError as error:
-        raise error if accelerator or on_tpu else _with_other_machine(document, facts, error) from None
+        raise error if accelerator or on_tpu else _with_other_machine(document, facts, sized, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
     return Explained(document, facts, resolved, rows)
 
@@ -207,10 +207,11 @@ def _check_processes(document: Document, world_size: int) -> None:
         raise ConfigError([Problem("--world_size", "", message, "Keep one of the two.")])
 
 
-def _with_other_machine(document: Document, facts: Facts, error: ConfigError) -> ConfigError:
+def _with_other_machine(document: Document, facts: Facts, sized: SizedModel | None, error: ConfigError) -> ConfigError:
     """The error of a machine that was only guessed: what is right on a GPU, where this machine has none, says so."""
+    on_gpu_facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
     try:
-        resolve(document, replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True)))
+        resolve(document, with_plan(document, on_gpu_facts, sized))
         remaining: tuple[Problem, ...] = ()
     except ConfigError as on_gpu:
         remaining = on_gpu.problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.plan.fields import (
     BY_FORMULA,
@@ -42,7 +43,8 @@ def plan_before_run(
 
     Args:
         document: what was asked for, with ZeRO.
-        facts: of the machine, and whatever else is known of the run.
+        facts: of the machine, and whatever else is known of the run; where a GPU's memory is stated, the workers have
+            GPUs.
         source: the model.
         sequence_length: tokens of one sample.
         cluster: the machines.
@@ -50,6 +52,8 @@ def plan_before_run(
     Raises:
         ConfigError: there is no such model, nothing fits, or what is fixed excludes itself.
     """
+    if launch_settings(document).gpu_memory is not None:
+        facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
     resolved = resolve(document, replace(facts, complete=False))
     model, activations = open_model(source, sequence_length, resolved.precision)
     on_gpu = facts.machine.accelerator == "cuda"
