@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,6 +97,8 @@ def test_a_folder_of_weights(tmp_path: Path) -> None:
     assert sizes.elements == sum(int(np.prod(shape)) for shape in tensors.values())
     assert (sizes.hidden_size, sizes.layers, sizes.vocabulary) == (16, 3, 100)
     assert activations.source == "closed formula of a decoder"
+    with pytest.raises(ConfigError, match="--params is given beside"):
+        open_model(ModelSource(str(tmp_path), parameters=7 * 10**9), 32)
 
 
 def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,17 +130,23 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("content", "source", "message"),
     [
         (None, {"model": "nowhere/at-all"}, "is neither a file, nor a folder, nor module:function"),
-        (None, {"model": ".", "trace": False}, "the width and depth of"),
+        (None, {"model": ".", "hidden_size": 64, "layers": 2}, "holds neither config.json nor"),
         ("{", {"model": ".", "trace": False}, "cannot be read"),
-        ("[]", {"model": ".", "trace": False}, "holds no keys"),
-        ('{"hidden_size": 64}', {"model": ".", "trace": False}, "states no width or no depth"),
+        ("[]", {"model": ".", "trace": False}, "holds no keys\n *Give a transformers model's config.json"),
+        ('{"hidden_size": 64, "num_hidden_layers": 2}', {"model": ".", "trace": False}, "by having no vocabulary"),
+        (
+            '{"hidden_size": 64, "vocab_size": 9, "text_config": null}',
+            {"model": ".", "trace": False},
+            "states no width or no depth",
+        ),
         (json.dumps({**LLAMA, "num_local_experts": 8}), {"model": ".", "trace": False}, "by its num_local_experts"),
         (json.dumps(LLAMA), {"model": ".", "layers": 4}, "--layers is given beside"),
+        (json.dumps(LLAMA), {"model": ".", "parameters": 7}, "--params is given beside"),
         ('{"model_type": "no-such-model"}', {"model": "."}, "transformers builds no model"),
     ],
 )
 def test_what_is_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, source: dict[str, object], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, source: dict[str, Any], message: str
 ) -> None:
     """What is missing, broken, or not what the formula describes is an error."""
     monkeypatch.chdir(tmp_path)

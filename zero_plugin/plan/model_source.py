@@ -82,8 +82,10 @@ def open_model(
     if path.is_dir() and not config.is_file():
         return _from_weights(path, source, sequence_length, precision)
     if source.numbers:
-        flag = f"--{next(iter(source.numbers))}"
-        raise _error(f"{flag} is given beside {source.model}, which has sizes of its own", "Leave one of them out.")
+        raise _error(
+            f"{_flag(next(iter(source.numbers)))} is given beside {source.model}, which has sizes of its own",
+            "Leave one of them out.",
+        )
     if config.is_file():
         if source.trace and installed_version("transformers"):
             from zero_plugin.probe.transformers_model import build_model, example_inputs
@@ -123,16 +125,18 @@ def _from_config(file: Path, sequence_length: int, precision: Precision) -> tupl
         config = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise _error(f"{file} cannot be read: {error}", "Give a transformers model's config.json.") from None
-    other = next((key for key in _NO_DECODER if isinstance(config, dict) and config.get(key)), None)
-    if not isinstance(config, dict) or other:
-        what = f"by its {other}, {file} is no plain decoder" if other else f"{file} holds no keys"
-        raise _error(what, "Install transformers, so that the model can be traced: pip install transformers")
-    text = config.get("text_config", config)
+    if not isinstance(config, dict):
+        raise _error(f"{file} holds no keys", "Give a transformers model's config.json.")
+    text = config.get("text_config") or config
     numbers = {
         name: value
         for name, keys in _KEYS.items()
         if (value := next((text[key] for key in keys if isinstance(text.get(key), int)), None))
     }
+    other = next((f"its {key}" for key in _NO_DECODER if config.get(key)), None)
+    if other or "vocabulary" not in numbers:
+        what = f"by {other or 'having no vocabulary'}, {file} is no plain decoder's"
+        raise _error(what, "Have it traced: without --no_trace, and with transformers (pip install transformers).")
     hidden, _ = stated_width(config, "config.json")
     if hidden is None or "layers" not in numbers:
         raise _error(f"{file} states no width or no depth", "Give --params, --hidden_size and --layers instead.")
@@ -155,11 +159,14 @@ def _from_weights(
     from zero_plugin.probe.width import common_width
 
     shapes = weight_shapes(folder, "plan")
+    if not shapes:
+        raise _error(f"{folder} holds neither config.json nor *.safetensors", "Name the folder of a model.")
+    if source.parameters is not None:
+        raise _error(f"--params is given beside {folder}, whose weights tell it", "Leave one of them out.")
     sizes = Counter((math.prod(shape), is_expert(name)) for name, shape in shapes.items())
     hidden = source.hidden_size or common_width(shapes.values())[0]
     depth = max((int(found[1]) + 1 for found in map(_LAYER.search, shapes) if found), default=None)
     tall = [shape[0] for name, shape in shapes.items() if len(shape) == 2 and _EMBEDDING.search(name)]
-    given = {name: value for name, value in source.numbers.items() if name != "parameters"}
     model = ModelSizes(
         name=folder.name,
         parameters=tuple(ParameterSize(size, count, expert=expert) for (size, expert), count in sizes.items()),
@@ -169,7 +176,11 @@ def _from_weights(
         vocabulary=source.vocabulary or max(tall, default=None),
         source=f"the headers of {folder}/*.safetensors",
     )
-    return _by_formula(model, given, sequence_length, precision)
+    return _by_formula(model, source.numbers, sequence_length, precision)
+
+
+def _flag(number: str) -> str:
+    return "--params" if number == "parameters" else f"--{number}"
 
 
 def _error(message: str, fix: str) -> ConfigError:
