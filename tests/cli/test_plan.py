@@ -194,3 +194,19 @@ def test_sizes_alone_load_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "→ stage 3" in done.stdout
+
+
+def test_a_wrong_picture_leaves_no_config(plan: PlanCommand, tmp_path: Path) -> None:
+    """Both files' names are looked at before either is written."""
+    code, _, errors = plan(*LLAMA, *NODE, "--output", "plan.yaml", "--picture", "plan.jpeg")
+    assert code == 2
+    assert "plan.jpeg is no kind of picture" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:
+    """A misspelt name is planned as Adam, aloud; a known one in any case is not mentioned."""
+    assert (
+        "optimizer admw is not known: taken to keep 2 tensors, as Adam" in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
+    )
+    assert plan(*LLAMA, *NODE, "--optimizer", "LION")[2] == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -17,9 +18,9 @@ from zero_plugin.launch.machine import has_gpu_driver
 from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.config_file import write_plan
 from zero_plugin.plan.model_source import ModelSource, open_model
-from zero_plugin.plan.optimizers import optimizer_sizes
+from zero_plugin.plan.optimizers import is_known, optimizer_sizes
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.picture import draw_plan
+from zero_plugin.plan.picture import check_picture, draw_plan
 from zero_plugin.plan.search import search
 from zero_plugin.plan.situation import Cluster
 from zero_plugin.plan.what_if import what_if
@@ -169,9 +170,14 @@ def plan(
         global_batch=global_batch,
         margin=margin,
     )
+    if picture is not None:
+        check_picture(picture)  # before the other file is written
     source = ModelSource(model, trace=trace, **sizes)
     found, activations = open_model(source, sequence_length, wanted.precision)
     states = optimizer_sizes(optimizer, fused=True)
+    if not is_known(optimizer):
+        message = f"optimizer {states.name} is not known: taken to keep {states.states} tensors, as Adam"
+        print(message, file=sys.stderr)
     made = search(found, activations, states, cluster, wanted)
     answers = None
     if what_if_asked or made.chosen is None:

@@ -9,11 +9,16 @@ from zero_plugin.plan.situation import OptimizerSizes
 from zero_plugin.resolve.facts import OptimizerFacts
 from zero_plugin.resolve.resolved import OptimizerSection
 
-__all__ = ["asked_optimizer", "optimizer_sizes"]
+__all__ = ["asked_optimizer", "is_known", "optimizer_sizes"]
 
 # Tensors of a parameter's size, by DeepSpeed's type name in lower case; momentum adds one where it is not built in.
 _STATES: Final[Mapping[str, int]] = {"adam": 2, "adamw": 2, "lamb": 2, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
 _UNKNOWN: Final = 2  # as many as Adam, the most of the common ones
+
+
+def is_known(name: str) -> bool:
+    """Whether it is known what the optimizer of that name, in any case, keeps."""
+    return name.lower() in _STATES
 
 
 def optimizer_sizes(name: str, arguments: Mapping[str, Any] | None = None, *, fused: bool = False) -> OptimizerSizes:

@@ -11,7 +11,7 @@ from zero_plugin.plan.naming import name_setup
 from zero_plugin.plan.search import Candidate, Plan
 from zero_plugin.plan.situation import Cluster
 
-__all__ = ["draw_plan"]
+__all__ = ["check_picture", "draw_plan"]
 
 _INK, _MUTED, _GREEN, _RED = "#222222", "#8a8a8a", "#1d7a3a", "#c0392b"
 # Colours that differ in lightness too, so that they stay apart in grey print; terms beyond the last share one.
@@ -34,17 +34,11 @@ def draw_plan(file: Path, plan: Plan, cluster: Cluster, title: str, margin: floa
         margin: the share that stays free.
 
     Raises:
-        ConfigError: another suffix.
-        MachineError: matplotlib is not installed, or the file cannot be written.
+        ConfigError, MachineError: see `check_picture`; or the file cannot be written.
     """
-    if file.suffix not in _SUFFIXES:
-        fix = f"Name it {file.stem}.png, .svg or .pdf."
-        raise ConfigError([Problem("--picture", "", f"{file} is no kind of picture known here", fix)])
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it would choose a window system and keep the figure alive
-    except ModuleNotFoundError:
-        message = "a picture needs matplotlib, which is not installed.\npip install 'zero-plugin[pictures]'"
-        raise MachineError(message) from None
+    check_picture(file)
+    from matplotlib.figure import Figure  # not pyplot: it would choose a window system and keep the figure alive
+
     shown = _worth_drawing(plan)
     figure = Figure(figsize=(12, 1.9 + 0.34 * len(shown)), dpi=150, layout="constrained")
     device, host = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -72,6 +66,23 @@ def draw_plan(file: Path, plan: Plan, cluster: Cluster, title: str, margin: floa
         figure.savefig(file)
     except OSError as error:
         raise MachineError(f"{file} cannot be written: {error.strerror}.\nName another file.") from None
+
+
+def check_picture(file: Path) -> None:
+    """Refuse what could not be drawn, before anything is written.
+
+    Raises:
+        ConfigError: another suffix than `.png`, `.svg` or `.pdf`.
+        MachineError: matplotlib is not installed.
+    """
+    if file.suffix not in _SUFFIXES:
+        fix = f"Name it {file.stem}.png, .svg or .pdf."
+        raise ConfigError([Problem("--picture", "", f"{file} is no kind of picture known here", fix)])
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError:
+        message = "a picture needs matplotlib, which is not installed.\npip install 'zero-plugin[pictures]'"
+        raise MachineError(message) from None
 
 
 def _label(candidate: Candidate) -> str:
