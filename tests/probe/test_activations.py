@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -335,6 +336,19 @@ def test_any_number_of_samples_tells_of_any() -> None:
         return {name: tensor[:1].expand(samples, -1) for name, tensor in inputs.items()}
 
     assert trace_activations(model, make, "no") == found
+
+
+def test_wrong_shapes_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch logs an operation's failure with a traceback; the error alone is shown, and the logger speaks again."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch's loggers do not propagate
+    try:
+        with pytest.raises(ConfigError, match="Linear cannot be traced: RuntimeError"):
+            trace_activations(nn.Linear(4, 4), torch.zeros(2, 3), "no")
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
+    assert not logger.disabled
 
 
 def test_what_cannot_be_traced_is_said() -> None:

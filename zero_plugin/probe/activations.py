@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,10 +75,11 @@ def trace_activations(
         return _affine(*(_trace(model, make(samples), dtype, regime) for samples in _SAMPLES))
 
     try:
-        found = replace(trace(autocast=False), sample_length=_length(make(1)))
-        if precision == "no":
-            return found
-        return replace(found, autocast=replace(trace(autocast=True), sample_length=found.sample_length))
+        with _no_warnings_of_fakes():
+            found = replace(trace(autocast=False), sample_length=_length(make(1)))
+            if precision == "no":
+                return found
+            return replace(found, autocast=replace(trace(autocast=True), sample_length=found.sample_length))
     except Exception as error:  # anything may come of a forward that meets tensors without values
         reason = (str(error).splitlines() or [""])[0]
         message = f"{type(model).__name__} cannot be traced: {type(error).__name__}: {reason}"
@@ -236,6 +238,17 @@ def _training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def _no_warnings_of_fakes() -> Iterator[None]:
+    """Without what torch prints of an operation that meets wrong shapes: the error that comes of it tells."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 @contextmanager
