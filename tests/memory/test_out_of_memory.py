@@ -59,6 +59,15 @@ def test_real_failures_of_the_host(kind: str, asked: str) -> None:
     assert "GiB can be had" in shortage.headline
 
 
+@pytest.mark.parametrize("maker", ["CUDA", "HIP"])
+def test_the_drivers_own_error(maker: str) -> None:
+    """Memory that is not torch's allocator's, as a context's or pinned memory, fails with the driver's words."""
+    text = (
+        f"{maker} error: out of memory\n{maker} kernel errors might be asynchronously reported at some other API call"
+    )
+    assert is_out_of_memory(RuntimeError(text))
+
+
 def test_other_errors_are_none() -> None:
     """Not every RuntimeError."""
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -10,6 +10,8 @@ __all__ = ["is_out_of_memory"]
 
 _OUT_OF_MEMORY: Final = (
     " out of memory.",  # CUDA, ROCm
+    "CUDA error: out of memory",  # of the driver, beside torch's allocator; lines of advice follow
+    "HIP error: out of memory",
     "DefaultCPUAllocator: can't allocate memory",
 )
 
