@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.cli.main import main
+from zero_plugin.cli.plan_report import show_count
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.read import read_document
 
@@ -210,3 +211,29 @@ def test_an_unknown_optimizer_is_said(plan: PlanCommand) -> None:
         "optimizer admw is not known: taken to keep 2 tensors, as Adam" in plan(*LLAMA, *NODE, "--optimizer", "AdmW")[2]
     )
     assert plan(*LLAMA, *NODE, "--optimizer", "LION")[2] == ""
+
+
+def test_stage_0_is_written_without_what_it_does_not_read(
+    plan: PlanCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The strict check has no warning about its file."""
+    assert plan("--params", "100M", "--gpu", "A100-80GB", "--zero_stage", "0", "--output", "plan.json")[0] == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["zero_optimization"] == {"stage": 0}
+    monkeypatch.setattr(sys, "argv", ["zero-plugin", "check", "--strict", "plan.json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code in (None, 0), capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(7, "7"), (6_738_415_616, "6.74B"), (999_999_999, "1B"), (1_234 * 10**12, "1,234T")]
+)
+def test_counts(count: int, shown: str) -> None:
+    """Three digits and a unit, never a power of ten."""
+    assert show_count(count) == shown
+
+
+def test_no_powers_of_ten(plan: PlanCommand) -> None:
+    """Many samples per second are a plain number."""
+    _, output, _ = plan("--params", "10M", "--gpu", "A100-80GB", "--gpus", "8", "--sequence_length", "16")
+    assert "e+0" not in output

@@ -58,9 +58,14 @@ class Report:
 def show_count(count: int) -> str:
     """E.g. 6.74B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
+        if count >= 0.9995 * size:  # what would be shown as a thousand of the next unit
+            return f"{_number(count / size)}{unit}"
     return str(count)
+
+
+def _number(value: float) -> str:
+    """Three digits, all of them from a thousand on."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def print_report(report: Report, written: Sequence[Path]) -> None:
@@ -114,7 +119,7 @@ def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
         show_gib(needed.device_bytes),
         show_gib(needed.host_bytes) + (f" + {show_gib(needed.nvme_bytes)} NVMe" if needed.nvme_bytes else ""),
         "" if candidate.rejected else f"{candidate.time.seconds:.3g} s",
-        "" if candidate.rejected else f"{samples:,.3g}",
+        "" if candidate.rejected else _number(samples),
         candidate.rejected,
     )
 

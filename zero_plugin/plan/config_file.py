@@ -94,8 +94,10 @@ def training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: s
 
 
 def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": setup.stage, "reduce_bucket_size": setup.reduce_bucket}
-    if setup.stage != 3:
+    zero: dict[str, Any] = {"stage": setup.stage}
+    if setup.stage:  # what stage 0 does not read, the check warns about
+        zero["reduce_bucket_size"] = setup.reduce_bucket
+    if setup.stage in (1, 2):
         zero["allgather_bucket_size"] = (
             setup.allgather_bucket + setup.allgather_bucket % 2
         )  # DeepSpeed takes no odd one
