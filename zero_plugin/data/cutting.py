@@ -54,24 +54,24 @@ class CutBatchSampler(BatchSampler):
         return len(self.batch_sampler) * self._pieces
 
 
-def smaller_cut(micro_batch: int, cut: int) -> int:
-    """The next number of micro-batches to cut a loader's batch into: twice `cut`, or what else divides it.
+def smaller_cut(micro_batch: int) -> int:
+    """The least number of equal pieces that a micro-batch can be cut into: 2, or what else divides it.
 
     Args:
-        micro_batch: samples of a micro-batch now.
-        cut: into how many each batch is cut now.
+        micro_batch: its samples.
 
     Returns:
-        0 where a micro-batch is one sample.
+        0 where it is one sample.
     """
-    return next((cut * n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 0)
+    return next((n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 0)
 
 
 def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> DataLoader[Any]:
     """The loader with each of its batches cut into `cut` of one size.
 
     It gives what it would if it had been built with that batch size, except that `drop_last` still leaves out what it
-    would have left out. One that is only evaluated with stays as it is where it cannot be cut so.
+    would have left out; of a stream, which ends unforeseen, only what does not fill a smaller batch. One that is only
+    evaluated with stays as it is where it cannot be cut so.
 
     Args:
         loader: as the script made it.

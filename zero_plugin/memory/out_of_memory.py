@@ -103,7 +103,7 @@ def describe_shortage(error: BaseException, loop: FailedLoop, device: torch.devi
         f"{'GPU' if memory.type == 'cuda' else 'Host'} memory ran out on rank {rank}, in {phase}{size}: {wanted}"
         f"{_describe_memory(memory)}."
     )
-    factor = smaller_cut(loop.micro_batch, 1) if depends and loop.trains and loop.micro_batch else 0
+    factor = smaller_cut(loop.micro_batch) if depends and loop.trains and loop.micro_batch else 0
     ways = [*(_smaller(loop, factor) if factor else ()), *loop.savings]
     lines = [f"  {number}. {way}" for number, way in enumerate(_with_plan(ways, loop, loop.taken + asked), 1)]
     if not depends:
