@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.naming import name_setup
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.picture import draw_plan
+from zero_plugin.plan.picture import _worth_drawing, draw_plan
 from zero_plugin.plan.search import Plan, search
 from zero_plugin.plan.situation import Cluster, OptimizerSizes
 
@@ -49,6 +50,20 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
     assert "#1d7a3a" in line
     for term in ("parameters", "optimizer states", "gradients", "activations"):
         assert f">{term}<" in text
+
+
+def test_what_is_short_of_locked_memory_alone_is_drawn() -> None:
+    """A limit of `ulimit -l` can be raised; a disk that is not there cannot."""
+    model = decoder_sizes(parameters=7_000_000_000)
+    roomy = state_cluster(gpu_memory=400 * 2**30, host_memory=2**41, gpus=8, nvme=2**43)
+    cluster = replace(roomy, memlock_bytes=1)
+    plan = search(model, decoder_activations(model, 2048), OptimizerSizes(), cluster, Wanted(global_batch=64))
+    locked = [c for c in plan.candidates if "ulimit -l" in c.rejected and "usable" not in c.rejected]
+    assert locked
+    assert all(c in _worth_drawing(plan) for c in locked)
+    without = replace(roomy, nvme_bytes=0)
+    plan = search(model, decoder_activations(model, 2048), OptimizerSizes(), without, Wanted(global_batch=64))
+    assert not any(c.setup.offload_optimizer == "nvme" for c in _worth_drawing(plan))
 
 
 @pytest.mark.usefixtures("_matplotlib")

@@ -162,7 +162,7 @@ def fits_nowhere(plan: Plan, changes: Sequence[Change], cluster: Cluster, where:
         cluster: the machines.
         where: what left the choice to the plan.
     """
-    least = min(_short_of_memory(plan, cluster) or plan.candidates, key=lambda c: _excess(c, cluster))
+    least = min([c for c in plan.candidates if c.short] or plan.candidates, key=lambda c: _excess(c, cluster))
     ways = "; ".join(_as_key(change.what) for change in changes[:3])
     fix = (
         f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
@@ -171,20 +171,10 @@ def fits_nowhere(plan: Plan, changes: Sequence[Change], cluster: Cluster, where:
     return ConfigError([Problem(where, "zero_optimization", message, fix)])
 
 
-def _short_of_memory(plan: Plan, cluster: Cluster) -> list[Candidate]:
-    """The rejected ones that more memory would let run; not those that want a disk where there is none."""
-    no_disk = not cluster.nvme_bytes
-    return [c for c in plan.candidates if c.rejected and not (no_disk and "nvme" in _devices(c.setup))]
-
-
 def _excess(candidate: Candidate, cluster: Cluster) -> float:
     """What it needs in shares of what is there, of the kind of memory that is shortest."""
     needed = candidate.footprint
     return max(needed.device_bytes / cluster.device_bytes, needed.host_bytes / max(1, cluster.host_bytes))
-
-
-def _devices(setup: Setup) -> tuple[str, str]:
-    return setup.offload_optimizer, setup.offload_param
 
 
 def _reason(path: Path, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
@@ -209,7 +199,7 @@ def _reason(path: Path, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
 def _reason_of_device(field: str, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
     if getattr(chosen.setup, field) == "none":
         return "by the plan the fastest that fits needs none"
-    without = [c for c in _short_of_memory(plan, cluster) if getattr(c.setup, field) == "none"]
+    without = [c for c in plan.candidates if c.short and getattr(c.setup, field) == "none"]
     if not without:
         return "by the plan the fastest that fits"
     least = min(without, key=lambda c: _excess(c, cluster))
@@ -218,7 +208,7 @@ def _reason_of_device(field: str, plan: Plan, chosen: Candidate, cluster: Cluste
 
 def _simpler(plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
     """Of the ways that would be faster, the one that needs the least, and why it cannot be had."""
-    faster = [c for c in _short_of_memory(plan, cluster) if c.seconds_per_sample < chosen.seconds_per_sample]
+    faster = [c for c in plan.candidates if c.short and c.seconds_per_sample < chosen.seconds_per_sample]
     if not faster:
         return ""
     least = min(faster, key=lambda c: _excess(c, cluster))

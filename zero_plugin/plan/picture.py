@@ -92,7 +92,7 @@ def _label(candidate: Candidate) -> str:
 
 def _worth_drawing(plan: Plan) -> list[Candidate]:
     """All but those that cannot run whatever the memory."""
-    return [c for c in plan.candidates if not c.rejected or "usable" in c.rejected] or list(plan.candidates)
+    return [c for c in plan.candidates if c.short or not c.rejected] or list(plan.candidates)
 
 
 def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:

@@ -23,12 +23,14 @@ class Candidate:
         footprint: its memory.
         time: of one optimizer step.
         rejected: why it cannot run; "" where it fits. Then the setup is the one of its kind that needs the least.
+        short: whether that is because of the memory; otherwise it cannot run whatever there is.
     """
 
     setup: Setup
     footprint: Footprint
     time: StepTime
     rejected: str = ""
+    short: bool = False
 
     @property
     def seconds_per_sample(self) -> float:
@@ -133,7 +135,7 @@ def _best(situation: Situation, option: Option, sizes: list[Batch], wanted: Want
     fitting = [_candidate(situation, _with_batch(setup, batch)) for setup, batch in largest if batch]
     if fitting:
         return _fastest(fitting)
-    return _candidate(situation, setups[0], situation.shortage(situation.measure(setups[0])))
+    return replace(_candidate(situation, setups[0], situation.shortage(situation.measure(setups[0]))), short=True)
 
 
 def _largest_batch(situation: Situation, setup: Setup, sizes: list[Batch]) -> Batch | None:
