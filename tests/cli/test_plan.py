@@ -73,6 +73,7 @@ def test_json_has_every_number(plan: PlanCommand) -> None:
         assert sum(way["device"].values()) == way["device_bytes"]
         assert sum(way["host"].values()) == way["host_bytes"]
         assert sum(way["time"].values()) == pytest.approx(way["seconds"])
+    assert any(way["hidden_time"] for way in found["candidates"])
     assert found["model"]["parameters"] == pytest.approx(7e9, rel=0.01)
     assert found["cluster"]["sources"]["flops"] == "40% of A100-40GB's data sheet"
     assert found["what_if"]["largest_parameters"] > 7e9

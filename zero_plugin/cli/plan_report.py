@@ -191,6 +191,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "nvme": dict(needed.nvme),
         "seconds": candidate.time.seconds,
         "time": dict(candidate.time.terms),
+        "hidden_time": dict(candidate.time.hidden),
         "rejected": candidate.rejected,
     }
 
