@@ -47,6 +47,15 @@ def test_a_configuration_is_traced_or_computed(llama: Path) -> None:
     assert computed.sample_length == traced.sample_length == 128
 
 
+def test_heads_that_do_not_share_out_the_width(tmp_path: Path) -> None:
+    """`head_dim` counts where it is not the width of a head's share, as in Qwen3 and Mistral Nemo."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "head_dim": 256}))
+    traced_sizes, traced = open_model(ModelSource(str(tmp_path)), 128)
+    sizes, computed = open_model(ModelSource(str(tmp_path), trace=False), 128)
+    assert sizes.elements == traced_sizes.elements
+    assert computed.saved.at(8) == pytest.approx(traced.saved.at(8), rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("kind", "keys", "inputs"),
     [

@@ -26,12 +26,13 @@ def decoder_sizes(
     heads: int | None = None,
     kv_heads: int | None = None,
     intermediate: int | None = None,
+    head_size: int | None = None,
     tied: bool | None = None,
 ) -> ModelSizes:
     """The tensors of a decoder as Llama's (RMSNorm, grouped-query attention, gated MLP, no biases; arXiv:2302.13971).
 
-    Each layer has `h·(2h + 2·kv + 3m) + 2h` parameters, where `kv` is the width of the keys and `m` the intermediate
-    size; the embedding and, unless tied, the output have `V·h` each.
+    Each layer has `h·(2q + 2·kv + 3m) + 2h` parameters, where `q` is the width of the queries, `h` in most, `kv` that
+    of the keys, and `m` the intermediate size; the embedding and, unless tied, the output have `V·h` each.
 
     Args:
         parameters: of all; the intermediate size follows from it. Without it, that is 8/3 of the hidden size.
@@ -40,6 +41,7 @@ def decoder_sizes(
         heads: of 128 each where absent.
         kv_heads: as many as `heads` where absent.
         intermediate: width of the MLP.
+        head_size: of a query and a key; where absent the heads share out the hidden size.
         tied: whether embedding and output are one tensor; absent, only where `parameters` leave no room for two.
 
     Raises:
@@ -51,8 +53,8 @@ def decoder_sizes(
     depth = layers or max(1, round(hidden / _WIDTH_PER_LAYER))
     words = vocabulary or _VOCABULARY
     query_heads = heads or max(1, hidden // _HEAD_SIZE)
-    kv_width = hidden * (kv_heads or query_heads) // query_heads
-    attention = 2 * hidden * (hidden + kv_width)
+    query_width, kv_width = _attention_widths(hidden, query_heads, kv_heads, head_size)
+    attention = 2 * hidden * (query_width + kv_width)
 
     def solved(outputs: int) -> int:
         """The intermediate size that fills up the parameters, with that many matrices over the vocabulary."""
@@ -73,7 +75,7 @@ def decoder_sizes(
     width = width or 256 * -(-8 * hidden // 768)  # 2/3 of 4h, rounded up to a multiple of 256: Llama's own rule
     matrices = (
         ParameterSize(words * hidden, 1 if is_tied else 2),
-        ParameterSize(hidden * hidden, 2 * depth),
+        ParameterSize(hidden * query_width, 2 * depth),
         ParameterSize(hidden * kv_width, 2 * depth),
         ParameterSize(hidden * width, 3 * depth),
         ParameterSize(hidden, 2 * depth + 1),
@@ -105,6 +107,7 @@ def decoder_activations(
     heads: int | None = None,
     kv_heads: int | None = None,
     intermediate: int | None = None,
+    head_size: int | None = None,
 ) -> Activations:
     """What a forward of such a decoder keeps, tensor by tensor, with attention as a fused kernel.
 
@@ -112,7 +115,7 @@ def decoder_activations(
     (arXiv:2205.05198, section 4.1) on the operations of transformers' Llama:
 
     * each of two norms: its input in fp32 `4h`, the normalised input `e·h`, its output (the projections' input) `e·h`;
-    * attention: queries and output `2·e·h`, keys and values `2·e·kv`, the soft-maxes' logarithms `4·heads` (Dao 2023,
+    * attention: queries and output `2·e·q`, keys and values `2·e·kv`, the soft-maxes' logarithms `4·heads` (Dao 2023,
       arXiv:2307.08691: what FlashAttention-2 keeps);
     * the gated MLP: both projections, the gate's activation, and their product: `4·e·m`.
 
@@ -127,6 +130,7 @@ def decoder_activations(
         precision: of the computation.
         heads, kv_heads, intermediate: as for `decoder_sizes`; where absent, equal heads of 128, and the intermediate
             size that the number of parameters leaves.
+        head_size: as for `decoder_sizes`.
 
     Raises:
         ConfigError: the model's hidden size or layers are unknown.
@@ -136,11 +140,11 @@ def decoder_activations(
     hidden, depth, words = model.hidden_size, model.layers, model.vocabulary or 0
     item = 4 if precision == "no" else 2
     query_heads = heads or max(1, hidden // _HEAD_SIZE)
-    kv_width = hidden * (kv_heads or query_heads) // query_heads
+    query_width, kv_width = _attention_widths(hidden, query_heads, kv_heads, head_size)
     embeddings = sum(p.elements * p.count for p in model.parameters if words and p.elements == words * hidden)
     blocks = max(0, model.elements - embeddings)
-    width = intermediate or max(0, blocks // (depth * hidden) - 2 * (hidden + kv_width)) // 3
-    inner = item * (2 * hidden + 2 * kv_width + 4 * width) + 4 * query_heads
+    width = intermediate or max(0, blocks // (depth * hidden) - 2 * (query_width + kv_width)) // 3
+    inner = item * (2 * query_width + 2 * kv_width + 4 * width) + 4 * query_heads
 
     def regime(*, stream: int, norm: int, last_norm: int, wide: bool, autocast: bool) -> Activations:
         """From bytes per token: of the residual stream, of a layer's two norms, and of the last one."""
@@ -166,7 +170,10 @@ def decoder_activations(
             # the forward's end: all copies, and logits in 16 bits, or the last MLP's insides
             checkpointed_forward=per_batch(copied, max(2 * words, 4 * item * width - 8 * words)) if autocast else None,
             flops_per_sample=2.0 * (blocks + words * hidden) * sequence_length
-            + 2.0 * depth * hidden * sequence_length**2,  # 4·T·h per token and layer, of which the mask leaves a half
+            + 2.0
+            * depth
+            * query_width
+            * sequence_length**2,  # 4·T·q per token and layer, of which the mask leaves a half
             sample_length=sequence_length,
             source=f"closed formula of a decoder{' under autocast' if autocast else ''}",
         )
@@ -179,6 +186,12 @@ def decoder_activations(
     norm, last_norm = (16 + 5 * item) * hidden, (8 + item) * hidden
     autocast = regime(stream=4 * hidden, norm=norm, last_norm=last_norm, wide=True, autocast=True)
     return replace(found, autocast=autocast)
+
+
+def _attention_widths(hidden: int, heads: int, kv_heads: int | None, head_size: int | None) -> tuple[int, int]:
+    """Of the queries, and of the keys."""
+    width = heads * head_size if head_size else hidden
+    return width, width * (kv_heads or heads) // heads
 
 
 def _usual_width(parameters: int) -> int:

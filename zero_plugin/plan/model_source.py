@@ -28,6 +28,7 @@ _KEYS: Final = {  # how configurations call what the formula needs
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "kv_heads": ("num_key_value_heads",),
     "vocabulary": ("vocab_size",),
+    "head_size": ("head_dim",),
     "intermediate": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
 }
 _NO_DECODER: Final = ("is_encoder_decoder", "num_local_experts", "num_experts", "n_routed_experts")
@@ -113,7 +114,7 @@ def _traced(model: Any, example: Any, precision: Precision, name: str) -> tuple[
 def _by_formula(
     model: ModelSizes, numbers: Mapping[str, int], sequence_length: int, precision: Precision
 ) -> tuple[ModelSizes, Activations]:
-    widths = {name: numbers.get(name) for name in ("heads", "kv_heads", "intermediate")}
+    widths = {name: numbers.get(name) for name in ("heads", "kv_heads", "intermediate", "head_size")}
     return model, decoder_activations(model, sequence_length, precision, **widths)
 
 
