@@ -16,21 +16,9 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.decoder import decoder_activations
-from zero_plugin.plan.fields import (
-    BY_FORMULA,
-    TRACED,
-    UNKNOWN,
-    Planned,
-    fits_nowhere,
-    fixed_fields,
-    nvme_folder,
-    open_fields,
-    planned_values,
-)
-from zero_plugin.plan.optimizers import asked_optimizer
-from zero_plugin.plan.search import search
+from zero_plugin.plan.fields import BY_FORMULA, TRACED, UNKNOWN, Planned, nvme_folder, open_fields
+from zero_plugin.plan.filling import fill_fields
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes
-from zero_plugin.plan.what_if import what_if
 from zero_plugin.probe.activations import trace_activations
 from zero_plugin.probe.arguments import forward_arguments
 from zero_plugin.probe.constants import measure_cluster
@@ -91,16 +79,8 @@ def _plan(
     sizes = model_sizes(model)
     if facts.optimizer is None:
         sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
-    on_gpu = facts.machine.accelerator == "cuda"
-    optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
     activations, margin = find_activations(model, sizes, peek(), resolved.precision)
-    wanted = fixed_fields(document, resolved, facts, margin=margin)
-    plan = search(sizes, activations, optimizer, cluster, wanted)
-    if plan.chosen is None:
-        changes = what_if(sizes, activations, optimizer, cluster, wanted).changes
-        first = document.deepspeed.entries[open_fields(document.deepspeed)[0]]
-        raise fits_nowhere(plan, changes, cluster, first.origin.where)
-    return planned_values(plan, wanted, cluster, document.deepspeed, activations.source), activations
+    return fill_fields(document, resolved, facts, sizes, activations, cluster, margin=margin), activations
 
 
 def find_activations(

@@ -7,20 +7,10 @@ from dataclasses import replace
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.tree import Entry, Origin
-from zero_plugin.plan.fields import (
-    BY_FORMULA,
-    TRACED,
-    Planned,
-    fits_nowhere,
-    fixed_fields,
-    open_fields,
-    planned_values,
-)
+from zero_plugin.plan.fields import BY_FORMULA, TRACED, Planned, open_fields
+from zero_plugin.plan.filling import fill_fields
 from zero_plugin.plan.model_source import ModelSource, open_model
-from zero_plugin.plan.optimizers import asked_optimizer
-from zero_plugin.plan.search import search
 from zero_plugin.plan.situation import Cluster
-from zero_plugin.plan.what_if import what_if
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolve import resolve
 
@@ -43,8 +33,8 @@ def plan_before_run(
 
     Args:
         document: what was asked for, with ZeRO.
-        facts: of the machine, and whatever else is known of the run; where a GPU's memory is stated, the workers have
-            GPUs.
+        facts: of the machine, and whatever else is known of the run, not complete; where a GPU's memory is stated, the
+            workers have GPUs.
         source: the model.
         sequence_length: tokens of one sample.
         cluster: the machines.
@@ -56,16 +46,8 @@ def plan_before_run(
         facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
     resolved = resolve(document, replace(facts, complete=False))
     model, activations = open_model(source, sequence_length, resolved.precision)
-    on_gpu = facts.machine.accelerator == "cuda"
-    optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
     margin = TRACED if activations.source.startswith("traced") else BY_FORMULA
-    wanted = fixed_fields(document, resolved, facts, margin=margin)
-    plan = search(model, activations, optimizer, cluster, wanted)
-    if plan.chosen is None:
-        changes = what_if(model, activations, optimizer, cluster, wanted).changes
-        first = document.deepspeed.entries[open_fields(document.deepspeed, before_run=True)[0]]
-        raise fits_nowhere(plan, changes, cluster, first.origin.where)
-    return planned_values(plan, wanted, cluster, document.deepspeed, activations.source)
+    return fill_fields(document, resolved, facts, model, activations, cluster, margin=margin)
 
 
 def lay_plan(document: Document, planned: Planned) -> Document:
