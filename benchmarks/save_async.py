@@ -50,6 +50,7 @@ class Training:
         adamw = torch.optim.AdamW(net.parameters(), lr=1e-5)
         self.model, self.optimizer = self.accelerator.prepare(net, adamw)
         self.folder = folder
+        self.next_step = 0.0  # seconds, of the step after the last save
 
     def step(self) -> float:
         """Seconds."""
@@ -66,15 +67,16 @@ class Training:
         dist.barrier()
         start = time.perf_counter()
         self.accelerator.save_state(self.folder / "state", asynchronous=asynchronous)
-        pause = time.perf_counter() - start
+        returned = time.perf_counter()
         self.accelerator.backward(self.model(torch.ones(1, LAYER)).square().mean())
-        start = time.perf_counter()
+        waits_from = time.perf_counter()
         if (wait := self.optimizer.session.before_change) is not None:
             wait()
-        pause += time.perf_counter() - start
+        waits_to = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return pause
+        self.next_step = time.perf_counter() - returned
+        return returned - start + waits_to - waits_from
 
     def steps_behind(self) -> list[float]:
         """Seconds of each step that begins before the save is complete."""
@@ -108,7 +110,7 @@ def measure(rank: int, world: int, stage: int, folder: str, options: argparse.Na
             results["quiet"] += [training.step() for _ in range(3)]
             pauses[name].append(training.save(asynchronous=name == BEHIND))
             if name == BEHIND:
-                results["behind"] += training.steps_behind()
+                results["behind"] += [training.next_step, *training.steps_behind()]
     training.forget()
     if rank == 0:
         torch.save({**results, "pauses": dict(pauses)}, Path(folder, "results.pt"))
