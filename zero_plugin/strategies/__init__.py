@@ -1,1 +1,1 @@
-"""How a training step runs: DeepSpeed, DDP or one device."""
+"""How a training step runs: DeepSpeed, DDP, XLA or one device."""

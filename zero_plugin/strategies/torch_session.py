@@ -245,7 +245,8 @@ class TorchSession(Session):
         self._forget_window()
         self._are_spent = True
         if self._divides_anew and self._ddp is not None and not self._ddp._join_config.enable:
-            # DDP does so in the next forward; a checkpoint that is saved before has to tell of it.
+            # DDP does so in the next forward; a checkpoint that is saved before has to tell of it. Not where uneven
+            # processes are joined: one that has run out of batches would wait for another operation.
             self._divides_anew = not self._ddp.reducer._rebuild_buckets()
         self._run_recorded()
         return applied
