@@ -140,8 +140,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the running optimizer's state."""
-        if self.session.before_change is not None:
-            self.session.before_change()
+        self._await_copy()
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
@@ -167,8 +166,7 @@ class AcceleratedOptimizer(Optimizer):
         self._correct()
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
         culprit = self.session.first_nonfinite() if last_chance else None
-        if self.session.before_change is not None:
-            self.session.before_change()
+        self._await_copy()
         self._is_overflow = not self.session.step()
         self._corrected = False
         if self._is_overflow:
@@ -294,7 +292,12 @@ class AcceleratedOptimizer(Optimizer):
             )
         return self.optimizer
 
+    def _await_copy(self) -> None:
+        if self.session.before_change is not None:
+            self.session.before_change()
+
     def _call_if_there(self, name: str) -> None:
+        self._await_copy()
         optimizer: Any = self.optimizer
         while optimizer is not None:  # wrappers of other libraries hold theirs under the same name
             if callable(method := getattr(optimizer, name, None)):
@@ -309,6 +312,7 @@ class AcceleratedOptimizer(Optimizer):
         # Only what is not found here: attributes of the running optimizer, such as a third-party class' own methods.
         if name.startswith("_") or name == "session":
             raise AttributeError(name)
+        self._await_copy()  # it may be a method that changes states
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:

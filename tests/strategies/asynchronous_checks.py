@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_checks import prepare, step
+from deepspeed.utils import safe_set_full_fp32_param
 from offload_checks import prepared, zero3
-from paths import own_batch, raised, running, same, weights
+from paths import is_zero, make_net, own_batch, raised, running, same, weights
 from torch import Tensor
 
 from zero_plugin import meter
@@ -38,6 +39,19 @@ class Average:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.value.copy_(state["value"])
+
+
+class Swapping(torch.optim.SGD):
+    """Its own methods change what it steps, past the count of a tensor's versions."""
+
+    def eval(self) -> None:
+        self.double()
+
+    def double(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(2)
+                self.state[p]["momentum_buffer"].data.mul_(2)
 
 
 @contextmanager
@@ -69,6 +83,24 @@ def held_disk() -> Iterator[threading.Event]:
             yield release
         finally:
             release.set()
+
+
+@contextmanager
+def held_copies() -> Iterator[threading.Event]:
+    """What is copied behind the training is copied when the event is set, as it is at first."""
+    release, real = threading.Event(), Snapshot.finish
+    release.set()
+
+    def finish(self: Snapshot) -> None:
+        assert release.wait(20)
+        real(self)
+
+    Snapshot.finish = finish
+    try:
+        yield release
+    finally:
+        release.set()
+        Snapshot.finish = real
 
 
 @contextmanager
@@ -147,35 +179,55 @@ def check_holds_what_a_synchronous_one_holds(path: str, folder: Path) -> None:
 
 
 def check_a_state_that_changes_meanwhile_is_refused(path: str, folder: Path) -> None:
-    """What a script changes before the states are copied is in no checkpoint; a step waits for the copy."""
-    copying, real = threading.Event(), Snapshot.finish
-
-    def finish(self: Snapshot) -> None:
-        assert copying.wait(20)
-        real(self)
-
-    with running(path) as accelerator:
+    """Where a script changes in place what is copied behind the training, there is no checkpoint, and it says so."""
+    with running(path) as accelerator, held_copies() as release:
         model, optimizer = prepare(accelerator)
         step(accelerator, model, optimizer, own_batch(0))
-        Snapshot.finish = finish
-        try:
+        stepped, state = next(iter(optimizer.state.items()))
+        changed = {"exp_avg": state["exp_avg"]}
+        if is_zero(path):
+            changed["weight"] = stepped.detach()
+        for kind, tensor in changed.items():
+            release.clear()
             accelerator.save_state(folder / "changed", asynchronous=True)
-            states = next(iter(optimizer.state.values()))
-            states["exp_avg"].mul_(2)
-            copying.set()
-            raised(CheckpointError, "exp_avg", "was changed while it was copied", by=accelerator.wait_for_save)
-            copying.clear()
-            accelerator.save_state(folder / "held", asynchronous=True)
-            timer = threading.Timer(0.3, copying.set)
+            tensor.mul_(2)
+            release.set()
+            raised(CheckpointError, f"the {kind} of ", "was changed while it was copied", by=accelerator.wait_for_save)
+    assert names_in(folder) == set()
+
+
+def check_what_a_script_changes_meanwhile_is_not_in_it(path: str, folder: Path) -> None:
+    """Weights that it writes are copied before; what else can change masters or states waits for the copy."""
+    with running(path) as accelerator, held_copies() as release:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, Swapping(net.parameters(), lr=1e-2, momentum=0.9))
+        step(accelerator, model, optimizer, own_batch(0))
+
+        def set_masters() -> None:
+            for p in accelerator.unwrap_model(model).parameters():
+                safe_set_full_fp32_param(p, torch.zeros(getattr(p, "ds_shape", p.shape)))
+
+        changes: list[Callable[[], Any]] = [
+            optimizer.eval,
+            lambda: optimizer.double(),
+            lambda: step(accelerator, model, optimizer, own_batch(1)),
+            *([set_masters] if is_zero(path) else []),
+        ]
+        for number, change in enumerate(changes):
+            at_hand, behind = folder / f"at_hand_{number}", folder / f"behind_{number}"
+            accelerator.save_state(at_hand)
+            release.clear()
+            accelerator.save_state(behind, asynchronous=True)
+            with accelerator.whole_weights(model), torch.no_grad():
+                for p in accelerator.unwrap_model(model).parameters():
+                    p.data.mul_(2)
+            timer = threading.Timer(0.2, release.set)
             timer.start()
-            step(accelerator, model, optimizer, own_batch(1))
-            assert copying.is_set()
+            change()
+            assert release.is_set()
             timer.join()
-            assert accelerator.wait_for_save() == folder / "held"
-        finally:
-            copying.set()
-            Snapshot.finish = real
-    assert names_in(folder) == {"held"}
+            assert accelerator.wait_for_save() == behind
+            assert content_of(behind) == content_of(at_hand), number
 
 
 def check_what_is_closed_is_let_go(path: str, folder: Path) -> None:
@@ -293,7 +345,8 @@ PATHS = {
     check_a_failure_is_told_by_the_next_call: ("ddp", "zero2"),
     check_without_memory_it_is_not_behind: ("ddp",),
     check_reads_nvme_once: ("zero3-nvme",),
-    check_a_state_that_changes_meanwhile_is_refused: ("single", "ddp", "zero2-cpu"),
+    check_a_state_that_changes_meanwhile_is_refused: ("ddp", "zero2-cpu", "zero3"),
+    check_what_a_script_changes_meanwhile_is_not_in_it: ("single", "ddp", "zero2", "zero3"),
 }
 CHECKS: dict[str, tuple[list[int], Callable[[Path], None]]] = {
     f"{path}-{check.__name__.removeprefix('check_')}": (

@@ -1,7 +1,8 @@
 """Copies what a checkpoint is to hold into host memory, so that training can go on while it is written.
 
-What only an optimizer's step changes (its states, and masters beside 16-bit weights) and lies in host memory is copied
-behind the forwards and backwards that follow: the next step waits for it. All else is copied at once.
+What only an optimizer's step changes (its states, and its own copy of the weights) and lies in host memory is copied
+behind the forwards and backwards that follow: the next step waits for it. What the module holds is copied at once: a
+script may write to it at any time (averages of weights are swapped in so), and a forward to its buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zero_plugin.checkpoint.together import all_or_none
 from zero_plugin.errors import CheckpointError
 from zero_plugin.meter import memory_available_bytes
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.fragments import WEIGHT, Fragment
+from zero_plugin.strategies.fragments import Fragment
 
 __all__ = ["Snapshot"]
 
@@ -119,9 +120,10 @@ class Snapshot:
             [
                 part
                 for fragment in placed_fragments(session_fragments(session), layout)
-                for part in self._copy_fragment(fragment, session.states_stay)
+                for part in self._copy_fragment(fragment, waits=session.states_stay and _storage(fragment) not in held)
             ]
             for session, layout in zip(sessions, opened.layouts, strict=True)
+            for held in [{_storage(weight) for weight in session.weight_fragments()}]
         ]
         if self._filled[True]:
             torch.cuda.synchronize()
@@ -129,7 +131,7 @@ class Snapshot:
             del chunks[-(-self._filled[pinned] // _CHUNK_BYTES) :]
         return copies
 
-    def _copy_fragment(self, fragment: Fragment, states_stay: bool) -> Iterable[Fragment]:
+    def _copy_fragment(self, fragment: Fragment, *, waits: bool) -> Iterable[Fragment]:
         if fragment.is_elsewhere:
             raise CheckpointError(f"{fragment.name} ({fragment.kind}) is not in memory, and nothing brings it there.")
         begin, end = fragment.written
@@ -137,7 +139,8 @@ class Snapshot:
             return
         flat = fragment.values.reshape(-1)[begin:end]
         pinned = flat.device.type == "cuda"
-        waits = states_stay and fragment.kind != WEIGHT and flat.device.type == "cpu" and _shares_memory(flat, fragment)
+        # What `reshape` had to copy is one of what was there by now.
+        waits = waits and flat.device.type == "cpu" and flat.untyped_storage().data_ptr() == _storage(fragment)
         done = 0
         while done < flat.numel():
             room = self._room_for(flat.numel() - done, flat.dtype, pinned)
@@ -161,9 +164,9 @@ class Snapshot:
         return chunks[index][offset : offset + taken].view(dtype)
 
 
-def _shares_memory(flat: Tensor, fragment: Fragment) -> bool:
-    """Whether it is no copy already, which would be one of what was there by now."""
-    return flat.untyped_storage().data_ptr() == fragment.values.untyped_storage().data_ptr()
+def _storage(fragment: Fragment) -> int:
+    """Where the memory that a fragment lies in begins."""
+    return fragment.values.untyped_storage().data_ptr()
 
 
 def _lack_of_room(needed_bytes: int) -> str | None:

@@ -109,11 +109,11 @@ class CheckpointCalls:
         Models, optimizers, schedules, loss scale, counters, random states of all processes, places of the loaders, and
         registered objects: see the README, "Checkpoints". The folder is complete, or it is not there.
 
-        With `asynchronous`, it returns as soon as all of this but the optimizers' states is copied into host memory.
-        They are copied behind the next forward and backward, and a step waits for that; then a thread writes the copy
-        while the training goes on. The next `save_state` or `load_state`, `wait_for_save`, `end_training` and the end
-        of the process wait until it is complete. Each process keeps the memory of its copy for the next one, until
-        `free_memory` or `end_training`.
+        With `asynchronous`, it returns as soon as what a script may change is copied into host memory. What only a step
+        changes (the optimizers' states and, under ZeRO, their own copy of the weights) is copied behind the next
+        forward and backward, and a step waits for that; then a thread writes the copy while the training goes on. The
+        next `save_state` or `load_state`, `wait_for_save`, `end_training` and the end of the process wait until it is
+        complete. Each process keeps the memory of its copy for the next one, until `free_memory` or `end_training`.
 
         Args:
             output_dir: with `ProjectConfiguration(automatic_checkpoint_naming=True)` it is

@@ -112,7 +112,8 @@ class Session(ABC):
         left_out: parameters that get gradients and are in no group of the optimizer.
         failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
         states_stay: whether optimizer states and masters lie in memory, unchanged, from one step to the next.
-        before_change: called before a step changes anything; a copy that is being made of the states sets it.
+        before_change: called before a step, or anybody else, changes states or masters; a copy that is being made of
+            them sets it.
     """
 
     whole_gradients = True

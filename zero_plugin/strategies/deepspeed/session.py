@@ -37,7 +37,12 @@ from zero_plugin.strategies.deepspeed.states import (
 )
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 from zero_plugin.strategies.deepspeed.swapping import mend_swapping
-from zero_plugin.strategies.deepspeed.written import follow_loading, refuse_partitioned_states, whole_weights
+from zero_plugin.strategies.deepspeed.written import (
+    follow_loading,
+    precede_setting,
+    refuse_partitioned_states,
+    whole_weights,
+)
 from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.graph import find_leaves
 from zero_plugin.strategies.named_tensors import persistent_tensors
@@ -86,6 +91,7 @@ class EngineSession(Session):
         self._hooks: list[Any] = []
         if self.optimizer is not None:
             self._hooks += follow_loading(self.module, self._note_written)
+            self._hooks += precede_setting([wrapper, *self._trained], self._await_copy)
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values())
         self._hooks.append(self._guard)
@@ -289,6 +295,7 @@ class EngineSession(Session):
 
     def take_masters_from_weights(self) -> None:
         """See `Session.take_masters_from_weights`."""
+        self._await_copy()
         self._written = False
         refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
@@ -345,6 +352,10 @@ class EngineSession(Session):
 
     def _note_written(self) -> None:
         self._written = True
+
+    def _await_copy(self) -> None:
+        if self.before_change is not None:
+            self.before_change()
 
     def _refuse_failed(self) -> None:
         if self.failed:

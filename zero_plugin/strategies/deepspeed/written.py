@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from deepspeed import zero
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -12,7 +13,9 @@ from torch import nn
 
 from zero_plugin.errors import LoopError
 
-__all__ = ["follow_loading", "refuse_partitioned_states", "whole_weights"]
+__all__ = ["follow_loading", "precede_setting", "refuse_partitioned_states", "whole_weights"]
+
+_SETTERS: Final = ("set_full_hp_param", "set_local_hp_param")  # what DeepSpeed's safe_set_… call
 
 
 class _OwnHook:
@@ -26,6 +29,40 @@ class _OwnHook:
 
     def __reduce__(self) -> Any:
         return _OwnHook, (_do_nothing,)
+
+
+class _Restoring:
+    """Gives a method back to whom it was taken from."""
+
+    def __init__(self, owner: Any, name: str, method: Callable[..., None]) -> None:
+        self._restore = partial(setattr, owner, name, method)
+
+    def remove(self) -> None:
+        self._restore()
+
+
+def precede_setting(owners: Iterable[Any], call: Callable[[], None]) -> list[Any]:
+    """Call `call` before a script changes masters or states by DeepSpeed's `safe_set_…`; the handles end it.
+
+    Args:
+        owners: DeepSpeed's optimizer and its parameters: at stage 3 the one sets values, below it the others.
+        call: gets nothing.
+    """
+
+    def preceded(method: Callable[..., None]) -> Callable[..., None]:
+        def setter(*args: Any, **kwargs: Any) -> None:
+            call()
+            method(*args, **kwargs)
+
+        return setter
+
+    handles: list[Any] = []
+    for owner in owners:
+        for name in _SETTERS:
+            if (method := getattr(owner, name, None)) is not None:
+                handles.append(_Restoring(owner, name, method))
+                setattr(owner, name, preceded(method))
+    return handles
 
 
 def follow_loading(module: nn.Module, written: Callable[[], None]) -> list[Any]:
