@@ -343,6 +343,19 @@ def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> N
     assert not window.holds_gradients
 
 
+@pytest.mark.parametrize("decides", [False, True])
+def test_what_is_gone_on_from_elsewhere_begins_a_window(decides: bool) -> None:
+    """Wherever the loop stood, also where it tells the window's end itself: the same as before the first batch."""
+    window = AccumulationWindow(3)
+    window.count_backward()
+    if decides:
+        window.decide(False)
+    window.begin()
+    assert window.ends_here
+    assert [(window.count_backward(), window.ends_here)[1] for _ in range(3)] == [False, False, True]
+    assert window.count_step()
+
+
 def test_zero_grad_never_drops_inside_accumulate() -> None:
     """Inside accumulate() gradients of earlier micro-batches are kept."""
     window = AccumulationWindow(2)

@@ -179,6 +179,17 @@ class AccumulationWindow:
         if self._batches == 0 or self._stepped:
             self._size = steps
 
+    def begin(self) -> None:
+        """The training goes on from elsewhere: stand as before the first micro-batch."""
+        self._decided = None
+        self._since_step = self._ended_windows = 0
+        self._open()
+        if self.in_context:
+            self._told_by_context = True
+            self._advance(is_new=False)
+        else:
+            self.ends_here = True
+
     def restart(self) -> None:
         """The gradients were dropped; inside `accumulate()` this micro-batch is the first of the window then."""
         self._since_step = 0

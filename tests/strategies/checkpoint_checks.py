@@ -47,6 +47,7 @@ def check_back_in_the_same_run(path: str, folder: Path) -> None:
         end = weights(accelerator, model)
         accelerator.backward(loss_of(model, own_batch(9)))  # gradients that wait are dropped
         accelerator.load_state(folder / "2")
+        assert accelerator.sync_gradients  # as before the first micro-batch
         again = [step(accelerator, model, optimizer, own_batch(index)) for index in range(2, 4)]
         assert again == second
         assert same(weights(accelerator, model), end)

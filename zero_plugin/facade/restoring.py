@@ -131,7 +131,7 @@ class RestoringCalls:
         ):
             if training.optimizer is not None:
                 training.session.drop_gradients()
-                training.window.restart()
+                training.window.begin()
             optimizer = {} if record["optimizer"] is None else record["optimizer"]
             report.not_restored += load_tensors(
                 folder,
