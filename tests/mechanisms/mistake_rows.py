@@ -127,9 +127,9 @@ ROWS = [
     ),
     Row(
         "DDP goes on after a failed backward",
-        PLAIN,
-        "            self._ddp.reducer._reset_state()  # else",
-        "            pass  # else",
+        "strategies/ddp_reducer.py",
+        "        self._ddp.reducer._reset_state()  # else",
+        "        pass  # else",
         checks("failure", "a_failed_backward_is_dropped", "ddp"),
         "finished reduction in the prior iteration",
     ),

@@ -53,8 +53,8 @@ ROWS = [
     ),
     Row(
         "DDP reduces what several forwards came before",
-        PLAIN,
-        "        if not self._reduces or finds_unused:",
+        "strategies/ddp_reducer.py",
+        "        if not self._is_ready or finds_unused:",
         "        if False:",
         joint_checks("together", "forwards_before_backwards", "ddp"),
         "off by",

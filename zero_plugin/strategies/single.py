@@ -13,8 +13,9 @@ from zero_plugin.plugins import AutocastKwargs
 from zero_plugin.strategies.autocast import autocast_as
 from zero_plugin.strategies.base import Session, SessionRequest, Strategy
 from zero_plugin.strategies.lone import LoneOptimizer
+from zero_plugin.strategies.plain_torch import keep_weights_in_fp32, torch_optimizer
 from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.torch_session import TorchSession, keep_weights_in_fp32, torch_optimizer, torch_session
+from zero_plugin.strategies.torch_session import TorchSession, torch_session
 
 __all__ = ["SingleStrategy"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Protocol
 
 import torch
@@ -17,11 +15,9 @@ from zero_plugin.collectives import num_processes, process_index
 from zero_plugin.compilation import compile_in_place
 from zero_plugin.errors import LoopError
 from zero_plugin.handlers import Handlers
-from zero_plugin.optimizers import build_optimizer
-from zero_plugin.placeholders import DummyOptim
 from zero_plugin.plugins import AutocastKwargs, GradScalerKwargs
 from zero_plugin.resolve.facts import Precision
-from zero_plugin.resolve.resolved import OptimizerSection, Resolved
+from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.autocast import autocast_as, run_under_autocast
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
@@ -31,7 +27,7 @@ from zero_plugin.strategies.base import (
     Session,
     SessionRequest,
 )
-from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, divides_anew, numbered_names
+from zero_plugin.strategies.ddp_reducer import DdpReducer
 from zero_plugin.strategies.finite import all_finite, dense
 from zero_plugin.strategies.fragments import Fragment, whole_fragment
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
@@ -39,7 +35,7 @@ from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 from zero_plugin.strategies.step_guard import StepGuard
 
-__all__ = ["Recorder", "TorchSession", "keep_weights_in_fp32", "torch_optimizer", "torch_session"]
+__all__ = ["Recorder", "TorchSession", "torch_session"]
 
 
 class Recorder(Protocol):
@@ -98,15 +94,10 @@ class TorchSession(Session):
         self._finite: bool | None = None  # whether the window's gradients are, once it is known
         self._has_gradients = False
         self._are_spent = False  # gradients of the last step, which stay to be looked at until zero_grad()
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        if self._ddp is not None:
-            _route_no_sync(self._ddp, self.no_sync)
-        self._buckets: list[list[str]] = []  # that DDP began with, where they were given
-        self._divides_anew = self._ddp is not None and divides_anew(self._ddp)
-        self._reduces = False  # DDP is ready to reduce in the next backward
+        self._reducer = DdpReducer(model, self.no_sync) if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
         self.recorder = recorder
-        self._averages = False  # in the running backward, the recorder is to
+        self._averages = False  # gradients of the running backward are averaged over the processes
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
         self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
@@ -136,15 +127,8 @@ class TorchSession(Session):
                 raise LoopError(DIRECT_BACKWARD)
         self._is_open = True
         self._averages = ends_window and not self._local_only
-        if self._ddp is None or not self._averages:
-            return
-        finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
-        if not self._reduces or finds_unused:
-            # DDP gets ready in a forward, for one backward. Where several forwards came before it, or the window's end
-            # was not known yet, it would keep these gradients local without a word; and it would look for unused
-            # parameters in the last forward alone, which need not be this loss's.
-            self._ddp.reducer._rebuild_buckets()
-            self._ddp.reducer.prepare_for_backward([loss] if finds_unused else [])
+        if self._reducer is not None and self._averages:
+            self._reducer.prepare(loss)
 
     def close_backward(self, *, reached: bool) -> None:
         """See `Session.close_backward`."""
@@ -154,19 +138,14 @@ class TorchSession(Session):
         if reached and self._unscaled:  # what was clipped has the loss scale taken out, what came now has not
             raise LoopError(LATE_BACKWARD)
         self._has_gradients |= reached
-        self._reduces &= not reached
-        if self.recorder is not None and reached:
-            try:
+        try:
+            if self.recorder is not None and reached:
                 self.recorder.end_backward(self.module, averages=self._averages)
-            except BaseException:
-                self._fail()
-                raise
-        if self._ddp is not None:
-            try:
-                self._ddp.reducer._check_reducer_finalized()
-            except RuntimeError as error:
-                self._fail()
-                raise LoopError(_unused_parameters(self._ddp, str(error))) from None
+            if self._reducer is not None:
+                self._reducer.finish(reached=reached)
+        except BaseException:
+            self._fail()
+            raise
 
     def abandon_backward(self, *, reached: bool) -> None:
         """See `Session.abandon_backward`."""
@@ -187,15 +166,8 @@ class TorchSession(Session):
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """See `Session.follow_window`: DDP reduces only in the backward that ends the window."""
-        if (ddp := self._ddp) is not None:
-
-            def set_reduction() -> None:
-                reduces = ends_window() and not self._local_only
-                if ddp.require_backward_grad_sync is not reduces:  # setting an attribute of a module is slow
-                    ddp.require_backward_grad_sync = reduces
-                self._reduces |= reduces and torch.is_grad_enabled()
-
-            ddp.before_forward = set_reduction  # type: ignore[assignment]
+        if self._reducer is not None:
+            self._reducer.follow(lambda: ends_window() and not self._local_only)
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
         """See `Session.clip`."""
@@ -244,10 +216,8 @@ class TorchSession(Session):
         self.last_norm, self._norm = self._norm, None
         self._forget_window()
         self._are_spent = True
-        if self._divides_anew and self._ddp is not None and not self._ddp._join_config.enable:
-            # DDP does so in the next forward; a checkpoint that is saved before has to tell of it. Not where uneven
-            # processes are joined: one that has run out of batches would wait for another operation.
-            self._divides_anew = not self._ddp.reducer._rebuild_buckets()
+        if self._reducer is not None:
+            self._reducer.settle()
         self._run_recorded()
         return applied
 
@@ -321,12 +291,12 @@ class TorchSession(Session):
 
     def reduction_state(self) -> list[list[str]]:
         """See `Session.reduction_state`."""
-        return [] if self._ddp is None else bucket_names(self._ddp) or self._buckets
+        return [] if self._reducer is None else self._reducer.state()
 
     def restore_reduction(self, state: list[list[str]]) -> None:
         """See `Session.restore_reduction`."""
-        if self._ddp is not None and state and arrange_buckets(self._ddp, state):
-            self._buckets, self._reduces, self._divides_anew = state, False, False
+        if self._reducer is not None:
+            self._reducer.restore(state)
 
     @property
     def loss_scale(self) -> float:
@@ -347,7 +317,7 @@ class TorchSession(Session):
             model.__dict__.pop("zero_grad", None)
             model.__dict__.pop("no_sync", None)
         self.model = self.module
-        self._ddp = None
+        self._reducer = None
         self.optimizer = None
 
     def _forget_window(self) -> None:
@@ -360,9 +330,8 @@ class TorchSession(Session):
 
     def _fail(self) -> None:
         self.failed = True
-        if self._ddp is not None:
-            self._reduces = False
-            self._ddp.reducer._reset_state()  # else its next forward raises
+        if self._reducer is not None:
+            self._reducer.reset()
 
     def _refuse_failed(self) -> None:
         if self.failed:
@@ -424,72 +393,6 @@ def torch_session(
     )
 
 
-def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have `no_sync()` of DDP do the same as the session's: its own is undone by the next forward."""
-    own = type(model).no_sync
-
-    def routed(this: DistributedDataParallel) -> AbstractContextManager[None]:
-        return no_sync() if this is model else own(this)  # a copy
-
-    model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]
-
-
-def _unused_parameters(ddp: DistributedDataParallel, told: str) -> str:
-    """What to say of a backward that DDP waits for more gradients after; `told` is torch's own text."""
-    names = numbered_names(ddp)
-    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", told)
-    found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
-    which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
-    return (
-        f"the loss of this backward() does not depend on {which} of the {type(ddp.module).__name__}: DDP waits for "
-        "their gradients, so that those of the others were not averaged over the processes.\n"
-        "Where parameters sit out by intention: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-        "find_unused_parameters=True)]). Else freeze them before prepare(), or let all take part."
-    )
-
-
 def _loss_scale(resolved: Resolved, given: GradScalerKwargs | None) -> LossScale:
     section = resolved.tree.section("fp16").nested()
     return LossScale(section) if given is None else LossScale(section, given.growth_factor, given.backoff_factor)
-
-
-def keep_weights_in_fp32(request: SessionRequest) -> None:
-    """Turn 16-bit weights that are trained into fp32, aloud: updates below their last bit would be lost.
-
-    ZeRO keeps fp32 masters beside 16-bit weights, or trains in fp32 where no mixed precision is asked for. Frozen
-    weights stay as they are under mixed precision, where autocast joins the types.
-    """
-    if request.optimizer is None:
-        return
-    halved = [p for p in request.model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
-    trained = [p for p in halved if p.requires_grad]
-    if not trained:
-        return
-    chosen = halved if request.resolved.precision == "no" else trained
-    for p in chosen:
-        p.data = p.data.float()
-    request.say(
-        f"{len(chosen)} parameters of the {type(request.model).__name__} came in 16 bits and are trained in fp32, as "
-        "under ZeRO; mixed_precision says what they compute in"
-    )
-
-
-def torch_optimizer(request: SessionRequest) -> Optimizer | None:
-    """The request's optimizer, with a placeholder replaced by what the config's section describes."""
-    if not isinstance(request.optimizer, DummyOptim):
-        return request.optimizer
-    section = request.resolved.optimizer
-    assert section is not None, "resolution gives every placeholder a section"
-    return build_optimizer(_fused(section, request.model), request.optimizer.params)
-
-
-def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
-    """The section with torch's fused kernel for Adam and AdamW: the same update in one pass, several times faster.
-
-    Not where the section itself says how. SGD and Adagrad stay as they are: those kernels refuse sparse gradients.
-    """
-    says_how = {"fused", "foreach", "capturable", "differentiable"} & section.params.keys()
-    served = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
-    if section.type.lower() not in ("adam", "adamw") or says_how or not served:
-        return section
-    return OptimizerSection(section.type, {**section.params, "fused": True})

@@ -1,0 +1,116 @@
+"""When DDP averages gradients over the processes: in the backward that ends a window, and in no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import MethodType
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, divides_anew, numbered_names
+
+__all__ = ["DdpReducer"]
+
+
+class DdpReducer:
+    """What a session asks of DDP beyond forward and backward.
+
+    Args:
+        ddp: around the user's module.
+        no_sync: what `no_sync()` of `ddp` is to do from now on: its own is undone by the next forward.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+        self._ddp = ddp
+        self._buckets: list[list[str]] = []  # that DDP began with, where they were given
+        self._divides_anew = divides_anew(ddp)
+        self._is_ready = False  # to reduce in the next backward
+        _route_no_sync(ddp, no_sync)
+
+    def follow(self, averages: Callable[[], bool]) -> None:
+        """Ask `averages` before each forward whether the backward to come is to average."""
+        ddp = self._ddp
+
+        def set_reduction() -> None:
+            reduces = averages()
+            if ddp.require_backward_grad_sync is not reduces:  # setting an attribute of a module is slow
+                ddp.require_backward_grad_sync = reduces
+            self._is_ready |= reduces and torch.is_grad_enabled()
+
+        ddp.before_forward = set_reduction  # type: ignore[assignment]
+
+    def prepare(self, loss: Tensor) -> None:
+        """A backward from `loss` is about to run, and is to average."""
+        finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
+        if not self._is_ready or finds_unused:
+            # DDP gets ready in a forward, for one backward. Where several forwards came before it, or the window's end
+            # was not known yet, it would keep these gradients local without a word; and it would look for unused
+            # parameters in the last forward alone, which need not be this loss's.
+            self._ddp.reducer._rebuild_buckets()
+            self._ddp.reducer.prepare_for_backward([loss] if finds_unused else [])
+
+    def finish(self, *, reached: bool) -> None:
+        """The backward has run.
+
+        Args:
+            reached: whether it added gradients to the module.
+
+        Raises:
+            LoopError: DDP still waits for gradients.
+        """
+        self._is_ready &= not reached
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise LoopError(_unused_parameters(self._ddp, str(error))) from None
+
+    def reset(self) -> None:
+        """A backward has failed."""
+        self._is_ready = False
+        self._ddp.reducer._reset_state()  # else the next forward raises
+
+    def settle(self) -> None:
+        """After a step: make the last division into buckets.
+
+        DDP does so in the next forward; a checkpoint that is saved before has to tell of it. Not where uneven processes
+        are joined: one that has run out of batches would wait for another operation.
+        """
+        if self._divides_anew and not self._ddp._join_config.enable:
+            self._divides_anew = not self._ddp.reducer._rebuild_buckets()
+
+    def state(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, as far as known."""
+        return bucket_names(self._ddp) or self._buckets
+
+    def restore(self, state: list[list[str]]) -> None:
+        """Go on with the buckets of a `state`. Collective."""
+        if state and arrange_buckets(self._ddp, state):
+            self._buckets, self._is_ready, self._divides_anew = state, False, False
+
+
+def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+    own = type(model).no_sync
+
+    def routed(this: DistributedDataParallel) -> AbstractContextManager[None]:
+        return no_sync() if this is model else own(this)  # a copy
+
+    model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]
+
+
+def _unused_parameters(ddp: DistributedDataParallel, told: str) -> str:
+    """What to say of a backward that DDP waits for more gradients after; `told` is torch's own text."""
+    names = numbered_names(ddp)
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", told)
+    found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
+    which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
+    return (
+        f"the loss of this backward() does not depend on {which} of the {type(ddp.module).__name__}: DDP waits for "
+        "their gradients, so that those of the others were not averaged over the processes.\n"
+        "Where parameters sit out by intention: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+        "find_unused_parameters=True)]). Else freeze them before prepare(), or let all take part."
+    )
