@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ FIRST_FAILURE = worker.FIRST_FAILURE
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=180)
 
 
 ASK = """
@@ -122,40 +123,63 @@ def test_cores_of_the_local_rank(tmp_path: Path) -> None:
         assert done.stdout.strip() == core, done.stderr
 
 
-LEAVES_ITS_GROUP = """
-import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_exit_codes_are_pythons_where_torch_is(tmp_path: Path) -> None:
+    """Such a process leaves before the interpreter ends, which is what makes the exit code otherwise."""
+    (tmp_path / "torch.py").write_text("")
+    for number, end in enumerate(("0", "True", "-1", "''", "'the end'", "None", "2**8 + 3")):
+        (tmp_path / f"exit{number}.py").write_text(f"import sys, torch; print('said'); sys.exit({end})")
+    (tmp_path / "cancelled.py").write_text("import asyncio, torch; raise asyncio.CancelledError")
+    (tmp_path / "closed.py").write_text("import sys, torch; sys.stdout.close()")
+    for script in tmp_path.glob("[ec]*.py"):
+        mine, pythons = run(tmp_path, WORKER, script.name), run(tmp_path, script.name)
+        assert (mine.returncode, mine.stdout) == (pythons.returncode, pythons.stdout), script.read_text()
+    if Path("/dev/full").exists():
+        full = [f"PYTHONUNBUFFERED= {sys.executable} {worker} exit0.py > /dev/full" for worker in (WORKER, "")]
+        assert [subprocess.run(line, shell=True, cwd=tmp_path, timeout=60).returncode for line in full] == [120, 120]
 
-class Model:
-    is_initialized = staticmethod(dist.is_initialized)
-    destroy = dist.destroy_process_group
 
-    def __del__(self, print=print):
-        print("model gone, group", "there" if self.is_initialized() else "gone")
+LEAVES_A_THREAD = """
+import builtins, sys, threading, time
+import elsewhere
+import torch, torch.distributed as dist
 
-dist.destroy_process_group = lambda destroy=Model.destroy, print=print: (destroy(), print("group gone"))
-model = Model()
+class Last:
+    def __init__(self, end):
+        self.end = end
+
+    def __del__(self):
+        self.end()
+
+store, groups = dist.HashStore(), {}
+
+def join(rank):
+    groups[rank] = dist.ProcessGroupGloo(store, rank, 2)
+
+joining = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+[thread.start() for thread in joining]
+[thread.join() for thread in joining]
+builtins.kept = groups, Last(lambda sleep=time.sleep: sleep(0.5))  # for so long the interpreter ends
+mine = Last(lambda print=print: print("mine is gone", end=""))
+sys.setswitchinterval(1000)  # from here on the interpreter is this thread's
+for rank in (0, 1):
+    groups[rank].allreduce([torch.ones(1)])
+finished = time.monotonic() + 0.5
+while time.monotonic() < finished:
+    pass  # until gloo's threads have done it, and wait for the interpreter
+if sys.argv[1] == "raises":
+    1 / 0
+sys.exit(int(sys.argv[1]))
 """
 
 
-def test_a_group_that_a_script_leaves_is_ended(tmp_path: Path) -> None:
-    """First what the script holds goes, then the group: gloo aborts at exit while a model holds it."""
-    (tmp_path / "script.py").write_text(LEAVES_ITS_GROUP)
-    done = run(tmp_path, WORKER, "script.py")
-    assert (done.returncode, done.stdout) == (0, "model gone, group there\ngroup gone\n"), done.stderr
-    module = run(tmp_path, WORKER, "-m", "script")
-    assert module.returncode == 0, module.stderr
-    assert module.stdout.endswith("group gone\n")
-
-
-def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
-    """Its rank, exit code and kind of exception, in the folder of the attempt; only the first one's."""
-    (tmp_path / "script.py").write_text("class OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError('CUDA')")
-    for rank in (3, 1):
-        own = {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / str(rank) / "error.json")}
-        done = subprocess.run(
-            [sys.executable, WORKER, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 1
-    assert "rank 1 failed later: OutOfMemoryError: CUDA" in done.stderr
-    assert (tmp_path / FIRST_FAILURE).read_text() == "3 1 OutOfMemoryError"
+def test_a_thread_that_torch_leaves_aborts_no_process(tmp_path: Path) -> None:
+    """The exit code is the script's, and what it held and left open ends as under Python, which aborts here."""
+    (tmp_path / "script.py").write_text(LEAVES_A_THREAD)
+    (tmp_path / "elsewhere.py").write_text("import sys\nleft = open(sys.argv[1], 'w')\nleft.write('all of it')\n")
+    codes = {"0": 0, "5": 5, "raises": 1}
+    with ThreadPoolExecutor() as pool:
+        ends = dict(zip(codes, pool.map(lambda how: run(tmp_path, WORKER, "script.py", how), codes), strict=True))
+    assert {how: end.returncode for how, end in ends.items()} == codes, ends
+    assert [ends[how].stdout for how in ("0", "5")] == ["mine is gone"] * 2
+    assert "ZeroDivisionError" in ends["raises"].stderr
+    assert [(tmp_path / how).read_text() for how in codes] == ["all of it"] * 3

@@ -18,10 +18,12 @@ import gc
 import os
 import runpy
 import sys
-from contextlib import suppress
+import threading
 from importlib.machinery import SourceFileLoader
+from io import BufferedRandom, BufferedWriter, TextIOWrapper
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 __all__ = [
     "ERROR_FILE",
@@ -29,7 +31,7 @@ __all__ = [
     "LOST_PEER",
     "bind_to_cores",
     "die_with_launcher",
-    "leave_group",
+    "end_process",
     "main",
     "read_first_failure",
     "report_end",
@@ -44,6 +46,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _INTERRUPTED = 130  # 128 + SIGINT
+_NOT_WRITTEN = 120  # with which Python ends where its standard output cannot be written
 _LONGEST_LINE = 240
 _STARTERS = (__file__, str(Path(__file__).with_name("replicas.py")))  # whose frames are none of the user's
 
@@ -59,7 +62,8 @@ def main() -> None:
         del sys.argv[1:3]
     if sys.argv[1] == "--no_python":
         os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
-    atexit.register(leave_group)  # registered first, so that it runs last
+    code = [1]  # of what nothing below catches
+    atexit.register(lambda: end_process(code[0]))  # registered first, so that it runs last
     try:
         if sys.argv[1] == "--replicas":
             _run_replicas(sys.argv[2:])
@@ -67,14 +71,18 @@ def main() -> None:
             run_module(sys.argv[2], sys.argv[3:])
         else:
             run_script(sys.argv[1], sys.argv[2:])
+        code[0] = 0
     except SystemExit as end:
-        if end.code not in (None, 0):
-            _claim_first_failure(int(end.code) if isinstance(end.code, int) else 1, _rank())  # True is an int too
+        code[0] = int(end.code or 0) if isinstance(end.code, int | None) else 1  # True is an int too
+        if code[0]:
+            _claim_first_failure(code[0], _rank())
         raise
     except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None  # the launcher says what happened
+        code[0] = _INTERRUPTED  # the launcher says what happened
+        raise SystemExit(_INTERRUPTED) from None
     except Exception as error:  # noqa: BLE001 - the outermost frame of the user's program
-        raise SystemExit(_report_exception(error, _rank())) from None
+        code[0] = _report_exception(error, _rank())
+        raise SystemExit(code[0]) from None
 
 
 def report_end(error: BaseException, rank: int) -> int:
@@ -120,30 +128,40 @@ def run_module(name: str, arguments: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def leave_group() -> None:
-    """End a process group that the script has left behind, together with the other processes.
+def end_process(code: int) -> None:
+    """End this process with `code` where torch may have threads in it, without the end of the interpreter.
 
-    While DDP or an engine holds a gloo group at exit, one process in three aborts ("terminate called without an active
-    exception"). Scripts on this package's `Accelerator` have left theirs by now; the Trainer and Accelerate leave it.
+    A thread of gloo's that lets go of a tensor, after a collective that Python has waited for, needs the interpreter.
+    Where that is ending, Python 3.10-3.13 unwind the thread, and C++ aborts: "terminate called without an active
+    exception". Nothing ends these threads for sure: engines, DDP and hooks hold their group from C++, and then they
+    outlive `destroy_process_group`. So this runs last of all that Python runs at exit, and does what Python would do
+    for the script's objects and for open files.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized() or getattr(sys, "last_value", None) is not None:
+    if "torch" not in sys.modules:
         return
     script = vars(sys.modules["__main__"])
-    if script is not globals():  # models and engines; Python would do it a moment later
-        script.clear()
-    gc.collect()
-    for engine in [o for o in gc.get_objects() if type(o).__name__ == "DeepSpeedEngine"]:
-        with suppress(Exception):
-            engine.destroy()  # stage 3's hooks hold it from C++, where no collection looks
-            engine.optimizer = engine.basic_optimizer = None
-    gc.collect()
-    with suppress(Exception):  # another process is gone already
-        distributed.barrier()
-    with suppress(Exception):
-        distributed.destroy_process_group()
-    with suppress(Exception):  # DeepSpeed remembers groups for its next engine
-        sys.modules["deepspeed.utils.groups"]._release_process_group_references()
+    if getattr(sys, "last_value", None) is None:  # else a traceback holds it all
+        threading.excepthook = lambda _: None  # of daemons that go on; Python would have stopped them
+        if script is not globals():
+            script.clear()
+        gc.collect()
+    written = [_flush(stream) for stream in (sys.stdout, sys.stderr)]
+    if not all(written):
+        code = code or _NOT_WRITTEN
+    for kind in (TextIOWrapper, (BufferedWriter, BufferedRandom)):  # the first write into the others
+        for file in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
+            _flush(file)
+    os._exit(code & 0xFF)
+
+
+def _flush(file: Any) -> bool:
+    """Whether all that was written to `file` has left this process."""
+    try:
+        if file is not None and not getattr(file, "closed", False):
+            file.flush()
+    except Exception:  # noqa: BLE001 - a full disk, a reader that has gone
+        return False
+    return True
 
 
 def _run_replicas(arguments: list[str]) -> None:
