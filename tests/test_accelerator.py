@@ -34,7 +34,7 @@ def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
             [sys.executable, "script.py"],
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **environment},
-            capture_output=True, text=True, timeout=90, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
 
     return run
@@ -159,6 +159,6 @@ def test_a_program_that_a_group_of_one_starts() -> None:
     """It inherits the variables that DeepSpeed wants of a single process, and is a run of its own."""
     code = "from zero_plugin import Accelerator; a = Accelerator(cpu=True); print(a.num_processes); a.end_training()"
     accelerator = Accelerator(cpu=True)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
     accelerator.end_training()
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

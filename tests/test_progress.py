@@ -104,9 +104,8 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_two_processes_report_together_and_the_first_speaks(run_launcher: Callable[..., Any]) -> None:
     """The loss is the mean over processes, only rank 0 writes, and unequal speeds do not hang."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python"]
-    done = run_launcher([*command, sys.executable, "-c", TWO_PROCESSES], seconds=50)
+    done = run_launcher([*command, sys.executable, "-c", TWO_PROCESSES], seconds=200)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from zero_plugin.plugins import InitProcessGroupKwargs
 if __name__ == "__main__":
     store, rank, world, folder, how = sys.argv[1:6]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    group = InitProcessGroupKwargs(init_method=f"file://{store}", timeout=timedelta(seconds=60))
+    group = InitProcessGroupKwargs(init_method=f"file://{store}", timeout=timedelta(seconds=120))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[group])
     net = torch.nn.Linear(100, 100)
     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))

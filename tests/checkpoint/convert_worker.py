@@ -196,7 +196,7 @@ def main() -> None:
     store, rank, world, folder, cases = sys.argv[1:6]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
     )
     deepspeed.init_distributed("gloo")
     for number, case in enumerate(json.loads(cases)):

@@ -77,7 +77,7 @@ def _be_process(rank: int, world: int, folder: Path, number: int, run: Any) -> N
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         store = f"file://{folder / f'store-{number}'}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
         run()
         dist.barrier()
         dist.destroy_process_group()

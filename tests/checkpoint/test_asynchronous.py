@@ -26,7 +26,7 @@ def test_the_end_waits(run_processes: Callable[..., list[str]], tmp_path: Path) 
 def test_a_failure_at_the_end_is_told(tmp_path: Path) -> None:
     """By a line that names the checkpoint, and the exit code."""
     command = [sys.executable, WORKER, tmp_path / "store", "0", "1", tmp_path / "saved", "full"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert run.returncode == 1, run.stderr
     last = run.stderr.splitlines()[-1]
     assert last.startswith(f"zero_plugin: error: saving {tmp_path / 'saved'} in the background: "), run.stderr

@@ -45,20 +45,19 @@ def test_fewer_steps_than_one_accumulation_are_refused(run_launcher: Callable[..
     """They would train nothing, and the curves would show nothing."""
     command = [sys.executable, *DEMO, "--cpu", "--num_processes=2", "--gradient_accumulation_steps=16", "--", *SMALL]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = run_launcher(command, seconds=90, cwd=tmp_path, env=environment)
+    done = run_launcher(command, seconds=200, cwd=tmp_path, env=environment)
     assert done.returncode == 2
     assert "--steps: 12 batches make no optimizer step of 16 batches" in done.stderr
     assert not (tmp_path / "demo_output").exists()
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("way", WAYS)
 def test_script_leaves_weights_curves_and_a_sample(way: str, run_launcher: Callable[..., Any], tmp_path: Path) -> None:
     """Weights load into the plain module and give the loss that was printed; one row of the table for each step."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *WAYS[way], *SMALL]
-    done = run_launcher(command, seconds=170, cwd=tmp_path, env=environment)
+    done = run_launcher(command, seconds=250, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     printed = float(re.findall(r"held-out loss: ([\d.]+) bits per byte", done.stdout)[0])
     assert printed < 7.5, "twelve steps take more than half a bit off the uniform guess of 8"

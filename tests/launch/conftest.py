@@ -50,7 +50,7 @@ def launch(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subproc
 
     def launch(*arguments: str, **extra_environment: str) -> subprocess.CompletedProcess[str]:
         launcher = start(*arguments, **extra_environment)
-        output, errors = launcher.communicate(timeout=90)
+        output, errors = launcher.communicate(timeout=200)
         return subprocess.CompletedProcess(launcher.args, launcher.returncode, output, errors)
 
     return launch

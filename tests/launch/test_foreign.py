@@ -151,7 +151,7 @@ def test_dry_run_shows_variables_and_configuration(
         env={**os.environ, "PATH": f"{python}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
     )
     assert done.stdout.strip() == "bf16 2", done.stderr
 

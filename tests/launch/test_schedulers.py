@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 # DDP, so that no process pays for DeepSpeed's import; which strategy follows is not the scheduler's matter.
 SCRIPT = """
@@ -48,7 +48,7 @@ def test_tasks_of_srun_find_each_other(tmp_path: Path, environment: dict[str, st
         for variables in environments
     ]
     try:
-        done = [process.communicate(timeout=60) for process in started]
+        done = [process.communicate(timeout=200) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -67,7 +67,7 @@ def test_processes_of_mpirun_find_each_other(tmp_path: Path, environment: dict[s
         env={**clean(environment), **allowed},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(map(str.strip, done.stdout.strip().splitlines())) == MEETS

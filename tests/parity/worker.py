@@ -146,7 +146,7 @@ def main() -> None:
         init_method=f"file://{store}",
         rank=int(rank),
         world_size=int(world),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     for name in cases.split(","):
         gc.collect()

@@ -135,7 +135,7 @@ def test_without_deepspeed(tmp_path: Path) -> None:
         config.write_text(f"distributed_type: {kind}\nuse_cpu: true\ndeepspeed_config:\n  zero_stage: 2\n")
         runs[kind] = subprocess.run(
             [sys.executable, "-c", SCRIPT, config],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=60, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
     assert runs["DEEPSPEED"].returncode == 1
     assert "StrategyError" in runs["DEEPSPEED"].stderr

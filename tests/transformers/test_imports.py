@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 _SCRIPT = """
 import sys, os
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -23,10 +21,9 @@ print([name for name in ("transformers", "peft", "accelerate") if name in sys.mo
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_plain_model_at_stage_3_needs_no_transformers(tmp_path: object) -> None:
     """Nor is it imported where it is installed: not to build, to train or to save."""
     command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().splitlines()[-1] == "[]"
