@@ -116,7 +116,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
             if spec.machines > 1 and spec.rendezvous.backend == "static":
                 store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
             elif spec.machines > 1 and spec.rendezvous.backend == "c10d":
-                try_store(spec.rendezvous, float(spec.rendezvous.options.get("read_timeout", 60)))
+                try_store(spec.rendezvous)
             while True:
                 try:
                     elastic_launch(config, executable)(*arguments)

@@ -7,7 +7,9 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -18,10 +20,12 @@ from zero_plugin.probe.network import address_towards, host_of, is_own_address
 __all__ = ["meet_machines", "try_store"]
 
 _LIMIT_S: Final = 600.0  # torch's own for a static rendezvous
+_ANSWERS_WITHIN_S: Final = 60.0  # torch's own for one answer of the store
 _TELLS_AFTER_S: Final = 10.0
 _LOOK_S: Final = 0.1
 _CONNECT_S: Final = 3.0
-_FAREWELL_S: Final = 1.0  # the store ends with machine 0: the others read there why
+_FAREWELL_S: Final = 5.0  # the store ends with machine 0: the others have so long to read there why
+_MET: Final = "met"
 
 
 def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) -> Any:
@@ -33,7 +37,7 @@ def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) ->
         quiet: whether nothing is said of a long wait.
 
     Returns:
-        The store in which they met. It listens on torchrun's own port, and is to be kept as long as the run lasts.
+        A store; machine 0's listens on torchrun's own port, and is to be kept as long as the run lasts.
 
     Raises:
         LaunchError: a machine did not come in time, another has the same number, or counts other machines.
@@ -44,7 +48,9 @@ def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) ->
     rank, limit_s = int(meeting.options["rank"]), float(meeting.options.get("timeout", _LIMIT_S))
     host, port = host_of(meeting.endpoint), int(meeting.endpoint.rpartition(":")[2])
     deadline = time.monotonic() + limit_s
-    store = None
+    strange = not rank and not is_own_address(host)
+    hint = f"\nThis is machine 0, but {host} is no address of it: is --machine_rank right?" if strange else ""
+    server = store = None
 
     def wait(what_is_missing: Callable[[], str]) -> None:
         told = quiet
@@ -55,39 +61,43 @@ def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) ->
                 raise LaunchError(
                     f"{missing}, {limit_s:.0f} s after machine {rank} of {machines} came to {meeting.endpoint}. "
                     "Nothing was started here.\nStart the same command on every machine, each with its own "
-                    "--machine_rank; --rdzv_conf timeout=SECONDS waits longer."
+                    f"--machine_rank; --rdzv_conf timeout=SECONDS waits longer.{hint}"
                 )
             if now > tell_at and not told:
-                print(f"machine {rank} of {machines} waits at {meeting.endpoint}: {missing}", file=sys.stderr)  # noqa: T201
+                print(f"machine {rank} of {machines} waits at {meeting.endpoint}: {missing}{hint}", file=sys.stderr)  # noqa: T201
                 told = True
             time.sleep(_LOOK_S)
 
     try:
-        if rank:
-            wait(lambda: _why_no_answer(host, port))
-            try_store(meeting, limit_s)
-        server = TCPStore(host, port, None, rank == 0, timedelta(seconds=limit_s), False, multi_tenant=True)
-        store = PrefixStore("zero_plugin/meeting", server)
+        limit = timedelta(seconds=limit_s)
+        if rank == 0:  # torch waits without a word for the one that it is given, which may be another machine's
+            server = TCPStore("127.0.0.1", port, None, True, limit, False, multi_tenant=True)
+        wait(lambda: _why_no_answer(host, port))
+        try_store(meeting)
+        store = PrefixStore("zero_plugin/meeting", TCPStore(host, port, None, False, limit, False))
+        store.add("came", 1)
         _show(store, rank, machines, f"{socket.gethostname()} ({address_towards(host)}, process {os.getpid()})")
-        wait(lambda: _who_is_missing(store, machines))
+        wait(lambda: _who_is_missing(store, machines, "machine", "did not come"))
+        store.set(f"here/{rank}", "")  # one that was killed meanwhile has left its number
+        wait(lambda: _who_is_missing(store, machines, "here", "came, but does not answer any more"))
+        if (outcome := _decide(store, _MET)) != _MET:
+            raise LaunchError(outcome)
     except (DistError, RuntimeError) as error:  # RuntimeError: what answered is no store
-        strange = not rank and not is_own_address(host)
-        hint = f"\nThis is machine 0, but {host} is no address of it: is --machine_rank right?" if strange else ""
         raise LaunchError(f"machine {rank} could not meet the others at {meeting.endpoint}: {error}{hint}") from error
     except LaunchError as error:
-        if rank == 0 and store is not None:
-            store.set("error", str(error))
-            time.sleep(_FAREWELL_S)
+        if store is not None:
+            with suppress(DistError, RuntimeError):  # the store is gone with machine 0
+                _leave(store, str(error), last=server is not None)
         raise
-    return server
+    return server or store
 
 
-def try_store(meeting: Rendezvous, limit_s: float) -> None:
+def try_store(meeting: Rendezvous) -> None:
     """Ask what listens where the machines meet whether it is a rendezvous; return if it is, or if nothing listens yet.
 
     Args:
-        meeting: the rendezvous.
-        limit_s: how long the answer may take. torch itself would wait for it without end.
+        meeting: the rendezvous; its option `read_timeout` is how long the answer may take, in seconds. torch itself
+            would wait for it without end.
 
     Raises:
         LaunchError: something else listens there.
@@ -97,6 +107,7 @@ def try_store(meeting: Rendezvous, limit_s: float) -> None:
     host, port = host_of(meeting.endpoint), meeting.endpoint.rpartition(":")[2]
     if not port.isdigit() or _why_no_answer(host, int(port)):
         return
+    limit_s = float(meeting.options.get("read_timeout", _ANSWERS_WITHIN_S))
     refused: list[RuntimeError] = []
 
     def ask() -> None:
@@ -129,34 +140,48 @@ def _show(store: Any, rank: int, machines: int, me: str) -> None:
     """Leave this machine's number for the others to see.
 
     Raises:
-        LaunchError: another machine has the same number, or counts other machines; the others read that too.
+        LaunchError: another machine has the same number, or counts other machines.
     """
-    problem = ""
-    first = store.compare_set(f"machine/{rank}", "", me).decode()
-    if first != me:
-        problem = (
-            f"two machines have the number {rank}: {first} and {me}.\n"
-            f"Give each its own --machine_rank, 0 to {machines - 1}. (One that was started anew is taken back only by "
-            "--rdzv_backend c10d.)"
-        )
     counted = store.compare_set("machines", "", f"{machines}, as machine {rank} was told").decode()
-    if not problem and int(counted.partition(",")[0]) != machines:
-        problem = (
+    if int(counted.partition(",")[0]) != machines:
+        raise LaunchError(
             f"the machines count differently: there are {counted}, and {machines}, as machine {rank} was told.\n"
             "Give all of them the same --num_machines."
         )
-    if problem:
-        store.set("error", problem)
-        raise LaunchError(problem)
+    mine = f"{me}\n{uuid.uuid4().hex}"  # containers may share a name and the numbers of their processes
+    first = store.compare_set(f"machine/{rank}", "", mine).decode()
+    if first != mine:
+        raise LaunchError(
+            f"two machines have the number {rank}: {first.splitlines()[0]} and {me}.\n"
+            f"Give each its own --machine_rank, 0 to {machines - 1}. (One that was started anew is taken back only by "
+            "--rdzv_backend c10d.)"
+        )
 
 
-def _who_is_missing(store: Any, machines: int) -> str:
-    """Which machines have not come; "" if all have.
+def _who_is_missing(store: Any, machines: int, what: str, how: str) -> str:
+    """Which machines have not left `what`, and `how` that is said; "" if all have.
 
     Raises:
         LaunchError: what another machine found wrong.
     """
-    if store.check(["error"]):
-        raise LaunchError(store.get("error").decode())
-    missing = [str(number) for number in range(machines) if not store.check([f"machine/{number}"])]
-    return f"machine{'s' if len(missing) > 1 else ''} {', '.join(missing)} did not come" if missing else ""
+    if store.check(["outcome"]) and (outcome := store.get("outcome").decode()) != _MET:
+        raise LaunchError(outcome)
+    missing = [str(number) for number in range(machines) if not store.check([f"{what}/{number}"])]
+    return f"machine{'s' if len(missing) > 1 else ''} {', '.join(missing)} {how}" if missing else ""
+
+
+def _decide(store: Any, outcome: str) -> str:
+    """End the meeting so, unless another machine has ended it; how it has ended, for all.
+
+    A machine that went on while another does not would wait for it without a word, in torch.
+    """
+    return str(store.compare_set("outcome", "", outcome).decode())
+
+
+def _leave(store: Any, why: str, *, last: bool) -> None:
+    """Tell the others why this machine does not stay; the `last`, which has the store, waits until they have heard."""
+    _decide(store, why)
+    store.add("left", 1)
+    deadline = time.monotonic() + _FAREWELL_S
+    while last and store.add("left", 0) < store.add("came", 0) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)

@@ -1,0 +1,118 @@
+"""Machines that meet: whichever of them is slow, or gone, at whichever step, all of them end in the same way."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from zero_plugin.errors import LaunchError
+from zero_plugin.launch.meeting import meet_machines
+from zero_plugin.launch.spec import Rendezvous
+
+pytestmark = pytest.mark.timeout(120)
+
+STEPS = range(10)  # of a machine in the store, while it need not wait
+LATE_S = 0.4  # several looks of the others
+_machine = threading.local()  # which one this thread is, and how far
+
+
+class Killed(BaseException):
+    """What ends a machine without a word."""
+
+
+class WatchedStore:
+    """Meetings are apart in one store; before one of its steps a machine may be late, or be killed."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._store = PrefixStore(f"{_machine.meeting}/{prefix}", store)
+
+    def __getattr__(self, name: str) -> Any:
+        _machine.step += 1
+        if _machine.step == _machine.held_up_at:
+            if _machine.dies:
+                raise Killed
+            time.sleep(LATE_S)
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where machines meet: something listens there, but they share a store of this process, which needs no network."""
+    shared = HashStore()
+    monkeypatch.setattr(torch._C._distributed_c10d, "TCPStore", lambda *_, **__: shared)
+    monkeypatch.setattr(torch._C._distributed_c10d, "PrefixStore", WatchedStore)
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def meet(meeting: str, endpoint: str, machine: tuple[int, int], held_up_at: int, dies: bool) -> str:
+    """How it ends for a machine: "met", "killed", or the error."""
+    _machine.meeting, _machine.step, _machine.held_up_at, _machine.dies = meeting, -1, held_up_at, dies
+    rank, machines = machine
+    waits = Rendezvous("static", endpoint, "", {"rank": rank, "timeout": 1.5 if dies else 60})
+    try:
+        meet_machines(waits, machines, quiet=True)
+    except LaunchError as error:
+        return str(error)
+    except Killed:
+        return "killed"
+    return "met"
+
+
+def hold_up_each(endpoint: str, machines: list[tuple[int, int]], *, dies: bool = False) -> list[list[str]]:
+    """The ends of meetings of `(rank, count)`; in each, another machine is held up at another step; all at once."""
+    cases = list(itertools.product(range(len(machines)), STEPS))
+    with ThreadPoolExecutor(len(cases) * len(machines)) as pool:
+        meetings = [
+            [
+                pool.submit(meet, f"{held_up}/{step}", endpoint, machine, step if held_up == number else -1, dies)
+                for number, machine in enumerate(machines)
+            ]
+            for held_up, step in cases
+        ]
+        return [[end.result() for end in meeting] for meeting in meetings]
+
+
+def test_all_machines_of_a_run_meet(endpoint: str) -> None:
+    """However late one of them is at any step."""
+    assert {tuple(ends) for ends in hold_up_each(endpoint, [(0, 2), (1, 2)])} == {("met", "met")}
+
+
+@pytest.mark.parametrize(
+    ("machines", "told"),
+    [([(0, 2), (0, 2)], "two machines have the number 0"), ([(0, 2), (1, 3)], "the machines count differently")],
+)
+def test_no_machine_goes_on_where_another_finds_an_error(
+    machines: list[tuple[int, int]], told: str, endpoint: str
+) -> None:
+    """A number that was to be seen before the counts were compared once let machine 0 go on, to wait in torch."""
+    for ends in hold_up_each(endpoint, machines):
+        assert all(told in end for end in ends), ends
+
+
+def test_one_machine_too_many(endpoint: str) -> None:
+    """Two machines have the number 1: no machine goes on, or machine 0 and the first of them do."""
+    for ends in hold_up_each(endpoint, [(0, 2), (1, 2), (1, 2)]):
+        refused = ["two machines have the number 1" in end for end in ends]
+        assert sum(refused) == 3 or (sum(refused) == 1 and ends.count("met") == 2), ends
+
+
+def test_a_machine_that_is_killed_while_they_meet(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one ends within its time, and names it; it goes on only if the lost one had seen both."""
+    monkeypatch.setattr("zero_plugin.launch.meeting._FAREWELL_S", 0.2)
+    told = {"came, but does not answer any more": 0, "did not come": 0, "met": 0}
+    for ends in hold_up_each(endpoint, [(0, 2), (1, 2)], dies=True):
+        lost = ends.index("killed")
+        how = next(how for how in told if how in ends[1 - lost])
+        assert how == "met" or f"machine {lost} {how}, 2 s after machine {1 - lost} of 2 came" in ends[1 - lost]
+        told[how] += 1
+    assert all(told.values()), told
