@@ -65,6 +65,26 @@ def test_its_state_goes_out_and_in() -> None:
         assert before - loop.value == pytest.approx(0.5 * (1 + 0.5))  # the momentum came along
 
 
+def test_an_optimizers_own_zero_grad_drops_the_gradients() -> None:
+    """A class or an object that clears gradients in its own way is asked to, where torch's way is not its own."""
+
+    class Clearing(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            cleared.append("class")
+            super().zero_grad(set_to_none)
+
+    cleared: list[str] = []
+    layer = torch.nn.Linear(1, 1)
+    for optimizer in (Clearing(layer.parameters()), torch.optim.SGD(layer.parameters())):
+        if not isinstance(optimizer, Clearing):
+            optimizer.zero_grad = lambda set_to_none=True: cleared.append("object")  # type: ignore[method-assign]
+        session = TorchSession(layer, layer, optimizer, precision="no", clipping=None)
+        session.backward(layer(torch.ones(1)).sum())
+        session.drop_gradients()
+        session.close()
+    assert cleared == ["class", "object"]
+
+
 def test_steps_act_where_windows_end() -> None:
     """Two micro-batches per step: the first `step` does nothing, the second applies their mean."""
     loop = Loop(steps=2)
