@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +21,21 @@ def environment(tmp_path: Path) -> dict[str, str]:
     touched = {"OMP_NUM_THREADS", "DS_ACCELERATOR", ENVIRONMENT_VARIABLE}
     kept = {name: value for name, value in os.environ.items() if name not in touched}
     return {**kept, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Finds a port that nobody has, for a run to take later: one that no system gives away by itself meanwhile."""
+
+    def free_port() -> int:
+        draw = random.Random()  # tests that run at the same time draw others
+        while True:
+            port = draw.randrange(20_000, 32_000)
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) != 0:
+                    return port
+
+    return free_port
 
 
 @pytest.fixture

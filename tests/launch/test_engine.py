@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -216,12 +215,6 @@ def command_line(process: Path) -> str:
         return ""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def start_and_wait(start: Start, tmp_path: Path, body: str) -> tuple[subprocess.Popen[str], str]:
     """Start two workers that each report and run `body`; the launcher and the mark on all their command lines."""
     (tmp_path / "wait.py").write_text(f"import os, signal, time\n{body}\nos.write(1, b'up\\n')\ntime.sleep(100)\n")
@@ -275,7 +268,9 @@ def test_a_closed_terminal_does_not_end_a_run_under_nohup(start: Start, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_machines_are_awaited(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_while_machines_are_awaited(
+    start: Start, tmp_path: Path, number: signal.Signals, free_port: Callable[[], int]
+) -> None:
     """Ctrl-C and SIGTERM end a launcher at once that waits for another machine, without a traceback."""
     port = free_port()
     several = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
@@ -331,7 +326,9 @@ def test_two_launches_at_once_never_clash(start: Start, tmp_path: Path) -> None:
         assert (launcher.returncode, sorted(output.split())) == (0, ["0/2", "1/2"]), errors
 
 
-def test_a_port_can_be_chosen_and_is_free_afterwards(launch: Launch, tmp_path: Path) -> None:
+def test_a_port_can_be_chosen_and_is_free_afterwards(
+    launch: Launch, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
     """The workers meet at the port that was named; the launcher leaves it free."""
     (tmp_path / "port.py").write_text("import os; print(os.environ['MASTER_PORT'])")
     port = free_port()
@@ -340,7 +337,7 @@ def test_a_port_can_be_chosen_and_is_free_afterwards(launch: Launch, tmp_path: P
         assert done.stdout.strip() == str(port), done.stderr
 
 
-def test_two_machines(start: Start, tmp_path: Path) -> None:
+def test_two_machines(start: Start, tmp_path: Path, free_port: Callable[[], int]) -> None:
     """Two launchers with two machine ranks form one group of two processes."""
     (tmp_path / "meet.py").write_text(GLOO + MEET)
     port = str(free_port())

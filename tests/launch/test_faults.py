@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 import uuid
@@ -226,12 +225,12 @@ def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path,
 
 
 @pytest.mark.campaign
-def test_a_machine_that_is_lost_and_comes_back(start: Start, tmp_path: Path, undisturbed: dict[int, Any]) -> None:
+def test_a_machine_that_is_lost_and_comes_back(
+    start: Start, tmp_path: Path, undisturbed: dict[int, Any], free_port: Callable[[], int]
+) -> None:
     """Of two launchers one is killed and started again: the other waits for it, and both go on from the checkpoint."""
     training = Training(start, tmp_path, 0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     flags = ("--num_machines", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--max_restarts", "2")
 
     def join() -> subprocess.Popen[str]:

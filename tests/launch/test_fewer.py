@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import subprocess
 import time
 import uuid
@@ -55,12 +54,10 @@ def read_until(launcher: subprocess.Popen[str], start: str) -> list[str]:
 
 
 @pytest.mark.parametrize("joins", [False, pytest.param(True, marks=pytest.mark.campaign)])
-def test_machines_come_and_go(joins: bool, start: Start, tmp_path: Path) -> None:
+def test_machines_come_and_go(joins: bool, start: Start, tmp_path: Path, free_port: Callable[[], int]) -> None:
     """Of two launchers the second is killed, and may have begun later: weights and learning rate end as in one run."""
     out = uuid.uuid4().hex
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--min_machines", "1", "--max_restarts", "2"]
     meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
     waits = f"last_call_timeout={2 if joins else 5},keep_alive_interval=1"

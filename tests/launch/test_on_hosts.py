@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,14 +34,8 @@ if "fail" in sys.argv and accelerator.process_index == 1:
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
-def by_ssh(tmp_path: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
+def by_ssh(tmp_path: Path, environment: dict[str, str], free_port: Callable[[], int]) -> Iterator[dict[str, str]]:
     """An environment in which `ssh` and `pdsh` reach this machine by an ssh server of the test's own."""
     if shutil.which("pdsh") is None or not os.access(SSHD, os.X_OK):
         pytest.skip("pdsh and openssh-server are not installed")
@@ -79,7 +72,9 @@ UsePAM no
 
 
 @pytest.fixture
-def start_on_hosts(tmp_path: Path, by_ssh: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start_on_hosts(
+    tmp_path: Path, by_ssh: dict[str, str], free_port: Callable[[], int]
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start the script by pdsh on two names of this machine, in a folder whose name no shell would leave whole."""
     folder = tmp_path / "my träin; →"
     folder.mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -105,13 +104,6 @@ def train(
     return train
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")
 STAGES = {"zero1": 1, "zero2": 2, "zero2_offload": 2, "zero3": 3, "zero3_offload": 3, "zero3_nvme": 3}
 
@@ -184,7 +176,10 @@ def test_tutorial_config_with_fp16_says_so_on_a_cpu(
 
 
 @pytest.mark.processes
-def test_every_way_to_start_gives_the_same_losses(train: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.timeout(620)  # five launches
+def test_every_way_to_start_gives_the_same_losses(
+    train: Callable[..., dict[str, Any]], tmp_path: Path, free_port: Callable[[], int]
+) -> None:
     """launch, torchrun, torch.distributed.launch and plain python run the script, the config named in code."""
     config = str(tmp_path / "zero2.yaml")
     Path(config).write_text("scheduler_counts: steps\ndeepspeed_config: {zero_stage: 2}\n")
