@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,14 @@ import pytest
 
 from zero_plugin.checkpoint import folders
 from zero_plugin.checkpoint.durable import reserve
-from zero_plugin.checkpoint.folders import choose_checkpoint, open_draft, publish_draft, rotate_checkpoints
+from zero_plugin.checkpoint.folders import (
+    choose_checkpoint,
+    discard_draft,
+    open_draft,
+    publish_draft,
+    rotate_checkpoints,
+)
+from zero_plugin.checkpoint.holding import is_held
 from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.errors import CheckpointError
 
@@ -121,6 +130,36 @@ def test_rotation_leaves_other_names_alone(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert rotate_checkpoints(tmp_path / "step_3", 2) == [tmp_path / "step_0", tmp_path / "step_1"]
     assert {path.name for path in tmp_path.iterdir()} == {"step_2", "step_3", *others}
+
+
+def test_rotation_leaves_what_another_job_is_writing(tmp_path: Path) -> None:
+    """A draft of the same name but for the number stays while the process lives that holds it, however it ends then."""
+    save(tmp_path / "step_3", "x")
+    draft = tmp_path / ".step_9.0a1b2c3d.writing"
+    draft.mkdir()
+    other_job = (
+        "import sys, pathlib; from zero_plugin.checkpoint.holding import hold\n"
+        "hold(pathlib.Path(sys.argv[1])); print('holds', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", other_job, str(draft)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"holds\n"
+        rotate_checkpoints(tmp_path / "step_3", 1)
+        assert draft.exists()
+        job.kill()
+    rotate_checkpoints(tmp_path / "step_3", 1)
+    assert not draft.exists()
+
+
+def test_a_draft_is_held_until_it_has_its_name(tmp_path: Path) -> None:
+    """Or until it is discarded: nothing holds a checkpoint that is complete."""
+    for end in (lambda draft: publish_draft(draft, tmp_path / "out"), discard_draft):
+        draft = open_draft(tmp_path / "out", 10)
+        fill(draft, "x")
+        assert is_held(draft)
+        end(draft)
+        assert [is_held(path) for path in tmp_path.iterdir()] == [False]
 
 
 def test_replaced_ones_are_candidates(tmp_path: Path) -> None:

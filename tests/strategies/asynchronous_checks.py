@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_checks import prepare, step
@@ -230,6 +231,28 @@ def check_what_a_script_changes_meanwhile_is_not_in_it(path: str, folder: Path) 
             assert content_of(behind) == content_of(at_hand), number
 
 
+def check_one_that_is_interrupted_holds_nobody_up(path: str, folder: Path) -> None:
+    """Where a script gets Ctrl-C before its first save goes on behind it, the others' threads end; nothing is left."""
+    with running(path) as accelerator:
+        prepare(accelerator)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            real = Snapshot.take
+
+            def take(*args: Any) -> None:
+                real(*args)
+                raise KeyboardInterrupt
+
+            accelerator._background.memory.take = take.__get__(accelerator._background.memory)
+            with pytest.raises(KeyboardInterrupt):
+                accelerator.save_state(folder / "state", asynchronous=True)
+        else:
+            accelerator.save_state(folder / "state", asynchronous=True)
+            _, writing = accelerator._background._running
+            assert "another process was interrupted" in str(writing.exception())
+            accelerator._background._running = None  # to tell it is collective
+        assert names_in(folder) == set()
+
+
 def check_what_is_closed_is_let_go(path: str, folder: Path) -> None:
     """Made inside inference_mode it is written too; free_memory keeps nothing of the model that is being written."""
     with running(path) as accelerator:
@@ -344,6 +367,7 @@ PATHS = {
     check_what_is_closed_is_let_go: ("single", "ddp"),
     check_a_failure_is_told_by_the_next_call: ("ddp", "zero2"),
     check_without_memory_it_is_not_behind: ("ddp",),
+    check_one_that_is_interrupted_holds_nobody_up: ("ddp",),
     check_reads_nvme_once: ("zero3-nvme",),
     check_a_state_that_changes_meanwhile_is_refused: ("ddp", "zero2-cpu", "zero3"),
     check_what_a_script_changes_meanwhile_is_not_in_it: ("single", "ddp", "zero2", "zero3"),

@@ -1,24 +1,15 @@
-"""Writes a checkpoint behind the training: a thread, and a process group of its own."""
+"""Writes a checkpoint behind the training, in a thread."""
 
 from __future__ import annotations
 
 import atexit
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from threading import Event
-from typing import Any, Final
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-
-from zero_plugin.agreement import time_out
+from zero_plugin.checkpoint.peers import GlooPeers, Meeting
 from zero_plugin.checkpoint.save import OpenCheckpoint
 from zero_plugin.checkpoint.snapshot import Snapshot
 from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, describe_error
@@ -26,55 +17,7 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.fragments import Fragment
 
-__all__ = ["BackgroundWriter", "GlooPeers"]
-
-_LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
-_CONNECT: Final = timedelta(seconds=60)
-_numbers: Final = count()  # of groups: each needs its own names in the store
-
-
-class GlooPeers:
-    """`Peers` of a thread beside the script's, over a gloo group of its own.
-
-    torch keeps no list of this group: nobody takes its operations for the training's, and it ends with its last
-    reference, whatever becomes of the training's group.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
-        self.is_main = rank == 0
-        self._world_size = world_size
-        self._group: Any = None
-        if world_size > 1:
-            # All begin at once; and who waits in the store keeps it from answering this process' other threads.
-            self._group = dist.ProcessGroupGloo(store, rank, world_size, min(limit, _CONNECT))
-            self._group._set_default_timeout(limit)
-
-    def gather(self, text: str | None) -> list[str | None]:
-        """See `Peers.gather`."""
-        if self._group is None:
-            return [text]
-        own = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
-        sizes = self._gather_equal(torch.tensor([own.numel()]))
-        padded = own.new_zeros(int(max(sizes)))
-        padded[: own.numel()] = own
-        texts = self._gather_equal(padded)
-        return [json.loads(bytes(line[: int(size)].tolist())) for line, size in zip(texts, sizes, strict=True)]
-
-    def sum(self, numbers: Tensor) -> Tensor:
-        """See `Peers.sum`."""
-        total = numbers.clone()
-        if self._group is not None:
-            self._group.allreduce([total]).wait()
-        return total
-
-    def close(self) -> None:
-        """End the group: a process that still has one when it ends may abort."""
-        self._group = None
-
-    def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
-        self._group.allgather([gathered], [tensor]).wait()
-        return gathered
+__all__ = ["BackgroundWriter"]
 
 
 class BackgroundWriter:
@@ -95,6 +38,7 @@ class BackgroundWriter:
         self._threads: ThreadPoolExecutor | None = None
         self._running: tuple[Path, Future[None]] | None = None
         self._held: Sequence[Session] = ()  # whose states are being copied
+        self._meeting: Meeting | None = None  # of a copy that is not being written yet
         self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
     def copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | None:
@@ -103,10 +47,11 @@ class BackgroundWriter:
         Raises:
             CheckpointError: on every process, where one cannot copy; nothing of `opened` is left.
         """
+        self._meeting = Meeting.of_all_processes() if self._peers is None else None
         try:
             copies = self.memory.take(opened, sessions)
         except BaseException:
-            opened.discard(SCRIPT)
+            self._abandon(opened)
             raise
         if isinstance(copies, str):
             self._say(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
@@ -118,24 +63,24 @@ class BackgroundWriter:
         """Write a checkpoint; nothing is being written.
 
         Args:
-            opened: the checkpoint.
+            opened: the checkpoint, copied.
             write: called in another thread; it reaches the other processes by the `Peers` that it gets.
         """
         assert self._running is None, "one at a time"
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "zero_plugin save")
-        connect = None
-        if self._peers is None:
-            connect = _connection()
-            atexit.register(self._disconnect)  # of a script that fails; its threads end before that
         copied = Event()
         try:
-            self._running = opened.target, self._threads.submit(self._run, opened, copied, connect, write)
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(1, "zero_plugin save")
+            if self._peers is None:
+                atexit.register(self._disconnect)  # of a script that fails; its threads end before that
+            for session in self._held:
+                session.before_change = partial(self._let_go, copied)
+            self._running = opened.target, self._threads.submit(self._run, opened, copied, self._meeting, write)
+            if self._meeting is not None:
+                self._meeting.announce(coming=True)
         except BaseException:
-            opened.discard(SCRIPT)
+            self._abandon(opened)
             raise
-        for session in self._held:
-            session.before_change = partial(self._let_go, copied)
 
     def wait(self) -> Path | None:
         """Wait until nothing is being written; the checkpoint that was, if any.
@@ -179,6 +124,13 @@ class BackgroundWriter:
             session.before_change = None
         self._held = ()
 
+    def _abandon(self, opened: OpenCheckpoint) -> None:
+        """What is begun in the script's thread ends before another thread has it."""
+        self._let_go()
+        opened.discard(SCRIPT)
+        if self._meeting is not None:
+            self._meeting.announce(coming=False)
+
     def _disconnect(self) -> None:
         atexit.unregister(self._disconnect)
         if self._peers is not None:
@@ -189,14 +141,14 @@ class BackgroundWriter:
         self,
         opened: OpenCheckpoint,
         copied: Event,
-        connect: Callable[[], GlooPeers] | None,
+        meeting: Meeting | None,
         write: Callable[[Peers], None],
     ) -> None:
         try:
             self.memory.finish()
             copied.set()
-            if connect is not None:
-                self._peers = connect()
+            if meeting is not None:
+                self._peers = meeting.connect()
             assert self._peers is not None, "connected before, or now"
             all_or_none(self.memory.check, self._peers)
             write(self._peers)
@@ -205,13 +157,3 @@ class BackgroundWriter:
             message = f"saving {opened.target} in the background: {describe_error(error)}"
             self._say(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
             raise CheckpointError(message) from error
-
-
-def _connection() -> Callable[[], GlooPeers]:
-    """How a thread gets to the other processes; it waits there until theirs do."""
-    if not dist.is_initialized():
-        return partial(GlooPeers, None, 0, 1, timedelta())
-    group = c10d._get_default_group()
-    store = c10d.PrefixStore(f"zero_plugin/saving/{next(_numbers)}", c10d._get_default_store())
-    limit = timedelta(seconds=min(time_out(group), _LONGEST_SECONDS))
-    return partial(GlooPeers, store, group.rank(), group.size(), limit)

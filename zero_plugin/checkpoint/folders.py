@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Final
 
 from zero_plugin.checkpoint.durable import exchange, make_folder, sync_folder
+from zero_plugin.checkpoint.holding import hold, is_held, let_go
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, find_damage, read_manifest
 from zero_plugin.errors import CheckpointError
 
 __all__ = [
     "automatic_folder",
     "choose_checkpoint",
+    "discard_draft",
     "numbered_checkpoints",
     "offer_previous",
     "open_draft",
@@ -66,6 +68,7 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
         free = shutil.disk_usage(target.parent).free
         if free >= needed_bytes:
             draft.mkdir()
+            hold(draft)
             return draft
     except OSError as error:
         raise CheckpointError(
@@ -102,6 +105,14 @@ def publish_draft(draft: Path, target: Path) -> None:
             f"{target} cannot be replaced ({error.strerror}). A checkpoint that was there is still complete.\n"
             "Save into a folder below it instead."
         ) from error
+    finally:
+        let_go(draft)
+
+
+def discard_draft(draft: Path) -> None:
+    """Remove what there is of a draft, which may be nothing."""
+    shutil.rmtree(draft, ignore_errors=True)
+    let_go(draft)
 
 
 def numbered_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[tuple[int, Path]]:
@@ -116,7 +127,8 @@ def numbered_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[tuple[i
 def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
     """Of the checkpoints named as `newest` but for the number, remove the oldest beyond `keep`; those removed.
 
-    What killed runs left of such is settled too. A folder without a manifest is not ours, and stays.
+    What killed runs left of such is settled too, but not what another job is writing. A folder without a manifest is
+    not ours, and stays.
 
     Raises:
         CheckpointError: one cannot be removed.
@@ -125,8 +137,12 @@ def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
     if match is None:
         return []
     try:
-        for name in {aside[1] for path in newest.parent.iterdir() if (aside := _ASIDE.fullmatch(path.name))}:
-            if (numbered := _NUMBERED.fullmatch(name)) and numbered[1] == match[1]:
+        asides: dict[str, list[Path]] = {}
+        for path in newest.parent.iterdir():
+            if aside := _ASIDE.fullmatch(path.name):
+                asides.setdefault(aside[1], []).append(path)
+        for name, paths in asides.items():
+            if (numbered := _NUMBERED.fullmatch(name)) and numbered[1] == match[1] and not any(map(is_held, paths)):
                 _settle(newest.with_name(name))
         older = [path for _, path in numbered_checkpoints(newest.parent, match[1]) if (path / MANIFEST_NAME).exists()]
         older.remove(newest)

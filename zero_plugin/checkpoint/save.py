@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from zero_plugin import collectives
 from zero_plugin.checkpoint.durable import reserve, sync_file, write_text
-from zero_plugin.checkpoint.folders import open_draft, publish_draft
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
 from zero_plugin.checkpoint.layout import Layout, describe, index_file, plan_layout
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
 from zero_plugin.checkpoint.nested_file import EncodedTree, encode_nested
@@ -96,7 +95,7 @@ class OpenCheckpoint:
     def discard(self, peers: Peers) -> None:
         """Remove what there is of it."""
         if peers.is_main:
-            shutil.rmtree(self.draft, ignore_errors=True)
+            discard_draft(self.draft)
 
     def _write_ranges(self, fragments: Iterable[Iterable[Fragment]]) -> list[Tensor]:
         """For each model one row for each of its places: the checksum and the number of elements that were written."""

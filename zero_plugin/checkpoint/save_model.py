@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from zero_plugin import collectives
 from zero_plugin.checkpoint.durable import sync_file, sync_folder, write_text
-from zero_plugin.checkpoint.folders import open_draft
+from zero_plugin.checkpoint.folders import discard_draft, open_draft
 from zero_plugin.checkpoint.layout import INDEX_NAME, Layout, is_weight_file, plan_layout
 from zero_plugin.checkpoint.ranges import open_writer
 from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps
@@ -100,7 +99,7 @@ def write_model(
         on_main(lambda: _complete(draft, target, layout, written, write_more))
     finally:
         if collectives.process_index() == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+            discard_draft(draft)
 
 
 def whole_tensors(weights: SavedWeights) -> dict[str, Tensor]:

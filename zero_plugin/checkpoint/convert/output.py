@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Stored
 from zero_plugin.checkpoint.durable import sync_file
-from zero_plugin.checkpoint.folders import open_draft, publish_draft
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
 from zero_plugin.checkpoint.layout import Description, Layout
 from zero_plugin.checkpoint.ranges import open_writer
 from zero_plugin.checkpoint.recognise import recognise
@@ -62,7 +62,7 @@ def new_folder(target: Path, tensor_bytes: int, *, overwrite: bool) -> Iterator[
             target.rename(older)
         publish_draft(draft, target)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        discard_draft(draft)
         if older.is_dir() and not target.is_dir():
             older.rename(target)
         raise
