@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from zero_plugin.config.document import Document
@@ -16,17 +17,16 @@ from zero_plugin.config.launch_settings import (
     launch_settings,
 )
 from zero_plugin.config.tree import AUTO
-from zero_plugin.errors import ConfigError
 from zero_plugin.launch.affinity import Binding, choose_cores, find_gpus
 from zero_plugin.launch.build_hosts import asked_launcher, build_hosts_spec
 from zero_plugin.launch.build_tpu import build_tpu_spec, choose_tpu
 from zero_plugin.launch.foreign import foreign_variables
 from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.problems import STATIC_PORT, find_problems, where
+from zero_plugin.launch.request import Request
 from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Setting
 from zero_plugin.probe.network import address_towards, host_of, interface_towards, is_loopback, is_own_address
 from zero_plugin.resolve.foreign import config_for_scripts
-from zero_plugin.resolve.preflight import resolve_before_run
 
 __all__ = ["build_spec"]
 
@@ -53,27 +53,21 @@ def build_spec(
     """
     document = choose_tpu(document, launch_settings(document), machine)
     settings = launch_settings(document)
+    request = Request(document, settings, program, environ, rendezvous_endpoint)
     if asks_for_tpu(settings):
-        return build_tpu_spec(document, settings, program, machine, environ, rendezvous_endpoint=rendezvous_endpoint)
+        return build_tpu_spec(request, machine)
     if asked_launcher(settings) != "standard":
-        return build_hosts_spec(document, settings, program, environ, rendezvous_endpoint=rendezvous_endpoint)
+        return build_hosts_spec(request)
     on_cpu = asks_for_cpu(settings) or not machine.gpus
-    on_deepspeed = asks_for_deepspeed(document, settings)
     gpus = 0 if on_cpu else machine.gpus if settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))
     processes, reason = _local_processes(settings, gpus)
-    problems = find_problems(document, settings, program, machine, gpus=gpus, endpoint=rendezvous_endpoint)
-    try:
-        resolved = resolve_before_run(
-            document,
-            accelerator="cuda" if gpus else "cpu",
-            processes=processes * settings.num_machines,
-            strategy="deepspeed" if on_deepspeed else "ddp",
-            bf16=_has_bf16(document, "cuda" if gpus else "cpu"),
-        )
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    accelerator: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
+    resolved = request.resolve(
+        find_problems(document, settings, program, machine, gpus=gpus, endpoint=rendezvous_endpoint),
+        accelerator=accelerator,
+        processes=processes * settings.num_machines,
+        bf16=_has_bf16(document, accelerator),
+    )
     rendezvous = _rendezvous(settings, rendezvous_endpoint)
     environment = {
         **_environment(document, settings, machine, processes, on_cpu=on_cpu, environ=environ),
@@ -84,23 +78,11 @@ def build_spec(
     binding = Binding((), "")
     if settings.enable_cpu_affinity:
         binding = choose_cores(processes, find_gpus(processes, seen) if gpus else ())
-    return LaunchSpec(
-        program=program,
-        document=document,
-        local_processes=processes,
+    return replace(
+        request.spec(processes, settings.num_machines, rendezvous, environment),
         local_processes_reason=reason,
-        machines=settings.num_machines,
         min_machines=settings.min_machines,
-        rendezvous=rendezvous,
-        environment=environment,
-        deepspeed_config=config_for_scripts(document, resolved) if on_deepspeed else None,
-        max_restarts=settings.max_restarts,
-        grace_period=settings.grace_period,
-        monitor_interval=settings.monitor_interval,
-        log_dir=settings.log_dir,
-        tee=settings.tee,
-        role=settings.role,
-        debug=settings.debug,
+        deepspeed_config=config_for_scripts(document, resolved) if request.on_deepspeed else None,
         cores=binding.cores,
         cores_reason=binding.reason,
     )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, launch_settings
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, launch_settings
 from zero_plugin.config.tree import AUTO
 from zero_plugin.config.validation import show
-from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.errors import Problem
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.command import program_arguments
 from zero_plugin.launch.foreign import foreign_variables
@@ -22,9 +22,9 @@ from zero_plugin.launch.hostfile import Host, filter_hosts, read_hostfile
 from zero_plugin.launch.machine import port_is_free
 from zero_plugin.launch.parcel import Parcel, choose_variables, pack
 from zero_plugin.launch.problems import find_program_problems, where
-from zero_plugin.launch.spec import Hosts, LaunchSpec, Program, Rendezvous, Setting
+from zero_plugin.launch.request import Request
+from zero_plugin.launch.spec import Hosts, LaunchSpec, Rendezvous, Setting
 from zero_plugin.resolve.foreign import config_for_scripts
-from zero_plugin.resolve.preflight import resolve_before_run
 
 __all__ = ["asked_launcher", "build_hosts_spec"]
 
@@ -52,48 +52,30 @@ def asked_launcher(settings: LaunchSettings) -> str:
     return launcher if hostfile or settings.num_machines > 1 else "standard"
 
 
-def build_hosts_spec(
-    document: Document,
-    settings: LaunchSettings,
-    program: Program,
-    environ: Mapping[str, str],
-    *,
-    rendezvous_endpoint: str | None = None,
-) -> LaunchSpec:
+def build_hosts_spec(request: Request) -> LaunchSpec:
     """Decide everything about a launch on the machines of a hostfile.
 
     Args:
-        document: checked.
-        settings: its launch part.
-        program: what every process runs.
-        environ: this process's environment.
-        rendezvous_endpoint: `--rdzv_endpoint`, which is torchrun's alone.
+        request: whose hostfile it is.
 
     Raises:
         ConfigError: everything about the hostfile, the filters and the launch that cannot run, at once.
     """
+    document, settings, program = request.document, request.settings, request.program
     launcher = asked_launcher(settings)
     hosts, problems = _chosen_hosts(document, settings, launcher)
-    problems += [*find_program_problems(program), *_problems(document, settings, launcher, rendezvous_endpoint)]
+    problems += [*find_program_problems(program), *_problems(document, settings, launcher, request.endpoint)]
     if program.kind == "function":
         fix = "Launch a script; or delete the hostfile, and call this on every machine with its own node_rank."
         problems.append(Problem("launch", "", f"{launcher} cannot send a function to other machines", fix))
     if hosts:
         problems += _counts(document, settings, launcher, hosts)
     on_cpu = asks_for_cpu(settings)
-    on_deepspeed = asks_for_deepspeed(document, settings)
-    try:
-        resolved = resolve_before_run(
-            document,
-            accelerator="cpu" if on_cpu else "cuda",
-            processes=settings.num_processes or sum(len(host.slots) for host in hosts) or 1,
-            strategy="deepspeed" if on_deepspeed else "ddp",
-            bf16=True,
-        )
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    resolved = request.resolve(
+        problems,
+        accelerator="cpu" if on_cpu else "cuda",
+        processes=settings.num_processes or sum(len(host.slots) for host in hosts) or 1,
+    )
     each = _fewer_slots(settings, launcher, hosts)
     if each is not None:
         hosts = [replace(host, slots=host.slots[:each]) for host in hosts]
@@ -108,9 +90,9 @@ def build_hosts_spec(
         environment["OMP_NUM_THREADS"] = Setting(threads, why)
     if on_cpu:
         environment["DS_ACCELERATOR"] = Setting("cpu", "for DeepSpeed: the run is on the CPU")
-    sent, kept = choose_variables(environ)
+    sent, kept = choose_variables(request.environ)
     address, port = _meeting(settings, hosts)
-    config = config_for_scripts(document, resolved) if on_deepspeed else None
+    config = config_for_scripts(document, resolved) if request.on_deepspeed else None
     parcel = Parcel(
         folder=str(Path.cwd()),
         arguments=program_arguments(program),
@@ -123,15 +105,10 @@ def build_hosts_spec(
     run = f"zero_plugin_{uuid.uuid4().hex}"
     runner = _runner(settings, launcher, hosts, each)
     command = (*runner, str(Path(remote_worker.__file__)), run, pack(parcel))
-    return LaunchSpec(
-        program=program,
-        document=document,
-        local_processes=len(hosts[0].slots),
-        machines=len(hosts),
-        rendezvous=Rendezvous("static", f"{address}:{port}", run),
-        environment=environment,
+    rendezvous = Rendezvous("static", f"{address}:{port}", run)
+    return replace(
+        request.spec(len(hosts[0].slots), len(hosts), rendezvous, environment),
         deepspeed_config=config,
-        debug=settings.debug,
         hosts=Hosts(launcher, tuple(hosts), command, run, tuple(sent), kept),
     )
 

@@ -19,9 +19,9 @@ from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.foreign import foreign_variables
 from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.problems import find_log_problems, find_program_problems, where
+from zero_plugin.launch.request import Request
 from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Replicas, Setting
 from zero_plugin.probe.tpu import PJRT_DEVICE
-from zero_plugin.resolve.preflight import resolve_before_run
 from zero_plugin.strategies.xla_runtime import find_version_problem
 
 __all__ = ["build_tpu_spec", "choose_tpu"]
@@ -57,65 +57,40 @@ def choose_tpu(document: Document, settings: LaunchSettings, machine: Machine) -
     return replace(document, launch=document.launch.replace({("distributed_type",): found}))
 
 
-def build_tpu_spec(
-    document: Document,
-    settings: LaunchSettings,
-    program: Program,
-    machine: Machine,
-    environ: Mapping[str, str],
-    *,
-    rendezvous_endpoint: str | None = None,
-) -> LaunchSpec:
+def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
     """Decide everything about a launch on a TPU, or on the CPU by the same path where `PJRT_DEVICE` is `CPU`.
 
     Args:
-        document: checked.
-        settings: its launch part.
-        program: what holds the function that runs on every device.
+        request: its program holds the function that runs on every device.
         machine: what was found here.
-        environ: this process's environment; a variable that the user set there is kept.
-        rendezvous_endpoint: `--rdzv_endpoint`, which is torchrun's alone.
 
     Raises:
         ConfigError: everything about the launch that cannot run here, at once.
     """
+    document, settings, program, environ = request.document, request.settings, request.program, request.environ
     problems = [
         *find_program_problems(program),
         *_function_problems(document, settings, program),
         *_runtime_problems(document, machine, environ),
         *_count_problems(settings, environ),
-        *_keys_without_effect(document, settings, rendezvous_endpoint),
+        *_keys_without_effect(document, settings, request.endpoint),
         *find_log_problems(document, settings),
     ]
-    try:
-        resolved = resolve_before_run(
-            document, accelerator="xla", processes=settings.num_processes or 1, strategy="xla"
-        )
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return LaunchSpec(
-        program=program,
-        document=document,
+    resolved = request.resolve(problems, accelerator="xla", processes=settings.num_processes or 1)
+    spec = request.spec(
         local_processes=1,
-        local_processes_reason="torch_xla starts what runs on the devices",
         machines=1,  # one torchrun on each, which do not know each other: the TPU's runtime connects the devices
         rendezvous=Rendezvous("c10d", "localhost:0", uuid.uuid4().hex, {"is_host": "true"}, local_address="localhost"),
         environment={
             **_environment(document, settings, machine, environ),
             **foreign_variables(document, settings, resolved, environ, on_cpu=False),
         },
-        max_restarts=settings.max_restarts,
-        grace_period=settings.grace_period,
-        monitor_interval=settings.monitor_interval,
-        log_dir=settings.log_dir,
-        tee=settings.tee,
-        role=settings.role,
-        debug=settings.debug,
-        replicas=Replicas(
-            "" if program.kind == "function" else settings.main_training_function, _replicas(settings, environ)
-        ),
+    )
+    function = "" if program.kind == "function" else settings.main_training_function
+    return replace(
+        spec,
+        local_processes_reason="torch_xla starts what runs on the devices",
+        replicas=Replicas(function, _replicas(settings, environ)),
     )
 
 
