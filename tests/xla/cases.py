@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def one_device_in_bf16(folder: Path) -> None:
 
 
 def evaluating_and_saving(folder: Path) -> None:
-    """What a script does beside training: evaluation, files of weights, dropout by a seed, a step that is skipped."""
+    """What a script does beside training: evaluation, files of weights, dropout by a seed, steps that are skipped."""
     from safetensors.torch import load_file
 
     accelerator = Accelerator(config=XLA)
@@ -121,7 +122,18 @@ def evaluating_and_saving(folder: Path) -> None:
     accelerator.backward(nn.functional.cross_entropy(model.train()(inputs * float("nan")), targets))
     optimizer.step()
     assert optimizer.step_was_skipped
+    optimizer.zero_grad()
+    infinities = torch.tensor([math.inf, -math.inf, 0.0, 0.0], device=accelerator.device)
+    hook = model.last.bias.register_hook(lambda gradient: gradient + infinities)
+    accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+    hook.remove()
+    optimizer.step()
+    assert optimizer.step_was_skipped
     assert torch.equal(model.first.weight.cpu(), state["first.weight"])
+    optimizer.zero_grad()
+    accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+    optimizer.step()
+    assert not optimizer.step_was_skipped
     accelerator.end_training()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -14,11 +15,28 @@ __all__ = ["all_finite", "dense"]
 def all_finite(
     gradients: Sequence[Tensor], factor: float = 1.0, before_reading: Callable[[], None] | None = None
 ) -> bool:
-    """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's."""
+    """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's.
+
+    On XLA finite gradients count as not finite where those of one parameter add up beyond their type's largest number;
+    a norm, which clipping needs, overflows sooner.
+
+    Args:
+        gradients: sparse ones too.
+        factor: of a loss scale, which is not used on XLA.
+        before_reading: called before the answer is read from the device.
+    """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(dense(gradient))
     for (device, _), tensors in alike.items():
+        if device.type == "xla" and factor == 1.0:
+            # Each operation that is noted down there costs time, and those in place take copies.
+            sums = torch.stack([tensor.sum() for tensor in tensors])
+            if before_reading is not None:
+                before_reading()
+            if not all(map(isfinite, sums.tolist())):
+                return False
+            continue
         flag = _flag(device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, _number(factor, device))
         if before_reading is not None:
