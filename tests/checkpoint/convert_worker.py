@@ -205,6 +205,8 @@ def main() -> None:
         if number == 0:
             gc.collect()
             gc.freeze()  # else every end_training() walks all that the imports made
+    gc.unfreeze()
+    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
     dist.barrier()
     dist.destroy_process_group()
 

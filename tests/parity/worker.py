@@ -161,7 +161,8 @@ def main() -> None:
         if rank == "0":
             torch.save(result, Path(output) / f"{name}.pt")
         dist.barrier()
-    gc.collect()  # the last engine, which holds the group
+    gc.unfreeze()
+    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
     dist.destroy_process_group()
 
 

@@ -57,6 +57,8 @@ def main() -> None:
             outcomes[name] = traceback.format_exc()
             print(outcomes[name], flush=True)
     (Path(output) / f"rank-{rank}.json").write_text(json.dumps(outcomes))
+    gc.unfreeze()
+    gc.collect()  # engines that still hold the group: its threads may abort a process that ends
     dist.barrier()
     dist.destroy_process_group()
 
