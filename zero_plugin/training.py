@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,16 +109,18 @@ class Training:
         """
         if self.optimizer is None:
             return None
-        ids = {id(p) for p in given}
         stepped: Sequence[nn.Parameter] = self.parameters
         if self.session.left_out:
             idle = set(map(id, self.session.left_out))
             stepped = [p for p in stepped if id(p) not in idle]
-        counted = sum(id(p) in ids for p in stepped)
-        if not counted:
-            return None
+        only: list[Tensor] | None = None
+        if not given or len(given) != len(stepped) or not all(map(is_, given, stepped)):  # else model.parameters()
+            ids = {id(p) for p in given}
+            counted = sum(id(p) in ids for p in stepped)
+            if not counted:
+                return None
+            only = None if counted == len(stepped) else list(given)
         self._refuse_other_clipping(max_norm)
-        only = None if counted == len(stepped) else list(given)
         return self.optimizer.clip(max_norm, norm_type=norm_type, only=only)
 
     def _refuse_other_clipping(self, max_norm: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -176,17 +177,21 @@ class TorchSession(Session):
         self._unscale()
         parameters = self._trained_parameters() if only is None else only
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-        if only is None and norm_type == 2.0 and self._skips:
-            finite = torch.isfinite(norm)
-            self._run_recorded()
-            self._finite = bool(finite)
-            if not self._finite:
-                norm = torch.full_like(norm, float("inf"))  # nan or inf: one answer on every path
+        is_small = False
         if only is None and norm_type == 2.0:
+            if self._skips:
+                self._run_recorded()
+                value = norm.item()
+                self._finite = isfinite(value)
+                # torch would multiply by 1, as a recorder has to, whose steps are to be alike. 1e-6 as there.
+                is_small = value + 1e-6 <= max_norm and self.recorder is None
+                if not self._finite:
+                    norm = torch.full_like(norm, float("inf"))  # nan or inf: one answer on every path
             self._norm = norm
         if max_norm != float("inf"):
             self._clipped = True
-            if self._finite is not False:  # else the step is skipped, and the gradients stay as they are to be named
+            # Where it is not finite the step is skipped, and the gradients stay as they are to be named.
+            if self._finite is not False and not is_small:
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 

@@ -1,0 +1,32 @@
+"""A session of plain torch does what torch's own calls do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zero_plugin.strategies.torch_session import TorchSession
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0, 1.0 + 1e-6, 3.0, math.inf])
+@pytest.mark.parametrize("skips", [True, False])
+def test_clipping_is_torchs_to_the_bit(share: float, skips: bool) -> None:
+    """Below the norm, at it, above it and without a limit: the same norm, and the same gradients afterwards."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(5, 3)
+    x = torch.randn(4, 5)
+    layer(x).square().sum().backward()
+    before = float(torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()]))
+    norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), share * before)
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+
+    sgd = torch.optim.SGD(layer.parameters())
+    session = TorchSession(layer, layer, sgd, precision="no", clipping=None, skips=skips)
+    session.backward(layer(x).square().sum())
+    assert torch.equal(session.clip(share * before), norm)
+    for p, gradient in zip(layer.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, gradient)
+    session.close()
