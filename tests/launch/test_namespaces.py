@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from zero_plugin.launch.contact import store_command
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -192,6 +195,39 @@ def test_a_cut_cable(end: int, hosts: tuple[Host, Host]) -> None:
         assert ("failed first" in errors and "cannot be reached any more" in errors) or "is lost" in errors, errors
     assert not main.processes()
     assert not other.processes()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("apart", [True, False])
+def test_machine_0_is_killed(apart: bool, hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """The run goes on without it if a process of its own keeps the rendezvous; else the other machine says how to."""
+    main, other = hosts
+    command = store_command(PORT)
+    if apart:
+        other.start(sys.executable, *shlex.split(command)[1:])
+        while not ip("netns", "exec", other.name, "ss", "-ltnH", "sport", "=", PORT):
+            time.sleep(0.1)
+    flags = ["--min_machines", "1", "--max_restarts", "1", "--rdzv_conf", "last_call_timeout=20,keep_alive_interval=1"]
+    script = (str(SCRIPT.with_name("train_fewer.py")), str(tmp_path / "out"), "0.5")
+    stays_up = other if apart else main
+    killed, stays = (host.launch(*elastic(stays_up, *flags), *script) for host in (main, other))
+    assert killed.stdout is not None
+    for line in ("2 at 0", "step 1", "step 2"):
+        assert killed.stdout.readline() == f"{line}\n", killed.communicate(timeout=60)[1]
+    for number in main.processes():
+        os.kill(int(number), signal.SIGKILL)
+    ((code, output, errors),) = ends(stays)
+    if apart:
+        for process in other.started[:1]:
+            process.kill()
+            process.communicate()
+        assert code == 0, errors
+        assert "1 of 2 processes have met; the global batch stays as it is" in errors
+        assert output.endswith("step 16\n")
+    else:
+        assert code == 1
+        assert f"the one that --rdzv_endpoint names ({main.address})" in errors
+        assert command in errors
 
 
 @pytest.mark.campaign

@@ -15,13 +15,19 @@ from typing import Final
 from zero_plugin.launch.spec import Rendezvous
 from zero_plugin.probe.network import host_of, is_own_address
 
-__all__ = ["Contact"]
+__all__ = ["Contact", "store_command"]
 
 _LIMIT_S: Final = 60.0  # torch's own for one answer of the store
 _LOOK_S: Final = 2.0
 _STOPS_WITHIN_S: Final = 10.0
 # A machine that refuses is there: its launcher has ended, which torchrun notices, or need not.
 _THERE: Final = (errno.ECONNREFUSED, errno.ECONNRESET)
+
+
+def store_command(port: str) -> str:
+    """A shell's command that keeps, at `port` of the host where it is typed, what the machines of a run agree on."""
+    store = f"TCPStore('0.0.0.0', {port}, is_master=True, wait_for_workers=False)"
+    return f'python -c "import signal; from torch.distributed import TCPStore; store = {store}; signal.pause()"'
 
 
 class Contact:
@@ -33,14 +39,22 @@ class Contact:
     Args:
         meeting: the rendezvous; its option `read_timeout` is how long machine 0 may be silent, in seconds.
         machines: with one there is nothing to watch, nor on machine 0.
+        least: with how many of them the run goes on; None for all.
     """
 
-    def __init__(self, meeting: Rendezvous, machines: int) -> None:
+    def __init__(self, meeting: Rendezvous, machines: int, least: int | None = None) -> None:
         self.lost = ""
         self._host, self._port = host_of(meeting.endpoint), meeting.endpoint.rpartition(":")[2]
         self._limit_s = float(meeting.options.get("read_timeout", _LIMIT_S))
         self._watched = machines > 1 and self._port.isdigit() and not is_own_address(self._host)
         self._ended = threading.Event()
+        self._fix = ""
+        if least is not None and least < machines:
+            self._fix = (
+                f"\nThe run can lose any machine but the one that --rdzv_endpoint names ({self._host}), whose launcher "
+                "keeps what they agree on.\nTo outlive that one too, start a process that keeps it, before the "
+                f"launchers, on a host that stays, and name that:\n    {store_command(self._port)}"
+            )
 
     def __enter__(self) -> Contact:
         if self._watched:
@@ -54,7 +68,7 @@ class Contact:
 
     def leave(self) -> None:
         """Say what happened and end this process: threads of torch's that wait for machine 0 would keep it for ever."""
-        print(f"error: {self.lost}", file=sys.stderr, flush=True)  # noqa: T201 - the last words of this launcher
+        print(f"error: {self.lost}{self._fix}", file=sys.stderr, flush=True)  # noqa: T201 - the last words of this launcher
         sys.stdout.flush()
         os._exit(1)
 

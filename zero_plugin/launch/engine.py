@@ -74,7 +74,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     gc.enable()
 
     set_log_level(debug=spec.debug)
-    contact = Contact(spec.rendezvous, spec.machines)
+    contact = Contact(spec.rendezvous, spec.machines, spec.min_machines)
     restarts = 0
     if spec.machines > 1 and spec.max_restarts:
         os.environ[NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
