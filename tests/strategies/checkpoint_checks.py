@@ -203,6 +203,22 @@ def check_several_models(path: str, folder: Path) -> None:
         assert all(same(weights(accelerator, m), state) for m, state in zip(models, wanted, strict=True))
 
 
+class WithoutElements(nn.Module):
+    """Its only parameter has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.empty.sum()
+
+
+def with_elements(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, but for those of no elements, of which stage 3's optimizer has no states."""
+    return {name: tensor for name, tensor in load_file(file).items() if tensor.numel()}
+
+
 def check_odd_partitions(folder: Path) -> None:
     """However a stage cuts and orders its partitions, the files hold what DDP's hold, and are read back into them."""
     sections: dict[str, dict[str, Any]] = {
@@ -214,20 +230,21 @@ def check_odd_partitions(folder: Path) -> None:
     for name in ("ddp", *sections):
         section = {"zero_optimization": sections[name]} if name in sections else None
         with running("zero3" if section else "ddp", deepspeed=section) as accelerator:
-            model, optimizer = prepare(accelerator)
+            net = nn.Sequential(WithoutElements(), *make_net())
+            model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
             if name != "ddp":
                 accelerator.load_state(folder / "ddp")  # of two steps
                 accelerator.save_state(folder / "read back")
                 for file in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
-                    read = load_file(folder / "read back" / f"{file}.safetensors")
-                    assert same(read, load_file(folder / "ddp" / f"{file}.safetensors")), name
+                    read, wanted = (with_elements(folder / run / f"{file}.safetensors") for run in ("read back", "ddp"))
+                    assert same(read, wanted), name
             for index in range(2, 4) if section else range(4):
                 if index == 2 and name == "ddp":
                     accelerator.save_state(folder / "ddp")
                 step(accelerator, model, optimizer, own_batch(index))
             saved = accelerator.save_state(folder / name / "end")
-            kept[name] = [load_file(saved / f) for f in ("model.safetensors", "optimizer/exp_avg.safetensors")]
-            assert_near(weights(accelerator, model), kept[name][0], 1e-6)
+            assert_near(weights(accelerator, model), load_file(saved / "model.safetensors"), 1e-6)
+            kept[name] = [with_elements(saved / f"{file}.safetensors") for file in ("model", "optimizer/exp_avg")]
         for got, wanted in zip(kept[name], kept["ddp"], strict=True):
             assert_near(got, wanted, 1e-4)
 

@@ -26,6 +26,7 @@ from zero_plugin.strategies.base import (
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.leftovers import forget_module
+from zero_plugin.strategies.deepspeed.no_elements import fetch_empty
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
@@ -107,6 +108,7 @@ class EngineSession(Session):
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
         mend_swapping(engine)
+        fetch_empty(engine)
 
     def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
         """See `Session.backward`; nothing happens to the model where the loss does not depend on it."""
