@@ -123,14 +123,25 @@ def test_cores_of_the_local_rank(tmp_path: Path) -> None:
         assert done.stdout.strip() == core, done.stderr
 
 
-def test_exit_codes_are_pythons_where_torch_is(tmp_path: Path) -> None:
-    """Such a process leaves before the interpreter ends, which is what makes the exit code otherwise."""
+ENDS_IN_ORDER = """
+import atexit, sys, threading, time, torch
+atexit.register(print, "script's")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread's"))).start()
+"""
+
+
+def test_the_end_is_pythons_where_torch_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a process leaves before the interpreter ends: exit codes and all that runs at exit are as under `python`."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "torch.py").write_text("")
+    (tmp_path / "sitecustomize.py").write_text("import atexit; atexit.register(print, 'coverage')")
+    (tmp_path / "order.py").write_text(ENDS_IN_ORDER)
+    assert run(tmp_path, WORKER, "order.py").stdout == "thread's\nscript's\ncoverage\n"
     for number, end in enumerate(("0", "True", "-1", "''", "'the end'", "None", "2**8 + 3")):
         (tmp_path / f"exit{number}.py").write_text(f"import sys, torch; print('said'); sys.exit({end})")
     (tmp_path / "cancelled.py").write_text("import asyncio, torch; raise asyncio.CancelledError")
     (tmp_path / "closed.py").write_text("import sys, torch; sys.stdout.close()")
-    for script in tmp_path.glob("[ec]*.py"):
+    for script in tmp_path.glob("[eco]*.py"):
         mine, pythons = run(tmp_path, WORKER, script.name), run(tmp_path, script.name)
         assert (mine.returncode, mine.stdout) == (pythons.returncode, pythons.stdout), script.read_text()
     if Path("/dev/full").exists():

@@ -19,9 +19,11 @@ import os
 import runpy
 import sys
 import threading
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from io import BufferedRandom, BufferedWriter, TextIOWrapper
 from pathlib import Path
+from stat import S_ISREG
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -52,7 +54,7 @@ _STARTERS = (__file__, str(Path(__file__).with_name("replicas.py")))  # whose fr
 
 
 def main() -> None:
-    """Run what the command line names; never returns for `--no_python`."""
+    """Run what the command line names, and end this process as Python does; never returns for `--no_python`."""
     die_with_launcher()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank:
@@ -62,27 +64,10 @@ def main() -> None:
         del sys.argv[1:3]
     if sys.argv[1] == "--no_python":
         os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - the user's own program
-    code = [1]  # of what nothing below catches
-    atexit.register(lambda: end_process(code[0]))  # registered first, so that it runs last
-    try:
-        if sys.argv[1] == "--replicas":
-            _run_replicas(sys.argv[2:])
-        elif sys.argv[1] == "-m":
-            run_module(sys.argv[2], sys.argv[3:])
-        else:
-            run_script(sys.argv[1], sys.argv[2:])
-        code[0] = 0
-    except SystemExit as end:
-        code[0] = int(end.code or 0) if isinstance(end.code, int | None) else 1  # True is an int too
-        if code[0]:
-            _claim_first_failure(code[0], _rank())
-        raise
-    except KeyboardInterrupt:
-        code[0] = _INTERRUPTED  # the launcher says what happened
-        raise SystemExit(_INTERRUPTED) from None
-    except Exception as error:  # noqa: BLE001 - the outermost frame of the user's program
-        code[0] = _report_exception(error, _rank())
-        raise SystemExit(code[0]) from None
+    code = _run_program()
+    if "torch" in sys.modules:
+        end_process(code)
+    raise SystemExit(code)
 
 
 def report_end(error: BaseException, rank: int) -> int:
@@ -129,20 +114,20 @@ def run_module(name: str, arguments: list[str]) -> None:
 
 
 def end_process(code: int) -> None:
-    """End this process with `code` where torch may have threads in it, without the end of the interpreter.
+    """End this process with `code` as Python does, but for the end of the interpreter.
 
     A thread of gloo's that lets go of a tensor, after a collective that Python has waited for, needs the interpreter.
     Where that is ending, Python 3.10-3.13 unwind the thread, and C++ aborts: "terminate called without an active
     exception". Nothing ends these threads for sure: engines, DDP and hooks hold their group from C++, and then they
-    outlive `destroy_process_group`. So this runs last of all that Python runs at exit, and does what Python would do
-    for the script's objects and for open files.
+    outlive `destroy_process_group`. So what Python would do is done while the interpreter lives: it waits for threads,
+    calls what was registered for the exit, lets go of the script's objects, and writes open files out.
     """
-    if "torch" not in sys.modules:
-        return
-    script = vars(sys.modules["__main__"])
-    if getattr(sys, "last_value", None) is None:  # else a traceback holds it all
+    with suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if getattr(sys, "last_value", None) is None:  # else a traceback holds the script's objects
         threading.excepthook = lambda _: None  # of daemons that go on; Python would have stopped them
-        if script is not globals():
+        if (script := vars(sys.modules["__main__"])) is not globals():
             script.clear()
         gc.collect()
     written = [_flush(stream) for stream in (sys.stdout, sys.stderr)]
@@ -150,7 +135,9 @@ def end_process(code: int) -> None:
         code = code or _NOT_WRITTEN
     for kind in (TextIOWrapper, (BufferedWriter, BufferedRandom)):  # the first write into the others
         for file in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
-            _flush(file)
+            with suppress(OSError, ValueError):  # one without a file, or a closed one
+                if S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe may have nobody who reads it
+                    _flush(file)
     os._exit(code & 0xFF)
 
 
@@ -162,6 +149,31 @@ def _flush(file: Any) -> bool:
     except Exception:  # noqa: BLE001 - a full disk, a reader that has gone
         return False
     return True
+
+
+def _run_program() -> int:
+    """Run what the command line names and print what ended it; the exit code."""
+    try:
+        if sys.argv[1] == "--replicas":
+            _run_replicas(sys.argv[2:])
+        elif sys.argv[1] == "-m":
+            run_module(sys.argv[2], sys.argv[3:])
+        else:
+            run_script(sys.argv[1], sys.argv[2:])
+    except SystemExit as end:
+        if end.code is None:
+            return 0
+        code = int(end.code) if isinstance(end.code, int) else 1  # True is an int too
+        if not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)  # noqa: T201 - as Python itself does
+        if code:
+            _claim_first_failure(code, _rank())
+        return code
+    except KeyboardInterrupt:
+        return _INTERRUPTED  # the launcher says what happened
+    except Exception as error:  # noqa: BLE001 - the outermost frame of the user's program
+        return _report_exception(error, _rank())
+    return 0
 
 
 def _run_replicas(arguments: list[str]) -> None:
