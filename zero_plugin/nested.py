@@ -35,7 +35,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
         return type(tree)({key: map_leaves(function, value, is_leaf) for key, value in tree.items()})  # type: ignore[call-arg]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(function, value, is_leaf) for value in tree))
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         return type(tree)(map_leaves(function, value, is_leaf) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in dataclasses.fields(tree) if field.init]

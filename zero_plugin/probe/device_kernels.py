@@ -57,6 +57,8 @@ class DeviceKernels(TorchFunctionMode):
         if func in _GROUPED and args[0].dim() == 2 and args[1].dim() == 3:
             self.flops += 2 * args[0].numel() * args[1].shape[-1]
             return _GroupedProduct.apply(args[0], args[1])  # type: ignore[no-untyped-call]
+        if func is torch.Tensor.data_ptr:
+            return 0  # there is no memory, and a GPU's is aligned, which transformers looks at up to torch 2.10
         if func in (F.dropout, torch.dropout):
             return _drop(*args, **kwargs)
         if func in _WIDE and torch.is_autocast_enabled("cpu"):

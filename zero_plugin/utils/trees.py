@@ -120,7 +120,7 @@ def send_to_device(
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:  # a `to` of the user's own, or of an old tokenizer
             return tensor.to(device)
-    if isinstance(tensor, tuple | list):
+    if isinstance(tensor, (tuple, list)):  # not `tuple | list`, which Dynamo of torch 2.9 cannot trace
         return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
     if not isinstance(tensor, Mapping):
         return tensor
