@@ -111,7 +111,7 @@ def finished(folders: Callable[[str], Path], run_processes: Callable[..., list[s
     if not folder.exists():
         folder.mkdir()
         for world, tasks in launches(THIRTEEN, (2, 1, 3), width=1024, lora=False):
-            run_processes(WORKER, world, folder, json.dumps(tasks), seconds=240)
+            run_processes(WORKER, world, folder, json.dumps(tasks), seconds=600)
     return folder
 
 
