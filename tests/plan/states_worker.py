@@ -23,6 +23,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import cpuinfo
 import torch
 import torch.distributed as dist
+from still_group import is_staging
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -99,9 +100,6 @@ def accelerator_of(case: dict[str, Any], folder: Path) -> Accelerator:
 
 def alive(model: Any, optimizer: Any) -> dict[str, int]:
     """Bytes by what they are; what nothing below knows is `other`."""
-    # Each of gloo's threads keeps what it sent last.
-    for sent in [dist.all_reduce(torch.zeros(1), async_op=True) for _ in range(16)]:
-        sent.wait()
     gc.collect()
     session = optimizer.session
     engine = getattr(session, "engine", None)
@@ -148,9 +146,11 @@ def flattened(value: Any) -> list[Any]:
 
 
 def all_tensors() -> Iterator[Tensor]:
-    """All that Python knows."""
+    """All that Python knows, but for what belongs to the exchange between the processes."""
     for found in gc.get_objects():
-        if issubclass(type(found), Tensor) and type(found).__name__ != "FakeTensor" and not found.is_meta:
+        if not issubclass(type(found), Tensor) or type(found).__name__ == "FakeTensor" or found.is_meta:
+            continue
+        if not is_staging(found):
             yield found
 
 
@@ -238,7 +238,7 @@ def main() -> None:
     store, rank, world, cases, output = sys.argv[1:6]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
+        "still", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
     )
     outcomes = {}
     for name, case in json.loads(cases).items():
