@@ -27,7 +27,9 @@ Start = Callable[..., "subprocess.Popen[str]"]
 SHOW = """
 import json, os, sys
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "DS_ACCELERATOR", "ZERO_PLUGIN_DOCUMENT"]
-line = json.dumps({**{n: os.environ.get(n) for n in names}, "argv": sys.argv, "torch": "torch" in sys.modules})
+shown = {n: os.environ.get(n) for n in names}
+ours = [n for n in os.environ if n.startswith("ZERO_PLUGIN")]
+line = json.dumps({**shown, "ours": ours, "argv": sys.argv, "torch": "torch" in sys.modules})
 os.write(1, (line + "\\n").encode())  # one write: two ranks share the pipe
 """
 GLOO = """
@@ -48,39 +50,32 @@ def shown(output: str) -> list[dict[str, object]]:
     return sorted((json.loads(line) for line in output.splitlines()), key=lambda row: str(row["RANK"]))
 
 
-def test_arguments_reach_the_script_untouched(launch: Launch, tmp_path: Path) -> None:
-    """What follows the script is the script's: spaces, other alphabets, `--help`, launch flags, `--`, empty text."""
+def test_what_reaches_the_script(launch: Launch, tmp_path: Path) -> None:
+    """All that follows the script is the script's: spaces, other alphabets, `--help`, launch flags, `--`, empty text.
+    Threads are from the cores, and DeepSpeed computes on the CPU."""
     (tmp_path / "show.py").write_text(SHOW)
     arguments = ["--help", "two words", "ü→", "--num_processes", "9", "--", "", "$HOME"]
-    done = launch("--num-processes", "2", "show.py", *arguments)
+    done = launch("--cpu", "--num-processes", "2", "show.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = shown(done.stdout)
     assert [row["RANK"] for row in rows] == ["0", "1"]
     assert all(row["argv"] == ["show.py", *arguments] for row in rows)
     assert done.stderr == ""
+    cores = len(os.sched_getaffinity(0))
+    assert {row["OMP_NUM_THREADS"] for row in rows} <= {str(n) for n in range(1, max(1, cores // 2) + 1)}
+    assert {row["DS_ACCELERATOR"] for row in rows} == {"cpu"}
 
 
 def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) -> None:
-    """Without a count on a CPU: one process, with a rank, a world and an address as several have."""
+    """Without a count on a CPU: one process, with a rank, a world and an address as several have. The user's variables
+    stay; of this package's, one has the configuration, and two say of which attempt."""
     (tmp_path / "show.py").write_text(SHOW)
-    (row,) = shown(launch("--cpu", "show.py").stdout)
+    (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7").stdout)
     assert (row["RANK"], row["WORLD_SIZE"], row["MASTER_ADDR"]) == ("0", "1", "localhost")
     assert row["torch"] is False  # nothing was imported on the script's behalf
-
-
-def test_environment_of_the_workers(launch: Launch, tmp_path: Path) -> None:
-    """One variable has the configuration, two say of which attempt; threads from cores; DeepSpeed on the CPU."""
-    script = 'import os; print(sorted(n for n in os.environ if n.startswith("ZERO_PLUGIN")))'
-    (tmp_path / "names.py").write_text(script)
-    names = set(ast.literal_eval(launch("--cpu", "names.py").stdout))
-    assert names - set(os.environ) == {ENVIRONMENT_VARIABLE, CUT_VARIABLE, LAUNCHED_VARIABLE}
-    (tmp_path / "show.py").write_text(SHOW)
-    cores = len(os.sched_getaffinity(0))
-    rows = shown(launch("--cpu", "--num_processes", "2", "show.py").stdout)
-    assert {row["OMP_NUM_THREADS"] for row in rows} <= {str(n) for n in range(1, max(1, cores // 2) + 1)}
-    assert {row["DS_ACCELERATOR"] for row in rows} == {"cpu"}
-    (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7").stdout)
     assert row["OMP_NUM_THREADS"] == "7"
+    assert isinstance(row["ours"], list)
+    assert set(row["ours"]) - set(os.environ) == {ENVIRONMENT_VARIABLE, CUT_VARIABLE, LAUNCHED_VARIABLE}
 
 
 def test_streams_role_and_the_working_folder(launch: Launch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from zero_plugin.launch.machine import port_is_free
 
@@ -55,7 +56,7 @@ def read_until(launcher: subprocess.Popen[str], start: str) -> list[str]:
 
 @pytest.mark.parametrize("joins", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_machines_come_and_go(joins: bool, start: Start, tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """Of two launchers the second is killed, and may have begun later: weights and learning rate end as in one run."""
+    """Of two launchers one is killed, and may have begun later: weights and learning rate end as in one run."""
     out = uuid.uuid4().hex
     port = free_port()
     flags = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--min_machines", "1", "--max_restarts", "2"]
@@ -65,26 +66,32 @@ def test_machines_come_and_go(joins: bool, start: Start, tmp_path: Path, free_po
     def join() -> subprocess.Popen[str]:
         return start(*flags, *meeting, "--rdzv_conf", waits, str(SCRIPT), out, "0.5", OMP_NUM_THREADS="1")
 
-    hold = tmp_path / out / "hold"
+    folder = tmp_path / out
+    folder.mkdir()
+    hold = folder / "hold"
     if joins:
-        hold.parent.mkdir()
         hold.touch()
-    stays = join()
-    deadline = time.monotonic() + 60
-    while port_is_free(port):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    if joins:
+        stays = join()
+        deadline = time.monotonic() + 60
+        while port_is_free(port):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert read_until(stays, "step 3")[0] == "1 at 0\n"
-    lost = join()
+        lost = join()
+    else:  # they meet in this process, so that the first of the two can be lost as well
+        store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        lost, stays = join(), join()
     assert int(read_until(lost, "2 at")[-1].split()[-1]) >= (3 if joins else 0)
     hold.unlink(missing_ok=True)
     read_until(lost, "step")
     lost.kill()
     lost.communicate()
+    (folder / "hurry").touch()
     assert int(read_until(stays, "1 at")[-1].split()[-1]) > (3 if joins else 0)
     _, errors = stays.communicate(timeout=120)
     assert stays.returncode == 0, errors
+    if not joins:
+        del store
     assert "1 of 2 processes have met; the global batch stays as it is" in errors
     steps, rate, weights = json.loads((tmp_path / out / "final.json").read_text())
     wanted_steps, wanted_rate, wanted = expected()

@@ -192,7 +192,7 @@ def test_every_way_to_start_gives_the_same_losses(
             "-m",
             "torch.distributed.launch",
             "--use_env",
-            "--nproc_per_node=2",
+            "--nproc_per_node=1",
             f"--master_port={free_port()}",
             str(SCRIPT),
             config,
@@ -200,7 +200,7 @@ def test_every_way_to_start_gives_the_same_losses(
         train(sys.executable, str(SCRIPT), config),
         train(*LAUNCH, "--config_file", config, "--num_processes", "1", "--zero_stage", "3", str(SCRIPT)),
     ]
-    assert [run["processes"] for run in runs] == [2, 2, 2, 1, 1]
+    assert [run["processes"] for run in runs] == [2, 2, 1, 1, 1]
     assert {run["model"] for run in runs} == {"DeepSpeedEngine"}
     for run in runs[1:]:
         assert run["losses"] == pytest.approx(runs[0]["losses"], abs=1e-5)
