@@ -21,7 +21,7 @@ from zero_plugin.launch.command import NEW_STORE, worker_command
 from zero_plugin.launch.contact import Contact
 from zero_plugin.launch.ending import Ended, end_workers_so
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
-from zero_plugin.launch.meeting import meet_machines, try_store
+from zero_plugin.launch.meeting import meet_machines
 from zero_plugin.launch.memory import MemoryWatch
 from zero_plugin.launch.on_hosts import run_on_hosts
 from zero_plugin.launch.report import (
@@ -113,10 +113,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
         executable, *arguments = worker_command(spec)
         store = None
         try:
-            if spec.machines > 1 and spec.rendezvous.backend == "static":
-                store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
-            elif spec.machines > 1 and spec.rendezvous.backend == "c10d":
-                try_store(spec.rendezvous)
+            store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
             while True:
                 try:
                     elastic_launch(config, executable)(*arguments)

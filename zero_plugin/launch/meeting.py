@@ -1,4 +1,4 @@
-"""Before a static rendezvous every machine shows its number: who is missing, or there twice, is named."""
+"""Before torchrun's rendezvous the machines meet here: who is missing, or there twice, and what is none, is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import Rendezvous
 from zero_plugin.probe.network import address_towards, host_of, is_own_address
 
-__all__ = ["meet_machines", "try_store"]
+__all__ = ["meet_machines"]
 
 _LIMIT_S: Final = 600.0  # torch's own for a static rendezvous
 _ANSWERS_WITHIN_S: Final = 60.0  # torch's own for one answer of the store
@@ -29,19 +29,29 @@ _MET: Final = "met"
 
 
 def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) -> Any:
-    """Wait until every machine of a static rendezvous is there, each under a number of its own.
+    """Wait until every machine of a static rendezvous is there, each under a number of its own; try one of c10d.
 
     Args:
-        meeting: the rendezvous; its option `rank` is this machine's number, `timeout` the limit in seconds.
-        machines: how many there must be.
+        meeting: the rendezvous; of a static one, the option `rank` is this machine's number, `timeout` the limit in
+            seconds. `read_timeout` is how many seconds one answer may take.
+        machines: how many there must be; one meets nobody.
         quiet: whether nothing is said of a long wait.
 
     Returns:
         A store; machine 0's listens on torchrun's own port, and is to be kept as long as the run lasts.
 
     Raises:
-        LaunchError: a machine did not come in time, another has the same number, or counts other machines.
+        LaunchError: a machine did not come in time, another has the same number, or counts other machines; or
+            something else than a rendezvous listens there.
     """
+    if machines > 1 and meeting.backend == "static":
+        return _meet(meeting, machines, quiet=quiet)
+    if machines > 1 and meeting.backend == "c10d":
+        _try_store(meeting)
+    return None
+
+
+def _meet(meeting: Rendezvous, machines: int, *, quiet: bool) -> Any:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed import DistError
 
@@ -73,7 +83,7 @@ def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) ->
         if rank == 0:  # torch waits without a word for the one that it is given, which may be another machine's
             server = TCPStore("127.0.0.1", port, None, True, limit, False, multi_tenant=True)
         wait(lambda: _why_no_answer(host, port))
-        try_store(meeting)
+        _try_store(meeting)
         store = PrefixStore("zero_plugin/meeting", TCPStore(host, port, None, False, limit, False))
         store.add("came", 1)
         _show(store, rank, machines, f"{socket.gethostname()} ({address_towards(host)}, process {os.getpid()})")
@@ -92,12 +102,10 @@ def meet_machines(meeting: Rendezvous, machines: int, *, quiet: bool = False) ->
     return server or store
 
 
-def try_store(meeting: Rendezvous) -> None:
+def _try_store(meeting: Rendezvous) -> None:
     """Ask what listens where the machines meet whether it is a rendezvous; return if it is, or if nothing listens yet.
 
-    Args:
-        meeting: the rendezvous; its option `read_timeout` is how long the answer may take, in seconds. torch itself
-            would wait for it without end.
+    torch itself would wait for the answer without end.
 
     Raises:
         LaunchError: something else listens there.
