@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -118,6 +119,18 @@ def test_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> 
     assert "./.deepspeed_env is not read" in errors
 
 
+def run_of(launcher: subprocess.Popen[str]) -> str:
+    """The word that marks this launch on every command line, other launches of this machine apart."""
+    listed = subprocess.run(["pgrep", "-a", "-P", str(launcher.pid)], capture_output=True, text=True).stdout
+    found = re.search("zero_plugin_[0-9a-f]{32}", listed)
+    assert found is not None, listed
+    return found.group()
+
+
+def processes_of(run: str) -> str:
+    return subprocess.run(["pgrep", "-a", "-f", run], capture_output=True, text=True).stdout
+
+
 @pytest.mark.campaign
 def test_the_end_of_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen[str]]) -> None:
     """A rank's exit code is the launcher's; SIGTERM leaves no process on any host."""
@@ -129,12 +142,14 @@ def test_the_end_of_a_run_by_pdsh(start_on_hosts: Callable[..., subprocess.Popen
     lines = 0
     while lines < 2:
         lines += ": [2.0, " in launcher.stdout.readline()
+    run = run_of(launcher)
+    assert processes_of(run)
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 143
     assert "no worker is left" in errors
     time.sleep(1)
-    assert not subprocess.run(["pgrep", "-f", "remote_worker.py zero_plugin_"], capture_output=True).stdout
+    assert not processes_of(run)
 
 
 @pytest.mark.campaign
