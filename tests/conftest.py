@@ -132,7 +132,7 @@ def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
     outlives the call.
     """
 
-    def run(script: str | Path, world: int, *args: object, seconds: float = 120) -> list[str]:
+    def run(script: str | Path, world: int, *args: object, seconds: float = 240) -> list[str]:
         store = tmp_path / f"store-{time.monotonic_ns()}"
         logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(world)]
         workers: list[subprocess.Popen[bytes]] = []
