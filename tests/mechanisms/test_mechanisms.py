@@ -97,7 +97,7 @@ def test_a_mechanism_is_missed(row: Row, tmp_path: Path) -> None:
 def copy_without(row: Row, folder: Path) -> Path:
     """A copy of the package and its tests, the row's mechanism taken away; who runs it leaves its id in FOLDER/ran."""
     copy = folder / "copy"
-    for name in ("zero_plugin", "tests"):  # with what is compiled: it is told by size and time, which are copied too
+    for name in ("zero_plugin", "tests", "ds_configs"):  # and what is compiled: told by size and time, copied too
         shutil.copytree(ROOT / name, copy / name)
     shutil.copy(ROOT / "pyproject.toml", copy)
     (folder / "ran").mkdir()

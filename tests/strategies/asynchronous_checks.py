@@ -104,6 +104,16 @@ def held_copies() -> Iterator[threading.Event]:
         Snapshot.finish = real
 
 
+def released_by(release: threading.Event, wait: Callable[[], None]) -> Callable[[], None]:
+    """`wait`, and what it waits for goes on."""
+
+    def call() -> None:
+        release.set()
+        wait()
+
+    return call
+
+
 @contextmanager
 def full_disk() -> Iterator[None]:
     """The last process cannot write behind the training."""
@@ -222,11 +232,9 @@ def check_what_a_script_changes_meanwhile_is_not_in_it(path: str, folder: Path) 
             with accelerator.whole_weights(model), torch.no_grad():
                 for p in accelerator.unwrap_model(model).parameters():
                     p.data.mul_(2)
-            timer = threading.Timer(0.2, release.set)
-            timer.start()
+            optimizer.session.before_change = released_by(release, optimizer.session.before_change)
             change()
             assert release.is_set()
-            timer.join()
             assert accelerator.wait_for_save() == behind
             assert content_of(behind) == content_of(at_hand), number
 
