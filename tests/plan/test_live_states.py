@@ -169,7 +169,9 @@ def peak_differences(name: str, case: Case, world: int, model: ModelSizes, live:
         del wanted["step"]
     for phase, predicted in wanted.items():
         found = max(process["peaks"][phase] for process in live)
-        if abs(found - predicted) > 0.05 * predicted:
+        # What stage 3 gathers ahead and the two gradients of a shared weight are seldom there at once.
+        below = 0.1 if way.stage == 3 and phase == "backward" else 0.05
+        if not -below * predicted <= found - predicted <= 0.05 * predicted:
             yield f"{name}: peak of {phase}: predicted {predicted:,}, live {found:,}"
 
 
