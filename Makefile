@@ -24,10 +24,14 @@ test: check libaio iproute2
 	$(BIN)/python -m pytest -m "not campaign and not processes" --numprocesses 2
 	$(BIN)/python -m pytest -m "not campaign and processes" --numprocesses 2 --dist loadfile
 
-# Trainings that change their path go on in the other environment, under DeepSpeed.
+# Trainings that change their path go on in the other environment, under DeepSpeed. What else runs on a plain torch is
+# tried on this older one too.
 test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 	ZERO_PLUGIN_PYTHON=$(abspath $(BIN))/python \
 	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
+	$(VENV_TPU)/bin/python -m pytest -m "not campaign and not processes" --numprocesses 2 \
+		tests/test_accelerator.py tests/test_first_steps.py tests/test_compilation.py tests/test_nested.py \
+		tests/data tests/utils/test_trees.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -68,7 +72,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV_TPU)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_TPU)
 	$(PIP_TPU) --constraint constraints.txt numpy pyyaml jsonschema pydantic safetensors packaging rich typer \
-		questionary pytest pytest-timeout pytest-xdist
+		questionary hypothesis pytest pytest-timeout pytest-xdist
 	$(PIP_TPU) torch==2.9.0 torch-xla==2.9.0
 	$(PIP_TPU) --no-deps --editable .
 	@touch $@
