@@ -219,6 +219,7 @@ def measure(rank: int, world: int, path: str, folder: str, options: argparse.Nam
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read by Accelerate and DeepSpeed, not used
     if options.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ["OMP_NUM_THREADS"] = "1"  # where it is open, Accelerate takes all cores, for every contender
         torch.set_num_threads(1)
     backend = "gloo" if options.cpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
