@@ -207,7 +207,7 @@ def test_any_interruption_of_a_training(seed: int, start: Start, tmp_path: Path,
     draw = random.Random(100 + seed)
     stage = (0, 2)[seed % 2]
     training = Training(start, tmp_path, stage)
-    launcher = training.start("--max_restarts", "2")
+    launcher = training.start("--max_restarts", "2", pause=0.5)  # its end is later than the second kill
     assert launcher.stdout is not None
     for _ in range(2):
         assert [launcher.stdout.readline()[:10] for _ in range(2)] == ["started at"] * 2
