@@ -194,3 +194,29 @@ def test_a_thread_that_torch_leaves_aborts_no_process(tmp_path: Path) -> None:
     assert [ends[how].stdout for how in ("0", "5")] == ["mine is gone"] * 2
     assert "ZeroDivisionError" in ends["raises"].stderr
     assert [(tmp_path / how).read_text() for how in codes] == ["all of it"] * 3
+
+
+def test_what_a_failing_rank_leaves_for_the_report(tmp_path: Path) -> None:
+    """Its rank, exit code and kind of exception, in the folder of the attempt; only the first one's."""
+    (tmp_path / "script.py").write_text("class OutOfMemoryError(RuntimeError): ...\nraise OutOfMemoryError('CUDA')")
+    for rank in (3, 1):
+        own = {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(tmp_path / str(rank) / "error.json")}
+        done = subprocess.run(
+            [sys.executable, WORKER, "script.py"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=180
+        )
+        assert done.returncode == 1
+    assert "rank 1 failed later: OutOfMemoryError: CUDA" in done.stderr
+    assert (tmp_path / FIRST_FAILURE).read_text() == "3 1 OutOfMemoryError"
+
+
+def test_the_first_failure_is_there_as_a_whole(tmp_path: Path) -> None:
+    """Never in part, since who comes second may have the first one ended; what comes second changes nothing."""
+    file, text = tmp_path / FIRST_FAILURE, "told " * 5_000_000
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(worker.put_first, file, text)
+        while not file.exists():
+            assert not first.done() or first.result()
+        assert file.stat().st_size == len(text)
+    assert first.result() is True
+    assert worker.put_first(file, "another") is False
+    assert [file.stat().st_size, *tmp_path.iterdir()] == [len(text), file]

@@ -18,7 +18,7 @@ from typing import Any, Final
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.forked import find_threads, meant_to_fork, variables_while
 from zero_plugin.launch.replicas import ENDED_SILENTLY, end_training
-from zero_plugin.launch.worker import die_with_launcher
+from zero_plugin.launch.worker import die_with_launcher, put_first
 from zero_plugin.strategies.xla_runtime import explain_start, import_torch_xla
 
 __all__ = ["run_on_devices"]
@@ -88,8 +88,7 @@ def _run_copy(rank: int, folder: str, threads: int) -> None:
             return
         own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         told = "".join(traceback.format_exception(type(error), error, own_frames)).rstrip()
-        with contextlib.suppress(FileExistsError), (Path(folder) / _FAILURE).open("x") as file:
-            file.write(f"process {rank} failed first; all are stopped.\n\n{told}")
+        put_first(Path(folder) / _FAILURE, f"process {rank} failed first; all are stopped.\n\n{told}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -35,6 +35,7 @@ __all__ = [
     "die_with_launcher",
     "end_process",
     "main",
+    "put_first",
     "read_first_failure",
     "report_end",
     "run_module",
@@ -250,12 +251,24 @@ def _claim_first_failure(code: int, rank: str, kind: str = "") -> bool:
     if file is None:
         return True
     try:
-        with file.open("x") as marker:
-            marker.write(f"{rank} {code} {kind}")
-    except FileExistsError:
-        return False
+        return put_first(file, f"{rank} {code} {kind}")
     except OSError:  # no room, or no such folder: better one traceback too many than none
         return True
+
+
+def put_first(file: Path, text: str) -> bool:
+    """Write what only the first of several processes may, as a whole or not at all; whether this is the first.
+
+    Who comes second may end at once, and have the first ended in the midst of its writing.
+    """
+    own = file.with_name(f"{file.name}.{os.getpid()}")
+    own.write_text(text)
+    try:
+        os.link(own, file)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink()
     return True
 
 
