@@ -29,7 +29,7 @@ class Row:
     tests: tuple[str, ...]
     says: str
     processes: int = 2
-    seconds: float = 240
+    seconds: float = 480
 
 
 def checks(module: str, name: str, *paths: str) -> tuple[str, ...]:
