@@ -81,12 +81,32 @@ def test_imports_run_one_way(layer: str) -> None:
         assert not wrong, f"{file.relative_to(ROOT)} imports {sorted(wrong)}"
 
 
-def test_deepspeed_is_imported_in_its_folder_only() -> None:
-    """Anywhere in a module, also within functions."""
-    for file in ROOT.rglob("*.py"):
-        if file.is_relative_to(ROOT / "strategies" / "deepspeed"):
-            continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            assert not any(name.split(".")[0] == "deepspeed" for name in names), f"{file}:{node.lineno}"
+def _imported_anywhere(file: Path) -> Iterator[tuple[str, int]]:
+    """Also within functions, and by name; with the line."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        match node:
+            case ast.ImportFrom():
+                yield node.module or "", node.lineno
+            case ast.Import():
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield name, node.lineno
+
+
+@pytest.mark.parametrize(
+    ("package", "home"), [("deepspeed", "strategies/deepspeed"), ("torch_xla", "strategies/xla_runtime.py")]
+)
+def test_a_package_is_imported_in_one_place(package: str, home: str) -> None:
+    """DeepSpeed in one folder, torch_xla in one file."""
+    found = {
+        file.relative_to(ROOT): line
+        for file in ROOT.rglob("*.py")
+        for name, line in _imported_anywhere(file)
+        if name.split(".")[0] == package
+    }
+    elsewhere = {file: line for file, line in found.items() if not file.is_relative_to(home)}
+    assert found.keys() > elsewhere.keys(), f"nothing in {home} imports {package}"
+    assert not elsewhere

@@ -24,10 +24,15 @@ _AGENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device of a TPU, on which torch_xla itself may be missing."""
-    found = SimpleNamespace(get_master_ip=lambda: "10.0.0.1", device_type=lambda: "TPU", world_size=lambda: 1)
-    package = SimpleNamespace(sync=None, manual_seed=lambda seed: None, device=lambda: torch.device("cpu"))
-    for name, module in {"": package, ".runtime": found, ".core.xla_model": SimpleNamespace()}.items():
-        monkeypatch.setitem(sys.modules, f"torch_xla{name}", module)
+    package = SimpleNamespace(
+        runtime=SimpleNamespace(get_master_ip=lambda: "10.0.0.1", device_type=lambda: "TPU", world_size=lambda: 1),
+        core=SimpleNamespace(xla_model=None),
+        sync=None,
+        manual_seed=lambda seed: None,
+        device=lambda: torch.device("cpu"),
+    )
+    monkeypatch.setitem(sys.modules, "torch_xla", package)
+    monkeypatch.setattr("zero_plugin.strategies.xla_runtime.find_version_problem", lambda: "")
 
 
 @pytest.mark.parametrize(("world_size", "address", "port"), [(4, "localhost", "29500"), (8, "10.0.0.1", "12355")])
@@ -83,7 +88,6 @@ def test_a_first_backward_that_fails(
         raise RuntimeError(said)
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("zero_plugin.strategies.replica.import_torch_xla", lambda: sys.modules["torch_xla"])
     monkeypatch.setattr("zero_plugin.strategies.replica.start_runtime", lambda: "TPU")
     monkeypatch.setattr(torch.Tensor, "backward", fail)
     with pytest.raises(raised, match=told):

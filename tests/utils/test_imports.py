@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zero_plugin.installed import installed_version
 from zero_plugin.utils import imports
 
 
@@ -15,13 +16,15 @@ from zero_plugin.utils import imports
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Install a package, without code, of a name and version."""
     monkeypatch.syspath_prepend(tmp_path)
+    installed_version.cache_clear()
 
     def install(name: str, version: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
-    return install
+    yield install
+    installed_version.cache_clear()
 
 
 @pytest.mark.parametrize("name", sorted(imports.PACKAGES))
@@ -84,6 +87,14 @@ def test_torch_xla_can_be_hidden(monkeypatch: pytest.MonkeyPatch, installed) -> 
     assert imports.is_torch_xla_available()
     monkeypatch.setenv("USE_TORCH_XLA", "0")
     assert not imports.is_torch_xla_available()
+
+
+def test_torch_xla_for_another_torch(installed) -> None:
+    """It is there and runs on nothing, which is an answer and no undefined symbol of its library."""
+    installed("torch-xla", "2.5.0")
+    assert imports.is_torch_xla_available()
+    assert imports.is_torch_xla_available(check_is_tpu=True) is False
+    assert imports.is_torch_xla_available(check_is_gpu=True) is False
 
 
 def test_rich_is_wanted_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import dataclass
 from typing import Final
@@ -44,7 +43,7 @@ class Replica:
         if self.world_size > self.local_size and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # each machine has its own
                 os.environ.pop(name, None)
-        runtime = importlib.import_module("torch_xla.runtime")
+        runtime = import_torch_xla().runtime
         address = os.environ.get("MASTER_ADDR")
         return {
             "RANK": str(self.rank),
@@ -66,7 +65,7 @@ def find_replica() -> Replica:
     """
     torch_xla = import_torch_xla()
     start_runtime()
-    runtime = importlib.import_module("torch_xla.runtime")
+    runtime = torch_xla.runtime
     world_size = runtime.world_size()
     check_world_size(world_size)
     refuse_threads(world_size)

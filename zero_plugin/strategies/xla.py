@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +24,7 @@ from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.plain_torch import keep_weights_in_fp32, torch_optimizer
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
+from zero_plugin.strategies.xla_runtime import import_torch_xla
 
 __all__ = ["XlaStrategy"]
 
@@ -116,8 +116,9 @@ class _Recorder:
         self._replicas = processes.world_size
         self._given = given
         self._is_first = torch.tensor(processes.rank == 0, device=processes.device)
-        self._sync = importlib.import_module("torch_xla").sync
-        self._operations = importlib.import_module("torch_xla.core.xla_model")
+        torch_xla = import_torch_xla()
+        self._sync = torch_xla.sync
+        self._operations = torch_xla.core.xla_model
         self._inference = module.register_forward_pre_hook(self._run_before_inference)
         self._refusal: Any = None
 

@@ -47,7 +47,7 @@ def find_version_problem(version: Callable[[str], str | None] = installed_versio
 
 
 def import_torch_xla() -> Any:
-    """The package.
+    """The package, with its `runtime` and `core.xla_model`; nothing else in zero_plugin imports any of it.
 
     Raises:
         MachineError: it is missing, or is built for another torch than the installed one.
@@ -77,8 +77,7 @@ def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
         MachineError: torch_xla or the runtime does not work here.
     """
     asked = environ.get(PJRT_DEVICE, "")  # before the import, which sets it where it is open
-    import_torch_xla()
-    runtime = importlib.import_module("torch_xla.runtime")
+    runtime = import_torch_xla().runtime
     found = str(runtime.device_type())
     if found not in _RUNTIMES or (found == "CPU" and not asked):
         told = f"{PJRT_DEVICE} is {asked}" if asked else f"torch_xla found no TPU and took {found}"
@@ -135,7 +134,7 @@ def refuse_threads(found: int) -> None:
     Raises:
         LaunchError: they are, and torch's process groups are not each thread's own.
     """
-    if found == 1 or importlib.import_module("torch_xla.runtime").addressable_device_count() == 1:
+    if found == 1 or import_torch_xla().runtime.addressable_device_count() == 1:
         return
     groups = importlib.import_module("torch.distributed.distributed_c10d")
     if isinstance(groups._world, groups._World):

@@ -10,6 +10,8 @@ from typing import Any, Final
 from packaging.requirements import Requirement
 from packaging.version import parse
 
+from zero_plugin.errors import MachineError
+from zero_plugin.strategies.xla_runtime import import_torch_xla
 from zero_plugin.utils.environment import parse_flag_from_env, patch_environment
 from zero_plugin.utils.left_out import stand_in
 
@@ -158,7 +160,10 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         return False
     if not (check_is_tpu or check_is_gpu):
         return True
-    device: str = importlib.import_module("torch_xla.runtime").device_type()
+    try:
+        device: str = import_torch_xla().runtime.device_type()
+    except MachineError:  # it is built for another torch, so it runs on nothing
+        return False
     return device == "TPU" if check_is_tpu else device in ("GPU", "CUDA")
 
 
