@@ -31,7 +31,7 @@ test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
 	$(VENV_TPU)/bin/python -m pytest -m "not campaign and not processes" --numprocesses 2 \
 		tests/test_accelerator.py tests/test_first_steps.py tests/test_compilation.py tests/test_nested.py \
-		tests/data tests/utils/test_trees.py
+		tests/data tests/utils/test_trees.py tests/strategies/test_unmarked.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

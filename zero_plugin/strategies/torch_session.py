@@ -35,6 +35,7 @@ from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 from zero_plugin.strategies.step_guard import StepGuard
+from zero_plugin.strategies.unmarked import step_unmarked
 
 __all__ = ["Recorder", "TorchSession", "torch_session"]
 
@@ -214,7 +215,7 @@ class TorchSession(Session):
         if applied:
             self._guard.is_open = True
             try:
-                self.optimizer.step()
+                step_unmarked(self.optimizer, known_hooks=1)  # the guard's
             finally:
                 self._guard.is_open = False
         if self._scale is not None:
