@@ -191,7 +191,8 @@ def test_a_thread_that_torch_leaves_aborts_no_process(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         ends = dict(zip(codes, pool.map(lambda how: run(tmp_path, WORKER, "script.py", how), codes), strict=True))
     assert {how: end.returncode for how, end in ends.items()} == codes, ends
-    assert [ends[how].stdout for how in ("0", "5")] == ["mine is gone"] * 2
+    said = [[line for line in end.stdout.splitlines() if not line.startswith("[Gloo] ")] for end in ends.values()]
+    assert said[:2] == [["mine is gone"]] * 2  # under torch 2.9 gloo says besides whom it is connected to
     assert "ZeroDivisionError" in ends["raises"].stderr
     assert [(tmp_path / how).read_text() for how in codes] == ["all of it"] * 3
 

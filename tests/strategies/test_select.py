@@ -140,5 +140,6 @@ def test_without_deepspeed(tmp_path: Path) -> None:
     assert runs["DEEPSPEED"].returncode == 1
     assert "StrategyError" in runs["DEEPSPEED"].stderr
     assert "pip install deepspeed" in runs["DEEPSPEED"].stderr
-    assert runs["NO"].stdout == "trained\n", runs["NO"].stderr
+    said = [line for line in runs["NO"].stdout.splitlines() if not line.startswith("[Gloo] ")]  # which torch 2.9's says
+    assert said == ["trained"], runs["NO"].stderr
     assert runs["NO"].stderr.count("ZeRO stage 2 dropped") == 1
