@@ -65,6 +65,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     """
 
     _is_accelerate_prepared = True  # what libraries written for Accelerate ask
+    # DataLoader's own refuses to change what its constructor has set, which is not called here.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
 
     def _wrap(self, base: DataLoader[Any], how: Sharing, delivery: Delivery) -> None:
         # Not DataLoader's constructor: it would make samplers of its own, and everything it sets is the base's.
