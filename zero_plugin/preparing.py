@@ -88,7 +88,8 @@ def start_training(
     parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
     training = Training(session, facts, resolved, window, parameters)
     if predicted is not None:
-        training.prediction = Prediction(predicted, local_processes(processes), processes.device, peak_before)
+        told = peak_before if facts.loop.micro_batch else None  # else the plan guessed what the loop computes on
+        training.prediction = Prediction(predicted, local_processes(processes), processes.device, told)
     session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
     return training
 
@@ -321,6 +322,7 @@ def join_loaders(
     if training.facts.loop != LoopFacts():
         return
     facts, problem = replace(training.facts, loop=loop), None
+    unsure = "where this DataLoader is not for evaluation"
     try:
         resolved = resolve(document, facts)
     except ConfigError as error:
@@ -330,6 +332,9 @@ def join_loaders(
     else:
         before, now = training.window.steps, resolved.accumulation
         if before == now:
+            for line in resolved.said_aloud:
+                if line not in training.resolved.said_aloud:
+                    say(line if surely_trains else f"{unsure}: {line}")
             training.facts, training.resolved = facts, resolved
             return
         problem = (
@@ -339,7 +344,7 @@ def join_loaders(
         )
         if surely_trains:
             raise LoopError(problem)
-    say(f"where this DataLoader is not for evaluation: {problem}")
+    say(f"{unsure}: {problem}")
 
 
 def _describe(optimizer: Optimizer | DummyOptim) -> OptimizerFacts:

@@ -138,8 +138,8 @@ def test_nothing_to_plan_is_said(model: str) -> None:
 
 
 def test_the_sequence_length_is_a_count() -> None:
-    """2048 where nothing is typed; text is refused."""
-    assert sequence_length({}) == 2048
+    """The model's own where nothing is typed; text is refused."""
+    assert sequence_length({}) is None
     assert sequence_length({"sequence_length": "4K"}) == 4000
     with pytest.raises(ConfigError, match="--sequence_length: 'long' is no count"):
         sequence_length({"sequence_length": "long"})

@@ -42,13 +42,13 @@ def asked(zero: dict[str, Any], **keys: Any) -> Document:
 
 
 def fixed(document: Document, facts: Facts) -> Wanted:
-    return fixed_fields(document, resolve(document, replace(facts, complete=False)), facts, margin=0.1)
+    return fixed_fields(document, resolve(document, replace(facts, complete=False)), facts, sized=True, margin=0.1)
 
 
 def test_what_is_open_is_free_and_all_else_is_fixed() -> None:
     """auto is free; what is typed, absent or the loop's is fixed, an absent device to none; a typed 0 stays 0."""
     document = asked({**OPEN, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000})
-    assert open_fields(document.deepspeed) == (STAGE, DEVICE)
+    assert open_fields(document.deepspeed, Facts()) == (STAGE, DEVICE)
     wanted = fixed(document, Facts(LoopFacts(4, "the loader's"), MACHINE, ModelFacts(4096, "", 1, 10**9)))
     assert (wanted.stage, wanted.offload_optimizer, wanted.ratio) == (None, None, 1.0)
     assert (wanted.offload_param, wanted.micro_batch, wanted.accumulation) == ("none", 4, 1)
@@ -86,13 +86,13 @@ def test_reasons_name_what_is_short() -> None:
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     wanted = replace(FIXED, offload_optimizer=None)
     plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted)
-    found = planned_values(plan, wanted, cluster, asked(OPEN).deepspeed, "traced")
+    found = planned_values(plan, wanted, cluster, asked(OPEN).deepspeed, ACTIVATIONS)
     assert found[DEVICE][0] == "cpu"
     assert "by the plan, since stage 3" in found[DEVICE][1]
     assert "GiB on the device, 21.6 GiB usable" in found[DEVICE][1]
     assert "of 24 GiB on each device" in found[STAGE][1]
     assert "in host memory" in found[STAGE][1]
-    assert found[STAGE][1].endswith("(activations: traced)")
+    assert found[STAGE][1].endswith("(activations: closed formula of a decoder, 2,048 tokens a sample)")
     assert ("train_micro_batch_size_per_gpu",) not in found  # it was fixed
 
 
@@ -103,7 +103,7 @@ def test_nothing_fits() -> None:
     plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted)
     assert plan.chosen is None
     changes = what_if(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted).changes
-    error = fits_nowhere(plan, changes, cluster, "ds.json:3:5")
+    error = fits_nowhere(plan, changes, cluster, ACTIVATIONS, "ds.json:3:5")
     text = str(error)
     assert "ds.json:3:5: zero_optimization: auto, but nothing fits: stage 3" in text
     assert "zero_optimization.offload_optimizer.device: auto instead of none" in text
@@ -123,7 +123,7 @@ def test_changes_are_keys_to_write(field: str, key: str) -> None:
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, FIXED)
     change = Change(f"{field} free instead of 7", plan.candidates[0], cluster)
-    assert f"{key}: auto instead of 7" in str(fits_nowhere(plan, [change], cluster, "ds.json"))
+    assert f"{key}: auto instead of 7" in str(fits_nowhere(plan, [change], cluster, ACTIVATIONS, "ds.json"))
 
 
 @pytest.mark.parametrize(

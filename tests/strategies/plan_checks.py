@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, DummyOptim, DummyScheduler
+from zero_plugin.collectives import gather_object
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.optimizers import optimizer_sizes
@@ -22,6 +23,7 @@ from zero_plugin.probe.activations import trace_activations
 from zero_plugin.probe.sizes import model_sizes
 
 AUTO: Mapping[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "ds_configs" / "auto.yaml").read_text())
+MICRO = "train_micro_batch_size_per_gpu"
 MARGIN = 0.1
 ROOM = 64 * 2**30
 WORLD = 2
@@ -137,6 +139,36 @@ def check_a_model_built_before_the_plan_is_said_to_be_whole(folder: Path) -> Non
     accelerator.end_training()
 
 
+def check_without_a_loader_the_micro_batch_is_planned(folder: Path) -> None:
+    """Every process gets the plan's with its reason, and what the plan was made for is compared with a later loader."""
+    import transformers
+
+    stated = {"num_processes": WORLD, "mixed_precision": "no", "use_cpu": True, "gpu_memory": ROOM, "host_memory": ROOM}
+    accelerator = Accelerator(config={**AUTO, **stated})
+    said: list[str] = []
+    accelerator._say = said.append  # type: ignore[method-assign]
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=100)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = DummyOptim(model.parameters(), lr=1e-3)
+    schedule = DummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=1)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, schedule)
+    assert accelerator.resolved is not None
+    found = [accelerator.resolved.tree.entries[key] for key in (("zero_optimization", "stage"), (MICRO,))]
+    assert all("64 tokens a sample" in entry.origin.reason for entry in found)
+    stage, micro = (entry.value for entry in found)
+    assert micro > 1
+    assert gather_object([(stage, micro, accelerator.resolved.accumulation)]) == [(stage, micro, 1)] * WORLD
+    assert any(line.startswith(f"{MICRO} = {micro}: by the plan the largest that fits") for line in said)
+    ids = torch.ones(2, 64, dtype=torch.long)
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.prepare(DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=2, shuffle=True))
+    assert accelerator.resolved.tree.value(MICRO) == 2
+    assert any(f"the plan was made for {micro} samples per process; the loop trains on 2" in line for line in said)
+    accelerator.end_training()
+
+
 def check_what_is_typed_stays(folder: Path) -> None:
     """The plan chooses around a typed stage."""
     accelerator, _ = prepare(WORLD, ROOM, stage=2)
@@ -148,6 +180,7 @@ def check_what_is_typed_stays(folder: Path) -> None:
 CHECKS = {
     "a_model_built_before_the_plan": ([WORLD], check_a_model_built_before_the_plan_is_said_to_be_whole),
     "memory_forces_every_choice": ([WORLD], check_memory_forces_every_choice),
+    "micro_batch_without_a_loader": ([WORLD], check_without_a_loader_the_micro_batch_is_planned),
     "what_fits_nowhere_is_refused": ([WORLD], check_what_fits_nowhere_is_refused),
     "what_is_typed_stays": ([WORLD], check_what_is_typed_stays),
 }

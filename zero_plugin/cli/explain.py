@@ -25,7 +25,7 @@ from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.machine import has_gpu_driver
-from zero_plugin.launch.planning import DEFAULT_LENGTH, SizedModel, with_plan
+from zero_plugin.launch.planning import SizedModel, with_plan
 from zero_plugin.probe.model_folder import probe_model_folder
 from zero_plugin.resolve.facts import (
     Facts,
@@ -118,7 +118,10 @@ def explain(
     model: Annotated[
         str | None, _fact("--model", "Folder of a transformers model: config.json, headers of *.safetensors.")
     ] = None,
-    sequence_length: Annotated[int | None, _fact("--sequence_length", "Tokens of a sample; default: 2048.", 1)] = None,
+    sequence_length: Annotated[
+        int | None,
+        _fact("--sequence_length", "Tokens of a sample; default: 2048, or the model's positions if fewer.", 1),
+    ] = None,
     **_: Any,
 ) -> None:
     """Resolve FILE as far as it can be without a run, and print every value with where it came from.
@@ -138,7 +141,7 @@ def explain(
     )
     kind: Literal["cpu", "cuda"] | None = None if accelerator is None else accelerator.value
     flags = typed_flags(ctx)
-    sized = None if model is None else SizedModel(model, sequence_length or DEFAULT_LENGTH)
+    sized = None if model is None else SizedModel(model, sequence_length)
     ours = explain_file(file, flags, settings or [], facts, kind, sized, everything=everything)
     if diff is not None:
         theirs = explain_file(diff, flags, settings or [], facts, kind, sized)

@@ -54,7 +54,9 @@ LAUNCH_FLAGS: Final = (
     LaunchFlag("gpu_memory", "Of each device, for the plan of zero_stage auto: 24GiB; default: what is free.", _ZERO),
     LaunchFlag("host_memory", "Of each machine, for the plan of zero_stage auto; default: what is free.", _ZERO),
     LaunchFlag("model", "For a plan before the start: a transformers model's folder, or module:function.", _ZERO),
-    LaunchFlag("sequence_length", "Tokens of a sample, for --model; default: 2048.", _ZERO),
+    LaunchFlag(
+        "sequence_length", "Tokens of a sample, for --model; default: 2048, or the model's positions if fewer.", _ZERO
+    ),
     LaunchFlag("zero3_init_flag", "true or false: build the model in partitions at stage 3.", _ZERO),
     LaunchFlag("zero3_save_16bit_model", "true or false: gather 16-bit weights when saving at stage 3.", _ZERO),
     LaunchFlag("deepspeed_moe_layer_cls_names", "Classes of mixture-of-experts layers, comma-separated.", _ZERO),

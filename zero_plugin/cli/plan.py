@@ -74,8 +74,11 @@ def plan(
     kv_heads: Annotated[int | None, _option("--kv_heads", "Default: as many as heads.", _MODEL, min=1)] = None,
     intermediate: Annotated[int | None, _option("--intermediate", "Width of its MLP.", _MODEL, min=1)] = None,
     sequence_length: Annotated[
-        int, typer.Option("--sequence_length", help="Tokens of a sample.", rich_help_panel=_MODEL, min=1)
-    ] = 2048,
+        int | None,
+        _option(
+            "--sequence_length", "Tokens of a sample; default: 2048, or the model's positions if fewer.", _MODEL, min=1
+        ),
+    ] = None,
     trace: Annotated[
         bool,
         typer.Option(

@@ -218,4 +218,7 @@ class PrepareCalls(Joining):
                 cut=self._cut,
             )
             for training in self._trained:
+                is_shown = self.resolved is training.resolved
                 join_loaders(training, self._loop, self.document, self._say, surely_trains=surely_train(loaders))
+                if is_shown:
+                    self.resolved = training.resolved

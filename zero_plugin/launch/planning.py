@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from zero_plugin.config.amounts import read_count
 from zero_plugin.config.document import Document
@@ -19,17 +19,14 @@ from zero_plugin.plan.situation import Cluster
 from zero_plugin.resolve.facts import Facts, MachineFacts
 from zero_plugin.resolve.resolve import resolve
 
-__all__ = ["DEFAULT_LENGTH", "SizedModel", "plan_launch", "sequence_length", "with_plan"]
-
-
-DEFAULT_LENGTH: Final = 2048  # tokens of a sample, where nobody says it
+__all__ = ["SizedModel", "plan_launch", "sequence_length", "with_plan"]
 
 
 class SizedModel(NamedTuple):
-    """A model to plan for (see `ModelSource.model`), and the tokens of one of its samples."""
+    """A model to plan for (see `ModelSource.model`), and the tokens of one of its samples (None: `usual_length`)."""
 
     model: str
-    sequence_length: int
+    sequence_length: int | None = None
 
 
 def with_plan(document: Document, facts: Facts, sized: SizedModel | None) -> Facts:
@@ -49,13 +46,15 @@ def with_plan(document: Document, facts: Facts, sized: SizedModel | None) -> Fac
     )
 
 
-def plan_launch(document: Document, model: str, sequence_length: int, gpus: int) -> tuple[Document, Sequence[str]]:
+def plan_launch(
+    document: Document, model: str, sequence_length: int | None, gpus: int
+) -> tuple[Document, Sequence[str]]:
     """The document with the plan's choices in the place of open fields, and a sentence on each.
 
     Args:
         document: checked.
         model: see `ModelSource`.
-        sequence_length: tokens of one sample.
+        sequence_length: tokens of one sample; None: `usual_length`.
         gpus: of this machine, that the workers would see.
 
     Raises:
@@ -74,15 +73,15 @@ def plan_launch(document: Document, model: str, sequence_length: int, gpus: int)
     return lay_plan(document, planned), [line for line in said if "by the plan" in line]
 
 
-def sequence_length(flags: Mapping[str, str | bool]) -> int:
-    """`--sequence_length` as typed, else 2048.
+def sequence_length(flags: Mapping[str, str | bool]) -> int | None:
+    """`--sequence_length` as typed; None where it is not.
 
     Raises:
         ConfigError: it is no count.
     """
-    typed = flags.get("sequence_length", str(DEFAULT_LENGTH))
+    typed = flags.get("sequence_length")
     found = read_count(typed)
-    if found is None:
+    if typed is not None and found is None:
         raise ConfigError([Problem("--sequence_length", "", f"{typed!r} is no count", "Write e.g. 2048.")])
     return found
 

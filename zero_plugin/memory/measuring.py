@@ -34,7 +34,7 @@ class Prediction:
         run: what it is computed from.
         processes: of one node.
         device: where this process computes.
-        peak_before: the most that torch's allocator had handed out before; see `peak_bytes`.
+        peak_before: the most that torch's allocator had handed out before, see `peak_bytes`; None tells no peak.
     """
 
     run: RunMemory

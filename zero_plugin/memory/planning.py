@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +20,14 @@ from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.decoder import decoder_activations
 from zero_plugin.plan.fields import BY_FORMULA, TRACED, UNKNOWN, Planned, nvme_folder, open_fields
 from zero_plugin.plan.filling import fill_fields
+from zero_plugin.plan.sample_length import usual_length
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes
 from zero_plugin.probe.activations import trace_activations
 from zero_plugin.probe.arguments import forward_arguments
 from zero_plugin.probe.constants import measure_cluster
 from zero_plugin.probe.sizes import model_sizes
+from zero_plugin.probe.transformers_model import example_inputs
+from zero_plugin.resolve.batch import MICRO_BATCH, unplanned_micro_batch
 from zero_plugin.resolve.facts import Facts, Precision
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved
@@ -37,6 +42,7 @@ def plan_open_fields(
     """The facts with what a plan chooses for the fields that only a plan can fill; unchanged where none is open.
 
     Process 0 makes the plan, for the process that has the least device memory free. Collective where a field is open.
+    A micro-batch that alone is open never stops a run, since what the plan takes for a sample is not the loop's.
 
     Args:
         document: what was asked for.
@@ -46,24 +52,25 @@ def plan_open_fields(
         processes: this process and its peers.
 
     Returns:
-        The facts, and what a forward keeps by that plan; None where none was made.
+        The facts, and what a forward keeps by that plan; None where no plan was made but of the micro-batch.
 
     Raises:
         ConfigError: nothing fits, or what is fixed excludes itself.
     """
-    if not open_fields(document.deepspeed):
+    if not (asked := open_fields(document.deepspeed, facts)):
         return facts, None
     resolved = resolve(document, replace(facts, complete=False))
-    if not any(path in resolved.missing for path in open_fields(document.deepspeed)):
+    if not (waiting := [path for path in asked if path in resolved.missing]):
         return facts, None  # there is no ZeRO here
+    plan = _plan_micro_batch if waiting == [MICRO_BATCH] else _plan
     peers = gather_object([(free_bytes(model, processes.device), processes.local_rank == 0)])
     free = min(size for size, _ in peers)
     nodes = max(1, sum(is_first for _, is_first in peers))
-    outcome: list[tuple[Planned, Activations] | ConfigError | None] = [None]
+    outcome: list[tuple[Planned, Activations | None] | ConfigError | None] = [None]
     if processes.rank == 0:
         try:
-            cluster = _cluster(document, free, len(peers) // nodes, nodes)
-            outcome = [_plan(document, resolved, facts, model, peek, cluster)]
+            measure = partial(_cluster, document, free, len(peers) // nodes, nodes)
+            outcome = [plan(document, resolved, facts, model, peek, measure)]
         except ConfigError as error:
             outcome = [error]
     found = broadcast_object_list(outcome)[0]
@@ -74,27 +81,70 @@ def plan_open_fields(
 
 
 def _plan(
-    document: Document, resolved: Resolved, facts: Facts, model: nn.Module, peek: Callable[[], Any], cluster: Cluster
+    document: Document,
+    resolved: Resolved,
+    facts: Facts,
+    model: nn.Module,
+    peek: Callable[[], Any],
+    measure: Callable[[], Cluster],
 ) -> tuple[Planned, Activations]:
     sizes = model_sizes(model)
     if facts.optimizer is None:
         sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
-    activations, margin = find_activations(model, sizes, peek(), resolved.precision)
-    return fill_fields(document, resolved, facts, sizes, activations, cluster, margin=margin), activations
+    guesses = facts.loop.micro_batch is None
+    activations, margin = find_activations(model, sizes, peek(), resolved.precision, guesses=guesses)
+    return fill_fields(document, resolved, facts, sizes, activations, measure(), margin=margin), activations
+
+
+def _plan_micro_batch(
+    document: Document,
+    resolved: Resolved,
+    facts: Facts,
+    model: nn.Module,
+    peek: Callable[[], Any],
+    measure: Callable[[], Cluster],
+) -> tuple[Planned, None]:
+    """Chooses the micro-batch where all else is settled; none where nothing tells what a sample takes."""
+    sizes = model_sizes(model)
+    activations, margin = find_activations(model, sizes, peek(), resolved.precision, guesses=True)
+    if not activations.saved.per_sample:
+        return {}, None
+    try:
+        return fill_fields(document, resolved, facts, sizes, activations, measure(), margin=margin), None
+    except ConfigError as error:
+        asked = (document.deepspeed.value(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
+        total, steps = (value if isinstance(value, int) else None for value in asked)
+        without, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
+        told = f"{error.problems[0].message.removeprefix('auto, but ')}. {error.problems[0].fix}"
+        return {MICRO_BATCH: (without, f"as without a plan, by which {told}")}, None
 
 
 def find_activations(
-    model: nn.Module, sizes: ModelSizes, batch: Any, precision: Precision
+    model: nn.Module, sizes: ModelSizes, batch: Any, precision: Precision, *, guesses: bool = False
 ) -> tuple[Activations, float]:
-    """What a forward keeps, and the margin that fits how it is known: traced, by formula, or not at all."""
+    """What a forward keeps, and the margin that fits how it is known: traced, by formula, or not at all.
+
+    Args:
+        model: the user's module.
+        sizes: its own.
+        batch: as the loop's are; None where there is none.
+        precision: of the computation.
+        guesses: whether samples of a usual length stand for the loop's, where the batch tells nothing.
+    """
     for example in forward_arguments(model, batch):
         try:
             return trace_activations(model, example, precision), TRACED
         except ConfigError:  # noqa: PERF203 - not the arguments that the loop passes
             continue
-    length = _sequence_length(batch)
+    length, why = _sequence_length(batch), ""
+    if guesses and not length:
+        length, why = usual_length(getattr(model, "config", None)), ", as no DataLoader tells what a sample is"
+        with suppress(ConfigError):
+            found = trace_activations(model, example_inputs(model, length), precision)
+            return replace(found, source=f"{found.source} of inputs from model.config{why}"), TRACED
     if length and sizes.hidden_size and sizes.layers and sizes.vocabulary:
-        return decoder_activations(sizes, length, precision), BY_FORMULA
+        found = decoder_activations(sizes, length, precision)
+        return replace(found, source=f"{found.source}{why}"), BY_FORMULA
     return Activations(Affine(), source=f"unknown, so that {UNKNOWN:.0%} of the memory stay free for them"), UNKNOWN
 
 

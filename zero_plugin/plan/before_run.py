@@ -19,7 +19,7 @@ __all__ = ["lay_plan", "plan_before_run", "waits_for_plan"]
 
 def waits_for_plan(document: Document, facts: Facts) -> bool:
     """Whether a field is open that only a plan can fill."""
-    asked = open_fields(document.deepspeed, before_run=True)
+    asked = open_fields(document.deepspeed, facts)
     if not asked:
         return False
     missing = resolve(document, replace(facts, complete=False)).missing
@@ -27,7 +27,7 @@ def waits_for_plan(document: Document, facts: Facts) -> bool:
 
 
 def plan_before_run(
-    document: Document, facts: Facts, source: ModelSource, sequence_length: int, cluster: Cluster
+    document: Document, facts: Facts, source: ModelSource, sequence_length: int | None, cluster: Cluster
 ) -> Planned:
     """What a plan chooses for the fields that wait for it, the micro-batch among them where it is open.
 
@@ -36,7 +36,7 @@ def plan_before_run(
         facts: of the machine, and whatever else is known of the run, not complete; where a GPU's memory is stated, the
             workers have GPUs.
         source: the model.
-        sequence_length: tokens of one sample.
+        sequence_length: tokens of one sample; None: `usual_length`.
         cluster: the machines.
 
     Raises:

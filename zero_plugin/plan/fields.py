@@ -14,8 +14,9 @@ from zero_plugin.plan.naming import name_setup
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.running import KEYS
 from zero_plugin.plan.search import Candidate, Plan
-from zero_plugin.plan.situation import Cluster, Setup
+from zero_plugin.plan.situation import Activations, Cluster, Setup
 from zero_plugin.plan.what_if import Change
+from zero_plugin.resolve.batch import MICRO_BATCH, unplanned_micro_batch
 from zero_plugin.resolve.defaults import deepspeed_default
 from zero_plugin.resolve.facts import Facts
 from zero_plugin.resolve.resolved import PLACEMENT, Resolved
@@ -43,7 +44,6 @@ _ZERO: Final = "zero_optimization"
 _STAGE, _OPTIMIZER, _PARAM = PLACEMENT
 _RATIO: Final = (_ZERO, "offload_optimizer", "ratio")
 _SUB_GROUP: Final = (_ZERO, "sub_group_size")
-_MICRO: Final = ("train_micro_batch_size_per_gpu",)
 _PINNED: Final = tuple((_ZERO, what, "pin_memory") for what in ("offload_optimizer", "offload_param"))
 
 # The field of a setup that each key of the configuration settles.
@@ -53,7 +53,7 @@ _CHOSEN: Final[Mapping[Path, str]] = {
     _PARAM: "offload_param",
     _RATIO: "ratio",
     _SUB_GROUP: "sub_group_size",
-    _MICRO: "micro_batch",
+    MICRO_BATCH: "micro_batch",
 }
 _SIZES: Final = (
     "reduce_bucket",
@@ -65,14 +65,16 @@ _SIZES: Final = (
 )
 
 
-def open_fields(tree: Tree, *, before_run: bool = False) -> tuple[Path, ...]:
+def open_fields(tree: Tree, facts: Facts) -> tuple[Path, ...]:
     """The fields that only a plan can fill, as far as a training configuration leaves them open.
+
+    The micro-batch is one of them where ZeRO trains and no loader tells it, now or, before a run, yet.
 
     Args:
         tree: the training configuration.
-        before_run: whether the micro-batch is one of them; in a run it is the loader's.
+        facts: of the loop, and whether one may still come.
     """
-    paths = (*PLACEMENT, _RATIO, *([_MICRO] if before_run else ()))
+    paths = (*PLACEMENT, _RATIO, *([MICRO_BATCH] if _plans_micro_batch(facts) else ()))
     return tuple(path for path in paths if tree.value(*path) is AUTO)
 
 
@@ -82,22 +84,23 @@ def nvme_folder(tree: Tree) -> FilePath | None:
     return next((FilePath(folder) for folder in folders if isinstance(folder, str)), None)
 
 
-def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, margin: float) -> Wanted:
+def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, sized: bool, margin: float) -> Wanted:
     """What the configuration fixes of a way of training.
 
     Args:
         document: what was asked for, with ZeRO.
         resolved: the same, resolved as far as it can be without a plan.
         facts: of the loop and the machine.
+        sized: whether it is known what a sample takes; else a plan chooses no micro-batch.
         margin: see `Wanted`.
     """
     tree, asked = resolved.tree, document.deepspeed
     total = _number(asked.value("train_batch_size"))
     steps = _number(asked.value("gradient_accumulation_steps"))
     ratio = tree.value(*_RATIO, default=1.0)
-    micro = facts.loop.micro_batch or _number(asked.value(*_MICRO))
-    if micro is None and facts.complete:  # as resolution has it where no loader tells
-        micro = (total or 0) // (facts.machine.processes * (steps or 1)) or 1
+    micro = facts.loop.micro_batch or _number(asked.value(*MICRO_BATCH))
+    if micro is None and not (sized and _plans_micro_batch(facts)):
+        micro, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
     types = {"fp32": 4, "bf16": 2, "fp16": 2}
     pinned = [asked.value(*path) for path in _PINNED]
     return Wanted(
@@ -122,7 +125,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, margin
 
 
 def planned_values(
-    plan: Plan, wanted: Wanted, cluster: Cluster, asked: Tree, source: str
+    plan: Plan, wanted: Wanted, cluster: Cluster, asked: Tree, activations: Activations
 ) -> dict[Path, tuple[Any, str]]:
     """The value and the reason for every field that is open in `asked` and that the plan has chosen.
 
@@ -131,18 +134,18 @@ def planned_values(
         wanted: what it was asked.
         cluster: the machines that it was made for.
         asked: the training configuration.
-        source: how the activations are known.
+        activations: that it was made with; how they are known goes into the reasons.
     """
     chosen = plan.chosen
     assert chosen is not None, "what fits nowhere fills nothing"
-    paths = [path for path in _CHOSEN if asked.value(*path) is AUTO and path != _MICRO]
-    if wanted.micro_batch is None and asked.value(*_MICRO) in (None, AUTO):
-        paths.append(_MICRO)
+    paths = [path for path in _CHOSEN if asked.value(*path) is AUTO and path != MICRO_BATCH]
+    if wanted.micro_batch is None:
+        paths.append(MICRO_BATCH)
     if chosen.setup.sub_group_size != Setup().sub_group_size and asked.value(*_SUB_GROUP) is None:
         paths.append(_SUB_GROUP)  # it counts on smaller ones than DeepSpeed's default
     found = {path: (getattr(chosen.setup, _CHOSEN[path]), _reason(path, plan, chosen, cluster)) for path in paths}
-    if _STAGE in found:
-        found[_STAGE] = (found[_STAGE][0], f"{found[_STAGE][1]} (activations: {source})")
+    for path in found.keys() & {_STAGE, MICRO_BATCH}:
+        found[path] = (found[path][0], f"{found[path][1]} ({activations.knowledge})")
     if chosen.setup.offload_optimizer == "none":
         found.pop(_RATIO, None)
     if not chosen.setup.pin_memory and wanted.pin_memory is None:
@@ -153,13 +156,16 @@ def planned_values(
     return found
 
 
-def fits_nowhere(plan: Plan, changes: Sequence[Change], cluster: Cluster, where: str) -> ConfigError:
+def fits_nowhere(
+    plan: Plan, changes: Sequence[Change], cluster: Cluster, activations: Activations, where: str
+) -> ConfigError:
     """The error of a plan by which nothing fits: the closest, what it is short of, and what would do.
 
     Args:
         plan: without a choice.
         changes: from `what_if`.
         cluster: the machines.
+        activations: that it was made with.
         where: what left the choice to the plan.
     """
     least = min([c for c in plan.candidates if c.short] or plan.candidates, key=lambda c: _excess(c, cluster))
@@ -167,7 +173,7 @@ def fits_nowhere(plan: Plan, changes: Sequence[Change], cluster: Cluster, where:
     fix = (
         f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
     )
-    message = f"auto, but nothing fits: {name_setup(least.setup)} needs {least.rejected}"
+    message = f"auto, but nothing fits: {name_setup(least.setup)} needs {least.rejected} ({activations.knowledge})"
     return ConfigError([Problem(where, "zero_optimization", message, fix)])
 
 
@@ -188,7 +194,7 @@ def _reason(path: Path, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
     if path == _RATIO:
         whole = "the whole optimizer is on one side" if chosen.setup.ratio == 1.0 else "the rest fits on the device"
         return f"by the plan {whole}"
-    if path == _MICRO:
+    if path == MICRO_BATCH:
         return f"by the plan the largest that fits, with {fits}"
     if chosen.setup.offload_optimizer == "nvme":
         return "by the plan: buffers are of the largest sub-group"
@@ -226,6 +232,12 @@ def _as_key(change: str) -> str:
         return f"{' and '.join(dotted(path) for path in _PINNED)}: auto instead of {rest}"
     keys = {**KEYS, **{name: path for path, name in _CHOSEN.items()}}
     return f"{dotted(keys[field])}: auto instead of {rest}"
+
+
+def _plans_micro_batch(facts: Facts) -> bool:
+    """Whether the micro-batch is left to a plan: what is not trained has none, and off DeepSpeed no number needs it."""
+    trains = facts.optimizer is not None or not facts.complete
+    return trains and facts.strategy == "deepspeed" and facts.loop.micro_batch is None
 
 
 def _fixed(tree: Tree, path: Path, default: Any) -> Any:

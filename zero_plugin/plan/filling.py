@@ -40,10 +40,11 @@ def fill_fields(
     """
     on_gpu = facts.machine.accelerator == "cuda"
     optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
-    wanted = fixed_fields(document, resolved, facts, margin=margin)
+    sized = activations.saved.per_sample > 0
+    wanted = fixed_fields(document, resolved, facts, sized=sized, margin=margin)
     plan = search(model, activations, optimizer, cluster, wanted)
     if plan.chosen is None:
         changes = what_if(model, activations, optimizer, cluster, wanted).changes
-        first = open_fields(document.deepspeed, before_run=not facts.complete)[0]
-        raise fits_nowhere(plan, changes, cluster, document.deepspeed.entries[first].origin.where)
-    return planned_values(plan, wanted, cluster, document.deepspeed, activations.source)
+        first = open_fields(document.deepspeed, facts)[0]
+        raise fits_nowhere(plan, changes, cluster, activations, document.deepspeed.entries[first].origin.where)
+    return planned_values(plan, wanted, cluster, document.deepspeed, activations)

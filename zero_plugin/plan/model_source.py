@@ -14,6 +14,7 @@ from typing import Any, Final
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.installed import installed_version
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
+from zero_plugin.plan.sample_length import DEFAULT_LENGTH, usual_length
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
 from zero_plugin.resolve.facts import Precision
 
@@ -64,24 +65,25 @@ class ModelSource:
 
 
 def open_model(
-    source: ModelSource, sequence_length: int, precision: Precision = "bf16"
+    source: ModelSource, sequence_length: int | None = None, precision: Precision = "bf16"
 ) -> tuple[ModelSizes, Activations]:
     """Sizes and activations; no weight is read or allocated, and torch is imported for a trace only.
 
     Args:
         source: the model.
-        sequence_length: tokens of one sample.
+        sequence_length: tokens of one sample; None: `usual_length`.
         precision: of the computation.
 
     Raises:
         ConfigError: there is no such model, it cannot be traced, or too little is known of it.
     """
     if source.model is None:
-        return _by_formula(decoder_sizes(**source.numbers), source.numbers, sequence_length, precision)  # type: ignore[arg-type]  # tied is no number
+        sizes = decoder_sizes(**source.numbers)  # type: ignore[arg-type]  # tied is no number
+        return _by_formula(sizes, source.numbers, sequence_length or DEFAULT_LENGTH, precision)
     path = Path(source.model)
     config = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not config.is_file():
-        return _from_weights(path, source, sequence_length, precision)
+        return _from_weights(path, source, sequence_length or DEFAULT_LENGTH, precision)
     if source.numbers:
         raise _error(
             f"{_flag(next(iter(source.numbers)))} is given beside {source.model}, which has sizes of its own",
@@ -92,7 +94,8 @@ def open_model(
             from zero_plugin.probe.transformers_model import build_model, example_inputs
 
             model = build_model(config)
-            return _traced(model, example_inputs(model, sequence_length), precision, str(config))
+            length = sequence_length or usual_length(model.config)
+            return _traced(model, example_inputs(model, length), precision, str(config))
         return _from_config(config, sequence_length, precision)
     if _FUNCTION.fullmatch(source.model):
         from zero_plugin.probe.model_function import call_function
@@ -118,7 +121,7 @@ def _by_formula(
     return model, decoder_activations(model, sequence_length, precision, **widths)
 
 
-def _from_config(file: Path, sequence_length: int, precision: Precision) -> tuple[ModelSizes, Activations]:
+def _from_config(file: Path, sequence_length: int | None, precision: Precision) -> tuple[ModelSizes, Activations]:
     """By the decoder's formula, with the sizes that a configuration states, and those of the weights beside it."""
     from zero_plugin.probe.width import stated_width
 
@@ -148,7 +151,7 @@ def _from_config(file: Path, sequence_length: int, precision: Precision) -> tupl
     sizes = decoder_sizes(hidden_size=hidden, tied=tied, **numbers)
     names = config.get("architectures") or [config.get("model_type", "model")]
     sizes = replace(sizes, name=str(names[0]), source=str(file))
-    return _by_formula(sizes, numbers, sequence_length, precision)
+    return _by_formula(sizes, numbers, sequence_length or usual_length(config), precision)
 
 
 def _from_weights(

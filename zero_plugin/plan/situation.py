@@ -142,6 +142,12 @@ class Activations:
     source: str = ""
     autocast: Activations | None = None
 
+    @property
+    def knowledge(self) -> str:
+        """Its source and the length of a sample, for a sentence's parentheses."""
+        tokens = f", {self.sample_length:,} tokens a sample" if self.sample_length > 1 else ""
+        return f"activations: {self.source}{tokens}"
+
     def under(self, stage: Literal[0, 1, 2, 3] | None) -> Activations:
         """As a ZeRO stage runs the model, in its computation type throughout, or as DDP (None) does, under autocast."""
         return self.autocast if stage is None and self.autocast else self

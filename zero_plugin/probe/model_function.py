@@ -11,19 +11,20 @@ import torch
 from torch import nn
 
 from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.plan.sample_length import usual_length
 from zero_plugin.probe.transformers_model import example_inputs
 
 __all__ = ["call_function"]
 
 
-def call_function(name: str, sequence_length: int) -> tuple[nn.Module, Any]:
+def call_function(name: str, sequence_length: int | None) -> tuple[nn.Module, Any]:
     """The module that a function returns, and example inputs: those returned with it, else a transformers model's.
 
     The function runs under the meta device, so that no weight is allocated, and where it needs values on the CPU.
 
     Args:
         name: `module:function`; the module is looked for in the current folder too.
-        sequence_length: tokens of one sample, for a transformers model.
+        sequence_length: tokens of one sample, for a transformers model; None: `usual_length`.
 
     Raises:
         ConfigError: there is no such function, it fails, or it returns something else.
@@ -46,7 +47,7 @@ def call_function(name: str, sequence_length: int) -> tuple[nn.Module, Any]:
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module):
         return found[0], found[1]
     if isinstance(found, nn.Module) and hasattr(found, "main_input_name"):
-        return found, example_inputs(found, sequence_length)
+        return found, example_inputs(found, sequence_length or usual_length(found.config))
     fix = "Return (module, example inputs): a dict of keyword arguments, a tuple of positional ones, or one tensor."
     raise _error(name, f"it returned {type(found).__name__}, which does not tell what the forward takes", fix)
 

@@ -51,11 +51,11 @@ def example_inputs(model: Any, sequence_length: int) -> Callable[[int], dict[str
         sequence_length: tokens of one sample, of an encoder's and of a decoder's.
 
     Raises:
-        ConfigError: the model takes other inputs.
+        ConfigError: it is none, or takes other inputs.
     """
-    name, config = type(model).__name__, model.config
-    main = getattr(model, "main_input_name", "input_ids")
-    if main not in ("input_ids", "pixel_values"):
+    name, config = type(model).__name__, getattr(model, "config", None)
+    main = getattr(model, "main_input_name", "what its code says")
+    if config is None or main not in ("input_ids", "pixel_values"):
         fix = "Give a function that returns the model and example inputs, as module:function."
         raise ConfigError([Problem("plan", "", f"{name} takes {main}, for which there is no example", fix)])
 
@@ -69,7 +69,7 @@ def example_inputs(model: Any, sequence_length: int) -> Callable[[int], dict[str
             size = getattr(config, "image_size", None) or 224  # ImageNet's, as most of these models were trained on
             height, width = size if isinstance(size, list | tuple) else (size, size)
             batch[main] = torch.empty(samples, getattr(config, "num_channels", 3), height, width, device="meta")
-        elif config.is_encoder_decoder:
+        elif getattr(config, "is_encoder_decoder", False):
             batch["decoder_input_ids"] = tokens
         if name.endswith(_LABEL_PER_TOKEN):
             batch["labels"] = tokens
