@@ -57,9 +57,28 @@ def test_another_device_than_a_tpu(tmp_path: Path) -> None:
     """torch_xla takes the CPU where it finds no TPU; only a user's own word for that is followed."""
     done = run(tmp_path, "-c", RUNTIMES)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "LaunchError: the run is to train on a TPU, but torch_xla found no TPU and took CPU." in done.stdout
+    assert "LaunchError: the run is to train on a TPU, but torch_xla finds none here." in done.stdout
     assert "LaunchError: the run is to train on a TPU, but PJRT_DEVICE is NEURON." in done.stdout
     assert done.stdout.splitlines()[-1] == "CPU"
+
+
+TRIES_TWICE = """
+from zero_plugin import Accelerator
+from zero_plugin.errors import LaunchError
+
+for _ in range(2):
+    try:
+        Accelerator(config={"distributed_type": "TPU"})
+    except LaunchError as error:
+        print(error)
+"""
+
+
+def test_a_script_without_a_tpu(tmp_path: Path) -> None:
+    """It does not train on the CPU unasked, nor where it tries again, as a notebook's cell."""
+    done = run(tmp_path, "-c", TRIES_TWICE)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("torch_xla finds none here") == 2, done.stdout
 
 
 def test_a_tpu_that_does_not_start(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def find_replica() -> Replica:
             this process has run a `backward` before.
         MachineError: torch_xla or the runtime does not work here.
     """
+    start_runtime()  # first, since an import of torch_xla says PJRT_DEVICE where nobody has
     torch_xla = import_torch_xla()
-    start_runtime()
     runtime = torch_xla.runtime
     world_size = runtime.world_size()
     check_world_size(world_size)

@@ -80,7 +80,9 @@ def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
     runtime = import_torch_xla().runtime
     found = str(runtime.device_type())
     if found not in _RUNTIMES or (found == "CPU" and not asked):
-        told = f"{PJRT_DEVICE} is {asked}" if asked else f"torch_xla found no TPU and took {found}"
+        told = f"{PJRT_DEVICE} is {asked}" if asked else "torch_xla finds none here"
+        if not asked:  # torch_xla has set it, which a second try would take for the user's word
+            os.environ.pop(PJRT_DEVICE, None)
         raise LaunchError(
             f"the run is to train on a TPU, but {told}.\nSet {PJRT_DEVICE}=TPU on a machine with a TPU, or "
             f"{PJRT_DEVICE}=CPU to try the same path without one; for GPUs leave --tpu and distributed_type out."
