@@ -2,9 +2,9 @@
 
 https://huggingface.co/blog/accelerate-deepspeed measured on two Titan RTX: the largest micro-batch, seconds per epoch
 of training and of evaluating, with DDP and with ZeRO. Here the largest micro-batch is searched for, each try a launch
-of its own under `set_per_process_memory_fraction`, beside the plan's own; times are of that micro-batch. Attention is a
-fused kernel where transformers has one. Rows that need two GPUs say so where there is one. transformers must be
-installed. Without a GPU the script prints what was published and predicted.
+of its own under `set_per_process_memory_fraction` and told at once, beside the plan's own; times are of that
+micro-batch. Attention is a fused kernel where transformers has one. Rows that need two GPUs say so where there is one.
+transformers must be installed. Without a GPU the script prints what was published and predicted.
 
     python benchmarks/gpu/blog_tables.py
     python benchmarks/gpu/blog_tables.py --models gpt2_xl
@@ -21,7 +21,7 @@ from typing import Any
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from training import Figures, Run, measure
+from training import OUT_OF_MEMORY, Figures, Run, measure
 
 sys.path.append(str(Path(__file__).parents[1]))  # of `blog_predicted`
 
@@ -77,13 +77,20 @@ def main() -> None:
         table.add_column(column)
     for column in ("predicted: batch", "here: batch", "train, s", "eval, s", "samples/s"):
         table.add_column(column)
+    measured: dict[str, list[Figures]] = {}
     for row in PUBLISHED:
         if row.model not in args.models:
             continue
         published = (str(row.micro or "fails at 1"), shown(row.train), shown(row.evaluate))
-        table.add_row(row.model, row.method, *published, str(predict(row) or "fails at 1"), *run_here(row, gpus))
+        here, found = run_here(row, gpus)
+        table.add_row(row.model, row.method, *published, str(predict(row) or "fails at 1"), *here)
+        if found is not None:
+            measured.setdefault(row.model, []).append(found)
     console = Console(width=150)
     console.print(table)
+    for model, both in measured.items():
+        if len(both) == 2:
+            console.print(f"Speed-up here, {model}: {compare(*both)}", highlight=False)
     console.print(NOTE, highlight=False)
 
 
@@ -109,33 +116,43 @@ def predict(row: Row) -> int:
     return largest(*measure(task, "sdpa"), setup, replace(TITAN, devices=task.devices))
 
 
-def run_here(row: Row, gpus: int) -> tuple[str, ...]:
-    """Largest micro-batch, seconds per epoch, samples per second; or why nothing was run."""
+def run_here(row: Row, gpus: int) -> tuple[tuple[str, ...], Figures | None]:
+    """Largest micro-batch, seconds per epoch, samples per second, and their figures; or why there are none."""
     if gpus < row.run.processes:
         needed = "a GPU" if row.run.processes == 1 else f"{row.run.processes} GPUs"
-        return (f"not run: needs {needed}", "", "", "")
-    micro, found = search_largest(row.run)
-    if found is None:
-        return ("fails at 1", "", "", "")
+        return (f"not run: needs {needed}", "", "", ""), None
+    micro, found = search_largest(row.run, row.micro or 1)
+    if isinstance(found, str):
+        return ("fails at 1" if found == OUT_OF_MEMORY else found, "", "", ""), None
     per_sample = found.seconds / found.samples
     train, evaluate = row.samples
     times = shown(train * per_sample or None), shown(evaluate * found.eval_seconds / found.samples or None)
-    return (str(micro), *times, f"{1 / per_sample:,.0f}")
+    return (str(micro), *times, f"{1 / per_sample:,.0f}"), found
 
 
-def search_largest(run: Run) -> tuple[int, Figures | None]:
-    """By doubling, then by halving what is left to a sixteenth of it."""
-    fitting, best, too_many = 0, None, LARGEST + 1
-    tried = 1
-    while too_many - fitting > max(1, fitting // 16) and tried <= LARGEST:
+def compare(ddp: Figures, zero: Figures) -> str:
+    """Of a sample's time."""
+    train = ddp.seconds / ddp.samples / (zero.seconds / zero.samples)
+    evaluate = ddp.eval_seconds / ddp.samples / (zero.eval_seconds / zero.samples)
+    return f"{train:.2f}× training, {evaluate:.2f}× evaluating"
+
+
+def search_largest(run: Run, first: int) -> tuple[int, Figures | str]:
+    """By doubling from `first`, then by halving what is left to a sixteenth of it; in words why nothing has figures."""
+    fitting, too_many = 0, LARGEST + 1
+    best: Figures | str = OUT_OF_MEMORY
+    tried = first
+    while too_many - fitting > max(1, fitting // 16):
         found = measure(replace(run, micro_batch=tried, cap_gib=CAP_GIB, evaluate=True))
-        if isinstance(found, str):
-            if found != "out of memory":
-                return fitting, best
+        told = found if isinstance(found, str) else f"peak {found.peak / 2**30:.2f} GiB, step {found.seconds:.3f} s"
+        print(f"{run.model}, {run.processes} GPUs, micro-batch {tried}: {told}", file=sys.stderr, flush=True)
+        if isinstance(found, Figures):
+            fitting, best = tried, found
+        elif found == OUT_OF_MEMORY:
             too_many = tried
         else:
-            fitting, best = tried, found
-        tried = 2 * fitting if too_many > LARGEST and fitting else (fitting + too_many) // 2
+            return fitting, best if fitting else found
+        tried = min(2 * fitting, LARGEST) if too_many > LARGEST and fitting else (fitting + too_many) // 2
         if tried == fitting:
             break
     return fitting, best

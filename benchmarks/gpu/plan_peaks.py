@@ -3,11 +3,13 @@
 Every row is a launch of its own: GPT-2 of a size, AdamW, four steps. The target is 10 %. Then GPT-2 XL (1.5 billion
 parameters, blocks of 128 tokens, fp16) with 24 GB of the device: without ZeRO, one sample; the announcement's stage 3
 with everything offloaded, 16 samples; and what `auto` chooses, whose tokens per second should be 1.5 times as many.
-transformers must be installed. Without a GPU only `--cpu` runs, which predicts and measures nothing.
+transformers must be installed. Each row is told as soon as it is measured; a launch takes about half a minute. Without
+a GPU only `--cpu` runs, which predicts and measures nothing.
 
     python benchmarks/gpu/plan_peaks.py
     python benchmarks/gpu/plan_peaks.py --only cap
-    python benchmarks/gpu/plan_peaks.py --cpu --rows 3
+    python benchmarks/gpu/plan_peaks.py --only peaks --rows 12:24
+    python benchmarks/gpu/plan_peaks.py --cpu --rows 0:3
 """
 
 from __future__ import annotations
@@ -65,10 +67,10 @@ CAPPED = (
 def main() -> None:
     args = read_arguments()
     if not args.cpu and not has_gpu():
-        sys.exit("This needs a GPU. --cpu tries the script without one.")
+        sys.exit("There is no GPU here, and this needs one. --cpu tries the script without.")
     console = Console(width=160)
     if args.only in (None, "peaks"):
-        console.print(compare_peaks(ROWS[: args.rows], args.cpu))
+        console.print(compare_peaks(ROWS[args.rows], args.cpu))
     if args.only in (None, "cap") and not args.cpu:
         console.print(compare_speed())
 
@@ -76,9 +78,19 @@ def main() -> None:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("peaks", "cap"), help="one of the two tables")
-    parser.add_argument("--rows", type=int, help="of the first table, from its beginning")
+    parser.add_argument("--rows", type=read_rows, default=slice(None), help="of the first table, FROM:TO, from 0")
     parser.add_argument("--cpu", action="store_true", help="with tiny models and without a GPU, to try the script")
     return parser.parse_args()
+
+
+def read_rows(text: str) -> slice:
+    first, last = text.split(":")
+    return slice(int(first or 0), int(last) if last else None)
+
+
+def tell(*cells: str) -> None:
+    """At once, so that a session that is cut short has what it has measured."""
+    print(" | ".join(cells), file=sys.stderr, flush=True)
 
 
 def has_gpu() -> bool:
@@ -105,15 +117,17 @@ def compare_peaks(rows: tuple[tuple[str, Run], ...], cpu: bool) -> Table:
         if cpu:
             run = replace(run, model="gpt2:64x2", micro_batch=2, length=16, steps=2, cpu=True, precision="bf16")
         found = measure(run)
-        what = f"{run.micro_batch} × {run.length}{f' × {run.accumulation} windows' if run.accumulation > 1 else ''}"
+        what = f"{run.micro_batch} × {run.length}{f' × {run.accumulation} a step' if run.accumulation > 1 else ''}"
         name = run.model + (", recomputing" if run.checkpointing else "")
         if isinstance(found, str):
             table.add_row(path, name, run.precision, what, "", "", found, "")
+            tell(path, name, run.precision, what, found)
             continue
         off = f"{found.peak / found.predicted - 1:+.1%}" if found.peak else "needs a GPU"
         worst = max(worst, abs(found.peak / found.predicted - 1)) if found.peak else worst
         sizes = f"{found.predicted / GIB:.2f}", f"{found.peak / GIB:.2f}"
         table.add_row(path, name, run.precision, what, *sizes, off, most(found))
+        tell(path, name, run.precision, what, *sizes, off)
     if not cpu:
         table.caption = f"off by at most {worst:.1%}; target 10 %"
     return table
@@ -128,12 +142,14 @@ def compare_speed() -> Table:
         found = measure(run)
         if isinstance(found, str):
             table.add_row(name, "", "", "", "", found, "")
+            tell(name, found)
             continue
         speeds[name] = found.samples * run.length / found.seconds
         base = speeds.get("the announcement's")
         ratio = f"{speeds[name] / base:.2f}×" if base else ""
         sizes = f"{found.peak / GIB:.2f}", f"{found.predicted / GIB:.2f}"
         table.add_row(name, found.chosen, *sizes, f"{found.seconds:.3f}", f"{speeds[name]:,.0f}", ratio)
+        tell(name, found.chosen, *sizes, f"{found.seconds:.3f} s", f"{speeds[name]:,.0f} tokens/s", ratio)
     table.caption = "target: auto at least 1.5× the announcement's"
     return table
 

@@ -16,9 +16,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # of `blog_models`
 
-__all__ = ["Figures", "Run", "measure"]
+__all__ = ["OUT_OF_MEMORY", "Figures", "Run", "measure"]
 
-_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
+OUT_OF_MEMORY = "out of memory"
+_LIMIT_S = 300  # of one launch
+_MOST_SKIPPED = 30  # steps, until fp16 has found its loss scale
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Run:
         model: a function of `blog_models`, or `gpt2:WIDTHxLAYERS`.
         zero: the `zero_optimization` section; None for DDP, or one device alone.
         cap_gib: of the device's memory, what may be used.
+        steps: that change parameters; those that fp16 skips come on top, and are not timed.
         evaluate: whether a forward without gradients is timed too.
         cpu: without a GPU, to try the script.
     """
@@ -55,9 +58,10 @@ class Figures:
         peak: `torch.cuda.max_memory_allocated`; 0 on a CPU.
         predicted: the same by the plan.
         terms: what the plan predicts the device to hold at its peak.
-        seconds: of one optimizer step, and of evaluating as many samples as one step trains.
+        seconds, eval_seconds: of one optimizer step, and of evaluating as many samples as one step trains.
         samples: of one optimizer step, on all processes.
         chosen: what the run's configuration settled on.
+        losses: after each step.
     """
 
     peak: int
@@ -92,14 +96,21 @@ def measure(run: Run) -> Figures | str:
         file, report = Path(folder, "config.json"), Path(folder, "report.json")
         file.write_text(json.dumps(config))
         launch = [sys.executable, "-m", "zero_plugin", "launch", "--config_file", str(file), __file__]
-        done = subprocess.run([*launch, json.dumps(asdict(run)), str(report)], capture_output=True, text=True)
+        command = [*launch, json.dumps(asdict(run)), str(report)]
+        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        why = "failed"
+        try:
+            said, _ = worker.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            worker.terminate()  # the launcher ends its workers, which would hold the device
+            said, _ = worker.communicate()
+            why = f"not done in {_LIMIT_S} s"
         if report.exists():
             return Figures(**json.loads(report.read_text()))
-        said = done.stderr + done.stdout
-    if any(sign in said for sign in _OUT_OF_MEMORY):
-        return "out of memory"
+    if any(sign in said for sign in ("OutOfMemoryError", OUT_OF_MEMORY)):
+        return OUT_OF_MEMORY
     print(said[-3000:], file=sys.stderr)
-    return "failed"
+    return why
 
 
 def build(run: Run) -> tuple[Any, Any]:
@@ -120,7 +131,8 @@ def build(run: Run) -> tuple[Any, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def blocks(samples: int) -> dict[str, Any]:
-        ids = torch.ones(samples, run.length, dtype=torch.long)
+        # of many tokens: a gradient that is all one token's overflows fp16
+        ids = (7919 * torch.arange(samples * run.length) % model.config.vocab_size).view(samples, run.length)
         return {"input_ids": ids, "labels": ids}
 
     examples = {"deberta": blog_models.sentences, "blenderbot": blog_models.conversations}
@@ -140,10 +152,10 @@ def train(run: Run, report: Path) -> None:
     from zero_plugin.probe.sizes import model_sizes
 
     on_gpu = not run.cpu
-    if on_gpu and run.cap_gib is not None:
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(run.cap_gib * 2**30 / whole)
     accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
+    memory = torch.cuda.get_device_properties(accelerator.device).total_memory if on_gpu else 2**60
+    if on_gpu and run.cap_gib is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, run.cap_gib * 2**30 / memory), accelerator.device)
     set_seed(0)
     model, example = build(run)
     # Of recomputation the model's own forward tells: it is traced as it stands.
@@ -155,35 +167,46 @@ def train(run: Run, report: Path) -> None:
     batch = next(iter(loader))
     labels = torch.zeros(run.micro_batch, dtype=torch.long, device=accelerator.device)
 
-    def loss_of() -> torch.Tensor:
-        outputs = model(**batch)
+    def loss_of(outputs: Any) -> torch.Tensor:
         if "labels" in batch:
             return outputs.loss
         return torch.nn.functional.cross_entropy(outputs.logits.float(), labels)
 
-    losses, seconds = [], []
-    for _ in range(run.steps):
+    def run_micro_batch() -> torch.Tensor:
+        outputs = model(**batch)  # alive until the backward ends, as in most loops
+        loss = loss_of(outputs)
+        accelerator.backward(loss)
+        return loss.detach()
+
+    losses: list[float] = []
+    seconds: list[float] = []
+    skipped = 0
+    while len(losses) < run.steps:
         start = time.perf_counter()
         for _ in range(run.accumulation):
             with accelerator.accumulate(model):
-                loss = loss_of()
-                accelerator.backward(loss)
+                loss = run_micro_batch()
                 optimizer.step()
                 optimizer.zero_grad()
-        losses.append(loss.item())  # also waits for the device
+        value = loss.item()  # also waits for the device
+        if optimizer.step_was_skipped:
+            skipped += 1
+            if skipped > _MOST_SKIPPED:
+                sys.exit(f"{skipped} steps were skipped: fp16 finds no loss scale.")
+            continue
+        losses.append(value)
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     eval_seconds = 0.0
     if run.evaluate:
         model.eval()
         with torch.no_grad():
-            loss_of().item()
+            loss_of(model(**batch)).item()
             start = time.perf_counter()
-            loss_of().item()
+            loss_of(model(**batch)).item()
             eval_seconds = run.accumulation * (time.perf_counter() - start)
     resolved = accelerator.resolved
     setup = running_setup(resolved, None if run.zero is None else resolved.zero_stage)
-    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 2**60
     here = Cluster(memory, 2**60, devices=run.processes)
     found = footprint(sizes, activations, optimizer_sizes("adamw"), setup, here)
     figures = Figures(
