@@ -76,6 +76,16 @@ def test_alone_it_is_the_largest_that_fits() -> None:
     assert 1 < less < found
 
 
+def test_alone_it_changes_nothing_else() -> None:
+    """What a plan brings beside an open stage or device stays DeepSpeed's default where both are typed."""
+    offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, **SMALL}}
+    planned, typed = (prepared(asked(offload, **batch), gpt2()) for batch in ({}, {MICRO[0]: 2}))
+    assert micro_batch(planned)[0] > 2
+    differing = {path for path in planned.tree if planned.tree.value(*path) != typed.tree.value(*path)}
+    assert differing == {MICRO, ("train_batch_size",)}
+    assert set(planned.tree) == set(typed.tree)
+
+
 def test_twice_is_the_same_and_leaves_the_run_alone() -> None:
     """The answer is the same each time; no random number is drawn, and no weight changes."""
     model = gpt2()

@@ -102,7 +102,9 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, sized:
     if micro is None and not (sized and _plans_micro_batch(facts)):
         micro, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
     types = {"fp32": 4, "bf16": 2, "fp16": 2}
-    pinned = [asked.value(*path) for path in _PINNED]
+    unpinned = facts.machine.accelerator == "cpu" or any(asked.value(*path) is False for path in _PINNED)
+    # Beside an open stage, device or ratio these two are a plan's, too; a micro-batch alone changes nothing else.
+    is_placed = all(asked.value(*path) is not AUTO for path in (*PLACEMENT, _RATIO))
     return Wanted(
         stage=_fixed(tree, _STAGE, 0),
         ddp=False,
@@ -111,13 +113,13 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, sized:
         offload_optimizer=_fixed(tree, _OPTIMIZER, "none"),
         offload_param=_fixed(tree, _PARAM, "none"),
         ratio=None if ratio is AUTO else float(ratio),
-        sub_group_size=_number(asked.value(*_SUB_GROUP)),
+        sub_group_size=_size(tree, _SUB_GROUP) if is_placed else _number(asked.value(*_SUB_GROUP)),
         micro_batch=micro,
         accumulation=steps or (None if total else 1),
         activation_checkpointing=False,  # the script's own is part of the model
         overlap_comm=asked.value(_ZERO, "overlap_comm") if asked.value(_ZERO, "overlap_comm") is not AUTO else None,
         param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
-        pin_memory=False if facts.machine.accelerator == "cpu" or False in pinned else None,
+        pin_memory=False if unpinned else (True if is_placed else None),
         global_batch=total,
         margin=margin,
         **{name: _size(tree, KEYS[name]) for name in _SIZES},
