@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,15 @@ def chosen_checks(request: pytest.FixtureRequest) -> Callable[[Path, int], list[
         return [f"{check['module']}.{check['name']}" for check in asked if check["world"] == world]
 
     return chosen
+
+
+@pytest.fixture(scope="session")
+def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
+    """The lines that programs print, but for those of torch 2.9's gloo, which says there whom it is connected to.
+
+    It does so in pieces, between which another process' come.
+    """
+    return lambda lines: (line for line in lines if "[Gloo]" not in line and " peer ranks" not in line and line.strip())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,9 @@ def run_cells(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
     return run
 
 
-def test_training(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_training(
+    run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
+) -> None:
     """Arguments of any iterable, names of the notebook, the configuration: all arrive; the notebook stays as it was."""
     done = run_cells(
         """
@@ -72,7 +74,7 @@ assert Accelerator().num_processes == 1
 """,
     )
     assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
+    lines = sorted(lines_of(done.stdout.splitlines()))
     for rank, line in zip((0, 0, 1, 1), lines, strict=True):
         assert line.startswith(f"({rank}, 'from a cell', [1.0, 3.0, 5.0], ")
     assert [line.endswith("'bf16', 'MULTI_CPU', True)") for line in lines] == [True, False] * 2
@@ -107,7 +109,10 @@ def test_one_process_is_the_notebook_itself(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )  # fmt: skip
 def test_a_failure_is_raised_in_the_notebook(
-    run_cells: Callable[..., subprocess.CompletedProcess[str]], function: str, told: list[str]
+    run_cells: Callable[..., subprocess.CompletedProcess[str]],
+    function: str,
+    told: list[str],
+    lines_of: Callable[..., Iterator[str]],
 ) -> None:
     """With the traceback of the process that failed first; the others are gone, and the notebook goes on."""
     done = run_cells(
@@ -123,7 +128,7 @@ except Exception as error:
 """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("LaunchError")
+    assert next(lines_of(done.stdout.splitlines())).startswith("LaunchError")
     for part in told:
         assert part in done.stdout
 
@@ -211,7 +216,7 @@ print(open("seconds").read().splitlines()[-1])
 
 
 def test_a_process_that_cannot_be_copied_is_refused(
-    run_cells: Callable[..., subprocess.CompletedProcess[str]],
+    run_cells: Callable[..., subprocess.CompletedProcess[str]], lines_of: Callable[..., Iterator[str]]
 ) -> None:
     """An Accelerator here, before anything starts; ending it is enough."""
     done = run_cells(
@@ -233,9 +238,21 @@ notebook_launcher(who, num_processes=2)
 """
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("LaunchError this process has an Accelerator")
+    refusal, *rest = lines_of(done.stdout.splitlines())
+    assert refusal.startswith("LaunchError this process has an Accelerator")
     assert "accelerator.end_training()" in done.stdout
-    assert sorted(done.stdout.splitlines()[-2:]) == ["process 0", "process 1"]
+    assert sorted(rest[-2:]) == ["process 0", "process 1"]
+
+
+@pytest.mark.parametrize(("on", "code"), [("cpu", 0), ("cuda", 1)])
+def test_a_process_that_has_asked_cuda(
+    run_cells: Callable[..., subprocess.CompletedProcess[str]], on: str, code: int
+) -> None:
+    """CUDA works in no copy of it. That is refused where the copies need it, and is nothing to a run on the CPU."""
+    asked = "torch.cuda._is_in_bad_fork = lambda pid=os.getpid(): os.getpid() != pid"  # as a build for CUDA has it
+    done = run_cells(asked, "debug_launcher(lambda: None)", DS_ACCELERATOR=on)
+    assert done.returncode == code, done.stderr
+    assert ("this process has asked CUDA for its devices" in done.stderr) is (code == 1)
 
 
 def test_threads_that_would_hang(run_cells: Callable[..., subprocess.CompletedProcess[str]]) -> None:

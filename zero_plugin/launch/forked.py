@@ -50,7 +50,8 @@ def run_forked(
     Raises:
         LaunchError: this process cannot be copied any more; a copy has failed; the machines of the run did not meet.
     """
-    threads = find_threads(int(os.environ["OMP_NUM_THREADS"]))
+    on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
+    threads = find_threads(int(os.environ["OMP_NUM_THREADS"]), on_gpus=on_gpus)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
