@@ -9,8 +9,9 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,12 @@ def test_a_stopped_rank(start: Start, tmp_path: Path) -> None:
     disturb(start, tmp_path, "stop", 2, 0, 0.3)
 
 
-def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path) -> None:
+def test_a_restart_and_a_request_to_stop(start: Start, tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
     """After a kill the run goes on from its checkpoint; after SIGTERM the next start does; the end is the same bits."""
     training = Training(start, tmp_path, 0)
     launcher = training.start("--max_restarts", "1", fault=("kill", "1", "7"))
     assert launcher.stdout is not None
-    started = [launcher.stdout.readline() for _ in range(4)]
+    started = list(islice(lines_of(launcher.stdout), 4))
     assert started == ["started at 0\n"] * 2 + ["started at 6\n"] * 2
     time.sleep(0.5)
     launcher.terminate()
