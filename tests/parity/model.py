@@ -24,7 +24,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor, use_branch: bool) -> Tensor:
         """Predictions, [batch, OUTPUTS]."""
         x = self.norm(torch.tanh(self.embed(x)))
-        x = x + torch.relu(self.hidden(x))
+        x = x + nn.functional.silu(self.hidden(x))  # smooth: at a kink, rounding would say which gradient
         if self.branch is not None and use_branch:
             x = x + torch.tanh(self.branch(x))
         return self.out(x)
