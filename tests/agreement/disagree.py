@@ -48,6 +48,7 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     for _ in range(2):
         train()
         gather()
+    (folder / f"{path}-{how}-{rank}.trained").touch()
     first = accelerator.is_main_process
     if how == "save_alone":
         if first:
@@ -56,6 +57,15 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     elif how == "state_alone":
         if first:
             accelerator.get_state_dict(model)
+        train()
+    elif how == "saves_alone":
+        if first:
+            accelerator.save_state(folder / "checkpoint")
+        train()
+    elif how == "loads_alone":
+        accelerator.save_state(folder / "before")
+        if first:
+            accelerator.load_state(folder / "before")
         train()
     elif how == "gather_alone":
         if first:
@@ -110,11 +120,18 @@ def fork(folder: Path, path: str, how: str, rank: int) -> int:
 
 def main() -> None:
     """Start all, wait for all, and end whatever is left when the time is over."""
-    folder, scripts, deadline = Path(sys.argv[1]), sys.argv[2:-1], time.monotonic() + float(sys.argv[-1])
+    folder, deadline = Path(sys.argv[1]), time.monotonic() + float(sys.argv[-1])
+    scripts = sorted(sys.argv[2:-1], key=lambda name: not name.endswith(":overdue"))
     running = {}
     for name in scripts:
         path, how = name.split(":")
-        running.update({fork(folder, path, how, rank): f"{path}-{how}-{rank}" for rank in range(2)})
+        started = {fork(folder, path, how, rank): f"{path}-{how}-{rank}" for rank in range(2)}
+        running.update(started)
+        # Its time-out is short from the beginning: what the others load must not make its first calls late.
+        while how == "overdue" and time.monotonic() < deadline:
+            if all((folder / f"{process}.trained").exists() for process in started.values()):
+                break
+            time.sleep(0.05)
     codes: dict[str, int | None] = dict.fromkeys(running.values())
     while running and time.monotonic() < deadline:
         for child in list(running):

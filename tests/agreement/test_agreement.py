@@ -49,14 +49,20 @@ def line_of(text: str, occurrence: int = 0) -> str:
 
 
 @pytest.mark.parametrize(
-    ("script", "call"), [("ddp:save_alone", "save_model"), ("zero3:state_alone", "get_state_dict")]
+    ("script", "call"),
+    [
+        ("ddp:save_alone", "save_model"),
+        ("zero3:state_alone", "get_state_dict"),
+        ("ddp:saves_alone", "save_state"),
+        ("ddp:loads_alone", "load_state"),
+    ],
 )
 def test_a_long_call_on_one_process_is_an_error_of_the_script(folder: Path, script: str, call: str) -> None:
     """The classic mistake, `if accelerator.is_main_process:`: a LoopError with both places and what to write."""
     run = ended(folder, script)
     assert run.codes[0] == 1
     assert "LoopError" in run.outputs[0]
-    assert f"process 0 is in {call}() ({line_of(f'accelerator.{call}(model')})" in run.outputs[0]
+    assert f"process 0 is in {call}() ({line_of(f'accelerator.{call}(')})" in run.outputs[0]
     assert f"process 1 did not come: it went on, and waits for this process at {line_of('backward(')}" in run.outputs[0]
     assert "not under `if accelerator.is_main_process:`" in run.outputs[0]
     assert run.codes[1] != 0

@@ -105,13 +105,47 @@ def test_errors_and_help_import_no_torch(arguments: list[str], code: int, tmp_pa
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1
 
 
-def test_bad_config_starts_no_worker(tmp_path: Path) -> None:
-    """The script never runs when the configuration is wrong."""
+WRONG = {
+    "a missing file": ("absent.yaml", None, "absent.yaml", "no such file"),
+    "broken JSON": ("bad.json", '{\n  "train_batch_size": 8', "bad.json:2:", "`}` must stand"),
+    "an unknown key": ("bad.yaml", "num_processes: 2\nmixed_precison: bf16\n", "bad.yaml:2:1", "mixed_precision"),
+    "a wrong type": ("bad.json", '{\n  "train_batch_size": "two"}', "bad.json:2:3", "integer"),
+    "stage 4": ("bad.json", '{"zero_optimization":\n  {"stage": 4}}', "bad.json:2:4", "an integer from 0 to 3"),
+    "offload_param at stage 2": (
+        "bad.json",
+        '{"zero_optimization": {"stage": 2,\n  "offload_param": {"device": "cpu"}}}',
+        "bad.json:2:",
+        "stage 3",
+    ),
+    "nvme without a path": (
+        "bad.json",
+        '{"zero_optimization": {"stage": 3,\n  "offload_optimizer": {"device": "nvme"}}}',
+        "bad.json:2:",
+        "nvme_path",
+    ),
+    "an auto that nothing fills": (
+        "bad.json",
+        '{"zero_optimization": {"stage": 3,\n  "offload_optimizer": {"device": "nvme",\n  "nvme_path": "auto"}}}',
+        "bad.json:3:3",
+        "Write a folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_input_starts_no_worker(wrong: str, tmp_path: Path) -> None:
+    """One screen with file, line and what is legal, exit code 2; the script never runs, and torch is not imported."""
+    name, content, where, legal = WRONG[wrong]
     (tmp_path / "a.py").write_text("open('ran', 'w')")
-    (tmp_path / "bad.json").write_text('{"zero_optimization": {"stage": 4}}')
-    done = run("launch", "--config_file", "bad.json", "a.py", folder=tmp_path)
-    assert done.returncode == 2
-    assert "bad.json:1:" in done.stderr
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    done = run("launch", "--config_file", name, "--num_processes", "2", "a.py", folder=tmp_path, code=IMPORTED)
+    assert done.returncode == 2, done.stderr
+    told = done.stderr.replace("\n", " ")
+    assert where in told
+    assert legal in told
+    assert "Traceback" not in told
+    assert len(done.stderr.splitlines()) < 24
     assert not (tmp_path / "ran").exists()
 
 
