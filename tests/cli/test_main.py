@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -175,7 +176,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.processes
-def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path) -> None:
+def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path, lines_of: Callable[..., Iterator[str]]) -> None:
     """`--dry_run` starts nothing; its output, run by a shell, runs the script in the same environment, and restarts."""
     (tmp_path / "a.py").write_text(RESTARTED)
     arguments = ["launch", "--cpu", "--num_cpu_threads_per_process", "3", "--num_processes", "2", "--max_restarts", "1"]
@@ -194,4 +195,4 @@ def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path) -> None:
         text=True,
         timeout=200,
     )
-    assert shell.stdout.splitlines() == ["it's $HOME 3 [2.0]"] * 2, shell.stderr
+    assert list(lines_of(shell.stdout.splitlines())) == ["it's $HOME 3 [2.0]"] * 2, shell.stderr
