@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -47,7 +48,31 @@ def test_the_wheel_names_its_command_and_licence(wheel: Path) -> None:
     metadata = archive.read(f"{folder}/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.10" in metadata
+    for minor in range(10, 14):
+        assert f"Classifier: Programming Language :: Python :: 3.{minor}\n" in metadata
     assert archive.read(f"{folder}/licenses/LICENSE").decode().lstrip().startswith("Apache License")
+
+
+def test_what_the_wheel_holds_is_enough(wheel: Path, tmp_path: Path) -> None:
+    """Installed by itself, it checks a configuration by its own schema and starts the demo's own script."""
+    site = tmp_path / "site"
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
+    subprocess.run([sys.executable, *install], check=True, timeout=120)
+    (tmp_path / "bad.json").write_text('{"zero_optimization": {"stage": 4}}')
+    for arguments, code, told in (
+        (["check", "bad.json"], 2, "bad.json:1:24"),
+        (["demo", "--dry_run", "--num_processes", "2"], 0, str(site / "zero_plugin" / "demo" / "train.py")),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "zero_plugin", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == code, done.stderr
+        assert told in done.stdout + done.stderr
 
 
 def test_every_dependency_is_pinned_at_the_version_tested() -> None:

@@ -250,7 +250,7 @@ def check_workers_draw_differently(folder: Path) -> None:
 
 
 def check_an_endless_stream(folder: Path) -> None:
-    for workers in (0, 2):
+    for workers in (0, 3):
         loader = prepared(DataLoader(Forever(), batch_size=2, num_workers=workers))
         for _ in range(2):
             assert union(loader, limit=5) == list(range(10 * num_processes()))

@@ -71,6 +71,7 @@ def test_script_leaves_weights_curves_and_a_sample(way: str, run_launcher: Calla
         bits = next_byte_loss(model(ids), targets).mean().item() / torch.log(torch.tensor(2.0)).item()
     assert bits == pytest.approx(printed, abs=1e-3)
 
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     with (output / "curves.csv").open(newline="") as file:
         assert [row["step"] for row in csv.DictReader(file)] == [str(step) for step in range(1, 13)]
     assert len((output / "sample.txt").read_bytes()) == len(b"    def __init__(self, ") + 8

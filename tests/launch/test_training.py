@@ -115,6 +115,11 @@ def ready_configs() -> Iterator[Any]:
         yield pytest.param(name, "json", marks=[] if name in ("zero2", "zero3_nvme") else pytest.mark.campaign)
 
 
+def device_of(zero: dict[str, Any], section: str) -> str:
+    """Where a section of the resolved configuration puts what it is about."""
+    return str((zero.get(section) or {}).get("device") or "none")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "kind"), list(ready_configs()))
 def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dict[str, Any]]) -> None:
@@ -122,7 +127,11 @@ def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dic
     report = train(*LAUNCH, "--config_file", str(CONFIGS / f"{name}.{kind}"), "--num_processes", "2", str(SCRIPT))
     assert report["processes"] == 2
     assert report["model"] == "DeepSpeedEngine"
-    assert report["config"]["zero_optimization"]["stage"] == STAGES[name]
+    zero = report["config"]["zero_optimization"]
+    assert zero["stage"] == STAGES[name]
+    offload = {"offload": "cpu", "nvme": "nvme"}.get(name.partition("_")[2], "none")
+    assert device_of(zero, "offload_optimizer") == offload
+    assert device_of(zero, "offload_param") == (offload if STAGES[name] == 3 else "none")
     assert report["optimizer"] == ("DeepSpeedCPUAdam" if "_" in name else "AdamW")
     assert report["precision"] == ("bf16" if kind == "yaml" else "no")
     assert report["losses"][-1] < report["losses"][0]
@@ -157,7 +166,18 @@ def test_tutorial_config_trains(
     assert resolved["train_micro_batch_size_per_gpu"] == 4
     assert resolved["gradient_clipping"] == 0.0
     assert resolved["zero_optimization"]["stage"] == config["zero_optimization"]["stage"]
-    assert resolved["zero_optimization"]["overlap_comm"] is True
+    zero = resolved["zero_optimization"]
+    assert zero["overlap_comm"] is True
+    assert "auto" not in json.dumps(resolved).replace('"keep_in_fp32_modules": "auto"', "")
+    arguments = resolved["optimizer"]["params"]
+    assert (arguments["lr"], arguments["weight_decay"], tuple(arguments["betas"])) == (1e-2, 0.1, (0.9, 0.95))
+    assert report["lr"] == [0.0]  # at the end of WarmupDecayLR, whose total the placeholder told
+    if zero["stage"] == 2:
+        assert arguments["torch_adam"] is True
+    else:
+        assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+        for section in ("offload_optimizer", "offload_param"):
+            assert (device_of(zero, section), zero[section]["pin_memory"]) == ("cpu", True)
     assert report["losses"][-1] < report["losses"][0]
 
 

@@ -24,7 +24,7 @@ class Case:
         data: `map`, `stream` (an iterable data set without a length), or `sampler` (a batch sampler of the user's own).
         clip: `clip_grad_norm_` with this number in the loop.
         config_clip: `gradient_clipping` in the configuration.
-        drop: the first backward of every third step is thrown away with zero_grad and computed again.
+        drop: the first backward of every third window is thrown away with zero_grad and computed again.
         optimizer: type and arguments.
         schedule: type and arguments of a config section; None for a LambdaLR in code (only with real optimizers).
         placeholders: DummyOptim and DummyScheduler instead of real objects; the sections are in the configuration.
@@ -70,7 +70,8 @@ CASES: dict[str, Case] = {
     "both-clips": Case(clip=0.05, config_clip=0.05, accumulation=2),
     "dropped": Case(drop=True, batches=9),
     "bf16-dropped": Case(precision="bf16", drop=True, batches=9),
-    "dropped-accumulating-by-hand": Case(drop=True, batches=9, accumulation=1, style="every", clip=0.2),
+    "dropped-clip": Case(drop=True, batches=9, style="every", clip=0.2),
+    "dropped-accumulating-by-hand": Case(drop=True, batches=8, accumulation=3, style="every", clip=0.2),
     "branch": Case(branch=True, accumulation=2, batches=7),
     "branch-single-steps": Case(branch=True, batches=7, clip=0.5, optimizer=("SGD", {"lr": 0.05})),
     "groups": Case(groups=True),
@@ -143,6 +144,7 @@ PATHS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"zero_optimization": {**_ZERO3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
     ),
+    "zero3-cpu-optimizer": (2, {"zero_optimization": {**_ZERO3, "offload_optimizer": {"device": "cpu"}}}),
     "zero3-nvme": (
         2,
         {
@@ -178,19 +180,28 @@ def case_for(path: str, name: str) -> Case:
 
 def cases_for(path: str, device: str) -> list[str]:
     """The cases that run on a path."""
+    optimizers = [name for name in CASES if name.startswith(("real-", "placeholder-"))]
     if path == "zero3-nvme":
-        optimizers = [name for name in CASES if name.startswith(("real-", "placeholder-"))]
         return [
             *optimizers,
             "plain",
             "accumulate-short-window",
+            "accumulate-stream-short-window",
+            "by-hand-every",
+            "by-hand-window",
             "dropped",
+            "dropped-accumulating-by-hand",
             "clip",
+            "config-clip",
             "branch",
             "warmup-decay",
+            "lr-range-test",
             "groups",
+            "skipped",
             "bf16",
         ]
+    if path == "zero3-cpu-optimizer":  # beside zero3-cpu
+        return [*optimizers, "accumulate-short-window", "dropped-accumulating-by-hand", "skipped", "bf16"]
     names = [*CASES, *(name for name, (where, _) in PAIRWISE.items() if where == path)]
     if path == "ddp":
         names = [name for name in names if not case_for(path, name).branch]  # DDP wants every parameter in every window

@@ -101,7 +101,7 @@ def run(device: str, path: str, case: Case, nvme: str) -> dict[str, Any]:
                 accelerator.backward(loss * float("inf") if case.poisons(windows) else loss)
                 losses.append(accelerator.gather(loss.detach()).mean().item())
 
-            if case.drop and optimizer.applied_steps % 3 == 0:
+            if case.drop and i % case.accumulation == 0 and optimizer.applied_steps % 3 == 0:
                 accelerator.backward(criterion(model(x * 3, i % 2 == 1), y))
                 optimizer.zero_grad()
             if case.style == "accumulate" and not case.drop:
