@@ -240,7 +240,8 @@ class AccumulationWindow:
         if epoch is not None:
             if self.steps > 1 and is_new:
                 self._ahead, self._fetches_ahead = self._look_ahead(epoch)
-            if self._batches == 0 and self.plans_ahead and (self._ahead == 0 or self._fetches_ahead):
+            plans = self._batches == 0 and self.plans_ahead and self.steps > 1
+            if plans and (self._ahead == 0 or self._fetches_ahead):
                 left = epoch.batches_left
                 self._size = self.steps if left is None else min(self.steps, self._ahead + left + 1)
             elif self._batches and epoch is self._epoch and epoch.position < self._position and not self._told:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 from math import isfinite
 
@@ -12,9 +12,7 @@ from torch import Tensor
 __all__ = ["all_finite", "dense"]
 
 
-def all_finite(
-    gradients: Sequence[Tensor], factor: float = 1.0, before_reading: Callable[[], None] | None = None
-) -> bool:
+def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Callable[[], None] | None = None) -> bool:
     """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's.
 
     On XLA finite gradients count as not finite where those of one parameter add up beyond their type's largest number;
@@ -25,10 +23,12 @@ def all_finite(
         factor: of a loss scale, which is not used on XLA.
         before_reading: called before the answer is read from the device.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype), []).append(dense(gradient))
-    for (device, _), tensors in alike.items():
+    kinds = {(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
+    for device, dtype, is_sparse in kinds:
+        tensors = gradients  # nearly always; sorting those of a small model would take longer than the pass
+        if is_sparse or len(kinds) > 1:
+            kind = device, dtype, is_sparse
+            tensors = [dense(g) for g in gradients if (g.device, g.dtype, g.is_sparse) == kind]
         if device.type == "xla" and factor == 1.0:
             # Each operation that is noted down there costs time, and those in place take copies.
             sums = torch.stack([tensor.sum() for tensor in tensors])
