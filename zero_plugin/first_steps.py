@@ -20,12 +20,13 @@ __all__ = ["FirstSteps"]
 # A walk of the graph takes up to milliseconds: of so many backwards the first ones of each model, and one of the later.
 _FIRST = 10
 _EVERY = 100
+_STARTS = 3  # of epochs; afterwards it is known what they begin with
 
 
 class FirstSteps:
     """Finds losses that train what is not prepared, and loops that never step.
 
-    Looked at are the first backwards that reach each trained model, the first one of every epoch, one in a hundred
+    Looked at are the first backwards that reach each trained model, those that begin the first epochs, one in a hundred
     otherwise, and those that follow after a parameter was unfrozen.
 
     Args:
@@ -42,6 +43,7 @@ class FirstSteps:
         self._say = say
         self._backwards = 0  # since something was prepared
         self._next = 1  # of them that is looked at anyhow
+        self._starts = 0  # of epochs, that were looked at
         self._new: list[Training] = []  # those not looked at often enough
         self._frozen: list[nn.Parameter] = []  # parameters of trained models that are not trained
         self._said = self._said_loose = False
@@ -49,7 +51,7 @@ class FirstSteps:
 
     def begin(self) -> None:
         """Something else is prepared, or nothing any more."""
-        self._backwards, self._next, self._mentioned = 0, 1, 0
+        self._backwards, self._next, self._starts, self._mentioned = 0, 1, 0, 0
         trained = [training for training in self._trainings if training.optimizer is not None]
         self._new = [training for training in trained if training.looks < _FIRST]
         known = {id(p) for training in trained for p in training.parameters}
@@ -60,9 +62,11 @@ class FirstSteps:
         self._backwards += 1
         if self._backwards >= self._next:
             return True
-        epoch = self._running_epoch()
-        if epoch is not None and epoch.position == 0:
-            return True
+        if self._starts < _STARTS:
+            epoch = self._running_epoch()
+            if epoch is not None and epoch.position == 0:
+                self._starts += 1
+                return True
         for training in self._new:
             if training.reached:  # by the backward before
                 return True

@@ -152,9 +152,11 @@ class BatchSamplerShard(BatchSampler):
     def _drawn(self) -> Iterator[Any]:
         sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)
         draws, self._draw_from = self._draw_from, None
-        self.draws = Draws.of(sampler) if draws is None else draws
         if draws is None:
+            # Asking the generators where they stand takes longer than a step of a tiny model.
+            self.draws = Draws([], None) if _is_sequential(self.batch_sampler) else Draws.of(sampler)
             return iter(self.batch_sampler)
+        self.draws = draws
         return draws.begin(iter(self.batch_sampler), sampler)
 
     def _sharing(self) -> Sharing:

@@ -68,7 +68,7 @@ class Draws(NamedTuple):
     """What an epoch's order is drawn from.
 
     Attributes:
-        shared: states of Python's, NumPy's and torch's global generators.
+        shared: states of Python's, NumPy's and torch's global generators; none where the order is not drawn at all.
         own: state of the sampler's own generator; None without one.
     """
 
@@ -86,6 +86,8 @@ class Draws(NamedTuple):
 
         torch's samplers draw all that they take of the global generators before their first batch.
         """
+        if not self.shared:
+            return batches
         own = _own_generator(sampler)
         if own is not None and self.own is not None:
             own.set_state(self.own)
