@@ -9,6 +9,8 @@ here for that, in this process alone:
   that program in the cache.
 * Parameters that are donated to a step make the next `sync` of a replica wait for its own last step, with Python's lock
   held, and the others never come. So nothing is donated.
+* Autocast keeps the weights that it has cast for all threads together, and one that leaves it drops them: another may
+  then cast a tied weight a second time, which is another graph. So it keeps none.
 
 On a TPU since v4 each replica is a process. What this package and torch have one of in a process, every thread gets its
 own of: the process group, and all that shows or holds a run.
@@ -78,6 +80,7 @@ def run_replicas(function: Callable[[int], None]) -> None:
 
 def _run_one(function: Callable[[int], None], store: Any) -> None:
     rank = torch_xla.runtime.global_ordinal()
+    torch.set_autocast_cache_enabled(False)  # each thread's own switch
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
         function(rank)
