@@ -79,10 +79,10 @@ def test_the_level(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.processes
-def test_several_processes(run_processes) -> None:
+def test_several_processes(run_processes, lines_of) -> None:
     """From the main one, from all, and in order; a process whose level leaves a line out keeps nobody waiting."""
     outputs = run_processes(__file__, 2)
-    assert [output.splitlines() for output in outputs] == [
+    assert [list(lines_of(output.splitlines())) for output in outputs] == [
         ["[RANK 0] main", "[RANK 0] all", "[RANK 0] turn 0"],
         ["[RANK 1] all", "[RANK 1] turn 1"],
     ]

@@ -69,9 +69,9 @@ def test_a_generator_that_is_not_here_is_named() -> None:
 
 
 @pytest.mark.processes
-def test_processes_draw_alike_when_synchronised(run_processes) -> None:
+def test_processes_draw_alike_when_synchronised(run_processes, lines_of) -> None:
     """The CPU's generator and one of the script's; others keep their own draws."""
-    outputs = [json.loads(output) for output in run_processes(__file__, 2)]
+    outputs = [json.loads("".join(lines_of(output.splitlines()))) for output in run_processes(__file__, 2)]
     assert outputs[0]["torch"] == outputs[1]["torch"]
     assert outputs[0]["generator"] == outputs[1]["generator"]
     assert outputs[0]["python"] != outputs[1]["python"]
