@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
@@ -247,6 +248,9 @@ def test_signals_end_the_workers(start: Start, tmp_path: Path, number: signal.Si
 
 
 @needs_proc
+@pytest.mark.skipif(
+    "signals_to_handle" not in LaunchConfig.__dataclass_fields__, reason="torch before 2.10 ends a run at every SIGHUP"
+)
 def test_a_closed_terminal_does_not_end_a_run_under_nohup(start: Start, tmp_path: Path) -> None:
     """Where SIGHUP is ignored, as nohup does it, the run goes on."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher

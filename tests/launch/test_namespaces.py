@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def test_deepspeeds_launcher_on_each_machine(hosts: tuple[Host, Host], tmp_path:
 
 
 @pytest.mark.parametrize("end", [1, pytest.param(0, marks=pytest.mark.campaign)])
-def test_a_cut_cable(end: int, hosts: tuple[Host, Host]) -> None:
+def test_a_cut_cable(end: int, hosts: tuple[Host, Host], lines_of: Callable[..., Iterator[str]]) -> None:
     """With c10d they train too; when the cable is cut at an end, both sides fail within the time-out and say why."""
     main, other = hosts
     conf = "read_timeout=6,keep_alive_interval=1"
@@ -184,8 +184,9 @@ def test_a_cut_cable(end: int, hosts: tuple[Host, Host]) -> None:
     first: list[str] = []
     for launcher in launchers:
         assert launcher.stdout is not None
-        first.append(launcher.stdout.readline())
-        assert "going on" in launcher.stdout.readline(), launcher.communicate(timeout=60)[1]
+        said = lines_of(launcher.stdout)
+        first.append(next(said))
+        assert "going on" in next(said), launcher.communicate(timeout=60)[1]
     ip("-n", hosts[end].name, "link", "set", hosts[end].cable, "down")
     done = ends(*launchers)
     for output in first:
