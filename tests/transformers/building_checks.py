@@ -124,6 +124,15 @@ def check_types(folder: Path) -> None:
         assert {p.ds_tensor.dtype for p in model.parameters()} == {torch.float32}
 
 
+def draws_of_16_bits_are_rounded() -> bool:
+    """Whether this torch draws a 16-bit tensor as it draws a 32-bit one; those before 2.10 draw large ones otherwise."""
+    drawn = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        drawn.append(torch.empty(16, dtype=dtype).normal_().bfloat16())
+    return torch.equal(*drawn)
+
+
 def check_init_model(folder: Path) -> None:
     """A model made inside `init_model` is bitwise the one made outside, and leaves the random numbers where that does.
 
@@ -140,7 +149,8 @@ def check_init_model(folder: Path) -> None:
                 assert torch.equal(torch.randn(3), drawn), make
                 assert is_partitioned(model), make
                 wanted = {name: p.detach().to(dtype) for name, p in reference.named_parameters()}
-                assert same(whole(model), wanted), make
+                if precision == "no" or draws_of_16_bits_are_rounded():
+                    assert same(whole(model), wanted), make
                 assert same(dict(model.named_buffers()), dict(reference.named_buffers())), make
     for path in ("zero2", "ddp"):
         with running(path) as accelerator, accelerator.init_model():
