@@ -125,7 +125,7 @@ def check_types(folder: Path) -> None:
 
 
 def draws_of_16_bits_are_rounded() -> bool:
-    """Whether this torch draws a 16-bit tensor as it draws a 32-bit one; those before 2.10 draw large ones otherwise."""
+    """Whether this torch draws 16-bit numbers as it draws 32-bit ones; before 2.10 that holds for short tensors."""
     drawn = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
