@@ -18,7 +18,14 @@ from loop import ACCUMULATION, SAMPLES, Run, by_hand, largest_difference, make_p
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zero_plugin import Accelerator, DistributedDataParallelKwargs, DistributedType, set_seed
+from zero_plugin import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DummyOptim,
+    DummyScheduler,
+    set_seed,
+)
 from zero_plugin.errors import LaunchError, LoopError, StrategyError
 
 XLA = {"distributed_type": "TPU", "scheduler_counts": "steps"}
@@ -75,6 +82,32 @@ def one_device_in_bf16(folder: Path) -> None:
     assert types == {torch.bfloat16}
     assert {p.dtype for p in parts[0].parameters()} == {torch.float32}
     refuse_differences(ours, by_hand(1, bf16=True)[0], bf16=True)
+    accelerator.end_training()
+
+
+def placeholders(folder: Path) -> None:
+    """The sections of the configuration, their open fields filled by the placeholders, are torch's AdamW and a ramp."""
+    arguments = {"lr": 2e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
+    steps, warmup = 3 * math.ceil(SAMPLES / 4 / ACCUMULATION), 3
+    ramp = {"warmup_min_lr": 0.0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    sections = {
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(arguments, "auto")},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**ramp, "warmup_type": "linear"}},
+    }
+    accelerator = Accelerator(config={**XLA, "deepspeed_config": sections}, gradient_accumulation_steps=ACCUMULATION)
+    model, _, _, loader = make_parts()
+    optimizer: Any = DummyOptim(model.parameters(), **arguments)
+    schedule = DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=warmup)
+    ours = train(accelerator, (model, optimizer, schedule, loader))
+
+    model, _, _, loader = make_parts()
+    plain = torch.optim.AdamW(model.parameters(), **arguments)
+    # DeepSpeed's schedule stands at its beginning for two steps.
+    rates = [min(step / warmup, (steps - step) / (steps - warmup)) for step in (0, *range(steps))]
+    parts = model, plain, torch.optim.lr_scheduler.LambdaLR(plain, rates.__getitem__), loader
+    (theirs,) = by_hand(1, parts=parts)
+    assert ours.rates == pytest.approx(theirs.rates, abs=1e-12)
+    refuse_differences(ours._replace(rates=theirs.rates), theirs)
     accelerator.end_training()
 
 
@@ -287,6 +320,7 @@ def without_room(folder: Path) -> None:
 CASES: tuple[Callable[[Path], None], ...] = (
     one_device,
     one_device_in_bf16,
+    placeholders,
     evaluating_and_saving,
     two_replicas,
     two_replicas_in_bf16,

@@ -86,12 +86,12 @@ def train(
     return Run([float(loss) for loss in losses], [float(norm) for norm in norms], rates, weights)
 
 
-def by_hand(world: int, *, bf16: bool = False) -> list[Run]:
+def by_hand(world: int, *, bf16: bool = False, parts: Sequence[Any] | None = None) -> list[Run]:
     """The training of `world` processes, one after the other, in plain torch: what each of them sees.
 
     The last step of an epoch is filled up with its first batches. Statistics are process 0's.
     """
-    model, optimizer, schedule, loader = make_parts()
+    model, optimizer, schedule, loader = parts or make_parts()
     batches = list(loader)
     steps = [[batches[i + r] if i + r < len(batches) else batches[r - 1] for r in range(world)]
              for i in range(0, len(batches), world)]  # fmt: skip

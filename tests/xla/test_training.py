@@ -12,7 +12,9 @@ pytest.importorskip("torch_xla", reason="`make test-tpu` has torch_xla, in an en
 RunCase = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("case", ["one_device", "one_device_in_bf16", "two_replicas", "two_replicas_in_bf16"])
+@pytest.mark.parametrize(
+    "case", ["one_device", "one_device_in_bf16", "placeholders", "two_replicas", "two_replicas_in_bf16"]
+)
 def test_training_is_that_of_plain_torch(case: str, run_case: RunCase) -> None:
     """Losses, norms and rates of each step, and weights; one device compiles nothing after the first epoch."""
     done = run_case(case)
