@@ -63,7 +63,7 @@ class MultiProcessAdapter(_Adapter):
         call = repr((msg, args, sorted(kwargs.items(), key=lambda item: item[0])))
         if call not in self._warned:
             self._warned.add(call)
-            self.warning(msg, *args, **{"stacklevel": 3, **kwargs})
+            self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
