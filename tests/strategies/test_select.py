@@ -60,12 +60,14 @@ def test_a_fallback_lists_what_it_drops() -> None:
 
 
 @pytest.mark.parametrize("launch", [{"distributed_type": "TPU"}, {"distributed_type": "XLA"}, {}], ids=str)
-def test_an_xla_device(launch: dict[str, Any]) -> None:
+def test_an_xla_device(launch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is trained on by its own strategy, also where there is a ZeRO section, which is dropped aloud."""
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
     selection = select(2, device="xla", **launch, deepspeed_config=ZERO2)
     assert selection.strategy.name == "xla"
     assert "ZeRO stage 2 and optimizer offload to cpu dropped" in selection.reason
     assert "each TPU device holds the whole model" in selection.reason
+    assert selection.reason.startswith("XLA on 2 × xla, PJRT_DEVICE is TPU; ")
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,14 @@ def test_a_script_without_a_tpu(tmp_path: Path) -> None:
     assert done.stdout.count("torch_xla finds none here") == 2, done.stdout
 
 
+def test_a_script_that_imports_torch_xla_itself(tmp_path: Path) -> None:
+    """The import chooses the CPU where there is no TPU, as if it were the user's word: the run says what it is on."""
+    script = "import torch_xla\nfrom zero_plugin import Accelerator\nAccelerator(config={'distributed_type': 'TPU'})"
+    done = run(tmp_path, "-c", script)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "XLA on 1 × xla, PJRT_DEVICE is CPU" in done.stderr
+
+
 def test_a_tpu_that_does_not_start(tmp_path: Path) -> None:
     """`PJRT_DEVICE=TPU` without one: what torch_xla says of it, and what to look at, in place of its traceback."""
     script = tmp_path / "train.py"

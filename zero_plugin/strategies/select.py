@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero
 from zero_plugin.errors import StrategyError
 from zero_plugin.installed import installed_version
+from zero_plugin.probe.tpu import PJRT_DEVICE
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.ddp import DdpStrategy
 from zero_plugin.strategies.processes import Processes
@@ -36,7 +38,9 @@ def select_strategy(document: Document, settings: LaunchSettings, processes: Pro
     where = f"{processes.world_size} × {processes.device.type}"
     if processes.device.type == "xla" and settings.distributed_type != "DEEPSPEED":
         settings = settings.model_copy(update={"distributed_type": "XLA"})  # which a TPU by itself asks for
-        return Selection(XlaStrategy(processes), f"XLA on {where}{_told(dropped_zero(document, settings))}")
+        runtime = f"{PJRT_DEVICE} is {os.environ.get(PJRT_DEVICE, 'open')}"  # an import of torch_xla may have set it
+        reason = f"XLA on {where}, {runtime}{_told(dropped_zero(document, settings))}"
+        return Selection(XlaStrategy(processes), reason)
     if asks_for_deepspeed(document, settings):
         return Selection(_deepspeed(document, settings, processes), f"DeepSpeed on {where}")
     said = _told(dropped_zero(document, settings))
