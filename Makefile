@@ -1,6 +1,7 @@
 # make demo   train the example: two processes, ZeRO-2, on the CPU or the GPUs of this machine
 # make test   lint, types and the whole test suite
 # make test-tpu   the tests on XLA devices: torch_xla's CPU client in an environment of its own
+# make test-older-torch   the suite of `make test` on torch_xla's torch, 2.9
 # make benchmarks   the tables of benchmarks/RESULTS.md, on this machine
 # They build .venv first, from constraints.txt; a second run installs nothing.
 
@@ -10,28 +11,37 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 VENV_TPU ?= .venv-tpu
-PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet
+PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TPU)/constraints.txt
 
-.PHONY: demo test test-tpu check campaign benchmarks clean libaio iproute2
+.PHONY: demo test test-tpu test-older-torch check campaign benchmarks clean libaio iproute2
 
 # The tests build DeepSpeed's C++ ops for their own torch, beside it, and leave the user's alone.
 test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
+
+ONE_PROCESS       := -m "not campaign and not processes" --numprocesses 2
+SEVERAL_PROCESSES := -m "not campaign and processes" --numprocesses 2 --dist loadfile
 
 demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
 
 test: check libaio iproute2
-	$(BIN)/python -m pytest -m "not campaign and not processes" --numprocesses 2
-	$(BIN)/python -m pytest -m "not campaign and processes" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest $(ONE_PROCESS)
+	$(BIN)/python -m pytest $(SEVERAL_PROCESSES)
 
-# Trainings that change their path go on in the other environment, under DeepSpeed. What else runs on a plain torch is
-# tried on this older one too.
+# Trainings that change their path go on in the other environment. What runs on a plain torch is tried on this older
+# one too, and so is DeepSpeed, but for the paths whose C++ ops would have to be built.
 test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 	ZERO_PLUGIN_PYTHON=$(abspath $(BIN))/python \
 	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
-	$(VENV_TPU)/bin/python -m pytest -m "not campaign and not processes" --numprocesses 2 \
+	$(VENV_TPU)/bin/python -m pytest $(ONE_PROCESS) \
 		tests/test_accelerator.py tests/test_first_steps.py tests/test_compilation.py tests/test_nested.py \
 		tests/data tests/utils/test_trees.py tests/strategies/test_unmarked.py
+	$(VENV_TPU)/bin/python -m pytest $(SEVERAL_PROCESSES) tests/parity -k "not -cpu and not nvme"
+
+test-older-torch: $(VENV_TPU)/.installed libaio iproute2
+	$(VENV_TPU)/bin/python -m pytest --ignore tests/xla $(ONE_PROCESS)
+	$(VENV_TPU)/bin/python -m pytest --ignore tests/xla $(SEVERAL_PROCESSES)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -68,13 +78,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[pictures,dev]'
 	@touch $@
 
-# torch_xla is built for one torch, older than that of constraints.txt; nothing here needs DeepSpeed.
+# torch_xla is built for one torch, older than that of constraints.txt; all else is what the other environment has.
 $(VENV_TPU)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_TPU)
-	$(PIP_TPU) --constraint constraints.txt numpy pyyaml jsonschema pydantic safetensors packaging rich typer \
-		questionary hypothesis pytest pytest-timeout pytest-xdist
-	$(PIP_TPU) torch==2.9.0 torch-xla==2.9.0
-	$(PIP_TPU) --no-deps --editable .
+	grep -v '^torch==' constraints.txt > $(VENV_TPU)/constraints.txt
+	$(PIP_TPU) torch==2.9.0 torch-xla==2.9.0 numpy
+	$(PIP_TPU) --editable '.[pictures,dev]'
 	@touch $@
 
 # Offload to NVMe needs libaio's header. All else runs without it, so its absence stops nothing.

@@ -12,6 +12,12 @@ from zero_plugin.installed import installed_version
 from zero_plugin.utils import imports
 
 
+@pytest.fixture(autouse=True)
+def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests set for Accelerate is left out."""
+    monkeypatch.delenv("USE_TORCH_XLA")
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Install a package, without code, of a name and version."""
