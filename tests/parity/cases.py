@@ -131,6 +131,11 @@ for _name, _arguments in _OPTIMIZERS.items():
 
 # How each path is configured: processes, and the training configuration beside the case's own.
 _ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+_NVME_OPTIMIZER = {
+    **_ZERO3,
+    "sub_group_size": 700_000,
+    "offload_optimizer": {"device": "nvme", "nvme_path": "NVME"},
+}
 PATHS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "ddp": (2, {}),
@@ -145,13 +150,13 @@ PATHS: dict[str, tuple[int, dict[str, Any]]] = {
         {"zero_optimization": {**_ZERO3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
     ),
     "zero3-cpu-optimizer": (2, {"zero_optimization": {**_ZERO3, "offload_optimizer": {"device": "cpu"}}}),
+    "zero3-nvme-optimizer": (2, {"zero_optimization": _NVME_OPTIMIZER}),
+    "zero3-cpu-nvme-optimizer": (2, {"zero_optimization": {**_NVME_OPTIMIZER, "offload_param": {"device": "cpu"}}}),
     "zero3-nvme": (
         2,
         {
             "zero_optimization": {
-                **_ZERO3,
-                "sub_group_size": 700_000,
-                "offload_optimizer": {"device": "nvme", "nvme_path": "NVME"},
+                **_NVME_OPTIMIZER,
                 "offload_param": {"device": "nvme", "nvme_path": "NVME", "max_in_cpu": 0, "buffer_size": 2_000_000},
             }
         },
@@ -162,17 +167,20 @@ PATHS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def width_for(path: str) -> int:
     """Hidden width: tensors below 1 MiB per process never go to NVMe, so that path needs a wide layer."""
-    return 1024 if path == "zero3-nvme" else 24
+    return 1024 if "nvme" in path else 24
 
 
 def case_for(path: str, name: str) -> Case:
     """The case as it runs on a path: the wide layer wants small learning rates, or training is chaotic."""
     case = PAIRWISE[name][1] if name in PAIRWISE else CASES[name]
-    if path != "zero3-nvme":
+    if "nvme" not in path:
         return case
 
     def scaled(arguments: dict[str, Any]) -> dict[str, Any]:
-        return {k: v / 50 if k in ("lr", "warmup_max_lr") else v for k, v in arguments.items()}
+        return {
+            k: v / 50 if k in ("lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr") else v
+            for k, v in arguments.items()
+        }
 
     schedule = None if case.schedule is None else (case.schedule[0], scaled(case.schedule[1]))
     return replace(case, optimizer=(case.optimizer[0], scaled(case.optimizer[1])), schedule=schedule)
@@ -196,12 +204,15 @@ def cases_for(path: str, device: str) -> list[str]:
             "branch",
             "warmup-decay",
             "lr-range-test",
+            "one-cycle",
             "groups",
             "skipped",
             "bf16",
         ]
     if path == "zero3-cpu-optimizer":  # beside zero3-cpu
         return [*optimizers, "accumulate-short-window", "dropped-accumulating-by-hand", "skipped", "bf16"]
+    if path.endswith("nvme-optimizer"):  # beside zero3-nvme
+        return ["real-Adam", "placeholder-AdamW", "accumulate-short-window", "skipped", "bf16"]
     names = [*CASES, *(name for name, (where, _) in PAIRWISE.items() if where == path)]
     if path == "ddp":
         names = [name for name in names if not case_for(path, name).branch]  # DDP wants every parameter in every window
