@@ -96,14 +96,11 @@ except SystemExit as end:
     ids=str,
 )
 def test_errors_and_help_import_no_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
-    """Everything that is wrong is found before torch is imported, in far less than a second of processor time."""
+    """Everything that is wrong is found before torch is imported; benchmarks/errors.py has the times."""
     (tmp_path / "a.py").write_text("")
     (tmp_path / "bad.yaml").write_text("mixed_precison: bf16\ndeepspeed_config: {zero_stage: 4}\n")
-    before = os.times()
     done = run(*arguments, folder=tmp_path, code=IMPORTED)
-    after = os.times()
     assert done.returncode == code, done.stderr
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 1
 
 
 WRONG = {
