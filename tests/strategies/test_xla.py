@@ -58,7 +58,7 @@ def test_a_parameter_that_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch, hol
 
 
 def test_a_refused_optimizer_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that catches the error and goes on has no hook of ours on its model."""
+    """A script that catches the error and goes on has nothing of ours on its model."""
 
     def refuse(_: Any) -> None:
         raise LoopError("its states are elsewhere")
@@ -70,6 +70,7 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
     with pytest.raises(LoopError, match="elsewhere"):
         XlaStrategy(processes).build_session(request, processes)
     assert not model._forward_pre_hooks
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize(

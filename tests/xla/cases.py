@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -170,6 +171,29 @@ def evaluating_and_saving(folder: Path) -> None:
     accelerator.end_training()
 
 
+def copying(folder: Path) -> None:
+    """An average of weights (EMA) is a deep copy of the model, with weights of its own; a whole model is pickled."""
+    for precision in ("no", "bf16"):
+        accelerator = Accelerator(config=XLA, mixed_precision=precision)
+        plain, optimizer, _, loader = make_parts()
+        forward = plain.forward
+        model, optimizer, loader = accelerator.prepare(plain, optimizer, loader)
+        average = copy.deepcopy(accelerator.unwrap_model(model)).eval()
+        before = copy.deepcopy(average.state_dict())
+        for inputs, targets in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.save(accelerator.unwrap_model(model), folder / "whole.pt")
+        back = torch.load(folder / "whole.pt", weights_only=False).to(accelerator.device).eval()
+        with torch.no_grad():
+            assert torch.allclose(back(inputs), model.eval()(inputs), atol=0.05), precision
+            assert not torch.allclose(average(inputs), model(inputs), atol=0.05), precision
+        assert all(torch.equal(tensor, before[name]) for name, tensor in average.state_dict().items())
+        accelerator.end_training()
+        assert plain.forward == forward
+
+
 def two_replicas(folder: Path, *, bf16: bool = False) -> None:
     """The whole loop with a real all-reduce; then gathering exactly the samples of an uneven data set."""
     from replicas import WORLD, run_replicas
@@ -322,6 +346,7 @@ CASES: tuple[Callable[[Path], None], ...] = (
     one_device_in_bf16,
     placeholders,
     evaluating_and_saving,
+    copying,
     two_replicas,
     two_replicas_in_bf16,
     two_replicas_without_all_reduce,

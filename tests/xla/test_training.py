@@ -27,6 +27,12 @@ def test_what_a_script_does_beside_training(run_case: RunCase) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def test_copies_of_a_model(run_case: RunCase) -> None:
+    """Training does not reach a deep copy, and `torch.save(model)` writes it: nothing of torch_xla is on the model."""
+    done = run_case("copying")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_gradients_that_are_not_averaged_are_seen(run_case: RunCase) -> None:
     """The comparison of two replicas really fails where the all-reduce does nothing."""
     done = run_case("two_replicas_without_all_reduce")

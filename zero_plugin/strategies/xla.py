@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +20,7 @@ from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.autocast import autocast_as
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
+from zero_plugin.strategies.forwards import wrap_forward
 from zero_plugin.strategies.lone import LoneOptimizer
 from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.plain_torch import keep_weights_in_fp32, torch_optimizer
@@ -74,7 +76,7 @@ class XlaStrategy(Strategy):
                 "device.\nLeave device_placement out, or call .to(accelerator.device) before its optimizer is made."
             )
         _take_from_first(module)
-        optimizer = torch_optimizer(request)  # may raise, so before the recorder's hook is on the module
+        optimizer = torch_optimizer(request)  # may raise, so before the recorder is on the module
         recorder = _Recorder(module, processes, self.handlers.ddp or DistributedDataParallelKwargs())
         if optimizer is None and not request.only_evaluates and processes.world_size > 1:
             recorder.refuse_gradients(module)
@@ -119,7 +121,8 @@ class _Recorder:
         torch_xla = import_torch_xla()
         self._sync = torch_xla.sync
         self._operations = torch_xla.core.xla_model
-        self._inference = module.register_forward_pre_hook(self._run_before_inference)
+        # Not a hook: a module is copied and pickled with its hooks, and so with all that they hold.
+        self._undo_forward = wrap_forward(module, self._run_before_inference)
         self._refusal: Any = None
 
     def run(self) -> None:
@@ -141,7 +144,7 @@ class _Recorder:
 
     def close(self) -> None:
         """See `Recorder.close`."""
-        self._inference.remove()
+        self._undo_forward()
         self.allow_gradients()
 
     def refuse_gradients(self, module: nn.Module) -> None:
@@ -164,10 +167,11 @@ class _Recorder:
         if self._refusal is not None:
             self._refusal.remove()
 
-    def _run_before_inference(self, *_: Any) -> None:
+    def _run_before_inference(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Where nothing is trained, run what the last forward left: else a whole evaluation becomes one graph."""
         if not torch.is_grad_enabled():
             self._sync()
+        return forward(*args, **kwargs)
 
     def _gradients(self, module: nn.Module) -> list[Tensor]:
         """Those to average, of the same parameters in every replica."""
