@@ -34,6 +34,15 @@ def test_processes_that_do_not_see_each_other(tmp_path: Path) -> None:
     assert "zero-plugin launch --tpu" in done.stderr
 
 
+def test_fewer_devices_than_the_launcher_was_asked_for(tmp_path: Path) -> None:
+    """What `--num_processes 2` leaves of torchrun's variables in a replica, where the runtime has one device."""
+    made = "from zero_plugin import Accelerator; Accelerator(config={'distributed_type': 'TPU'}); print('on')"
+    done = run(tmp_path, "-c", made, PJRT_DEVICE="CPU", WORLD_SIZE="2")
+    assert done.returncode != 0
+    assert "on" not in done.stdout.split()
+    assert "LaunchError: 2 processes were started, but the XLA runtime connects 1 device (PJRT" in done.stderr
+
+
 RUNTIMES = """
 import os
 from zero_plugin.errors import LaunchError, MachineError

@@ -21,6 +21,12 @@ def test_training_is_that_of_plain_torch(case: str, run_case: RunCase) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def test_nothing_is_compiled_for_another_number_of_batches(run_case: RunCase) -> None:
+    """Each batch of a window, and of an evaluation, is run by itself; clipping runs whether or not it is needed."""
+    done = run_case("other_lengths")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_what_a_script_does_beside_training(run_case: RunCase) -> None:
     """Evaluation gives every sample once, files load without XLA, seeds reach dropout, a NaN changes no weight."""
     done = run_case("evaluating_and_saving")
