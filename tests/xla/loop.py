@@ -21,7 +21,7 @@ __all__ = [
     "train",
 ]
 
-SAMPLES, BATCH, ACCUMULATION, EPOCHS, CLIPPING, LR = 52, 4, 4, 3, 0.5, 1e-2
+SAMPLES, BATCH, ACCUMULATION, EPOCHS, CLIPPING, LR = 52, 4, 4, 3, 0.35, 1e-2
 
 
 class Run(NamedTuple):
@@ -115,6 +115,7 @@ def by_hand(world: int, *, bf16: bool = False, parts: Sequence[Any] | None = Non
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
+    assert min(norms) < CLIPPING < max(norms), f"{norms}: some steps are to be clipped, and some not"
     return [Run(own, norms, rates, model.state_dict()) for own in losses]
 
 
