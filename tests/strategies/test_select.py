@@ -88,7 +88,7 @@ def test_what_has_no_effect_on_an_xla_device() -> None:
     """Arguments of DDP's buckets are named; those that mean something here are not."""
     given = DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=True)
     (line,) = select(1, device="xla").strategy.accept(Handlers(ddp=given))
-    assert line.startswith("DistributedDataParallelKwargs(gradient_as_bucket_view): on XLA")
+    assert line.startswith("DistributedDataParallelKwargs(gradient_as_bucket_view): has no effect on XLA")
 
 
 def test_stage_0_is_nothing_to_drop() -> None:

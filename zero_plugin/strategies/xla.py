@@ -57,7 +57,8 @@ class XlaStrategy(Strategy):
             where, message = "DistributedDataParallelKwargs(comm_hook=…)", "there is no DDP on XLA"
             raise ConfigError([Problem(where, "", message, "Leave it out: gradients travel in their own type.")])
         unused = [name for name in ddp.to_kwargs() if name not in ("broadcast_buffers", "find_unused_parameters")]
-        told = f"DistributedDataParallelKwargs({', '.join(unused)}): on XLA one all-reduce averages all gradients"
+        where = f"DistributedDataParallelKwargs({', '.join(unused)})"
+        told = f"{where}: has no effect on XLA, where one all-reduce averages all gradients"
         return [told] if unused else []
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
