@@ -162,3 +162,12 @@ def test_a_program_that_a_group_of_one_starts(lines_of: Callable[..., Iterator[s
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
     accelerator.end_training()
     assert (done.returncode, list(lines_of(done.stdout.splitlines()))) == (0, ["1"]), done.stderr
+
+
+def test_what_to_do_about_a_key_without_meaning(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """The run says it too, not `check` alone: what Accelerate passed on to a cloud's command line is to be typed."""
+    done = run_script("Accelerator(config={'use_cpu': 'yes', 'tpu_name': 'pod-1'})")
+    assert done.returncode == 0, done.stderr
+    assert 'tpu_name = "pod-1": has no meaning here' in done.stderr
+    assert "gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all" in done.stderr
+    assert 'use_cpu: read "yes" as true\n' in done.stderr

@@ -269,7 +269,7 @@ class Accelerator(
         selection = select_strategy(document, launch_settings(document), self._processes)
         self._strategy = selection.strategy
         self.distributed_type = selection.strategy.distributed_type
-        notes = (note.headline for note in document.notes)
+        notes = (str(note) if note.severity == "warning" else note.headline for note in document.notes)
         for line in (selection.reason, *notes, *self._strategy.accept(self._handlers)):
             if line not in self._told:
                 self._told.add(line)
