@@ -82,11 +82,17 @@ def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) ->
                 "Build an optimizer for each, or put the models into one module, e.g. torch.nn.ModuleList, and prepare "
                 "that."
             )
+        before, now = _places(_parameters(optimizer)), _places(models[most].parameters())
+        moved = f" They are on {before} and its own on {now}: it was moved after they were taken." * (before != now)
         raise LoopError(
-            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's.\n"
+            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's.{moved}\n"
             "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
         )
     return models[most]
+
+
+def _places(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({str(tensor.device) for tensor in tensors}))
 
 
 def _parameters(optimizer: Optimizer | DummyOptim) -> list[Tensor]:
