@@ -257,7 +257,7 @@ class Accelerator(
         settings = launch_settings(self._configurations.document)
         return start_processes(
             cpu=asks_for_cpu(settings),
-            xla=asks_for_tpu(settings) if settings.distributed_type not in (None, "NO") else None,
+            xla=asks_for_tpu(settings),
             backend=given.backend,
             timeout=given.timeout,
             init_method=given.init_method,

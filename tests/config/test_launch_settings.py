@@ -5,7 +5,7 @@ from __future__ import annotations
 import pydantic
 import pytest
 
-from zero_plugin.config.launch_settings import LaunchSettings, launch_settings
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_tpu, launch_settings
 from zero_plugin.config.read import document_from_mapping
 
 
@@ -30,6 +30,15 @@ def test_values_are_typed() -> None:
     moe = {"deepspeed_config": {"deepspeed_moe_layer_cls_names": "A, B"}}
     assert settings_of(**moe).deepspeed_moe_layer_cls_names == ("A", "B")
     assert settings_of(distributed_type="deepspeed").distributed_type == "DEEPSPEED"
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [("TPU", True), ("XLA", True), ("MULTI_GPU", False), ("DEEPSPEED", False), ("NO", None), (None, None)],
+)
+def test_who_asks_for_a_tpu(kind: str | None, asked: bool | None) -> None:
+    """One type and its newer name do, another says no; where nothing is said, a TPU that is found is taken."""
+    assert asks_for_tpu(settings_of(distributed_type=kind)) is asked
 
 
 def test_settings_are_frozen_and_every_field_is_described() -> None:

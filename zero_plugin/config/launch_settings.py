@@ -195,9 +195,9 @@ def asks_for_cpu(settings: LaunchSettings) -> bool:
     return settings.use_cpu or settings.distributed_type == "MULTI_CPU"
 
 
-def asks_for_tpu(settings: LaunchSettings) -> bool:
-    """Whether a document asks for a TPU; `XLA` is Accelerate's newer word for it."""
-    return settings.distributed_type in ("TPU", "XLA")
+def asks_for_tpu(settings: LaunchSettings) -> bool | None:
+    """Whether a document asks for a TPU, None where it leaves that open; `XLA` is Accelerate's newer word for it."""
+    return None if settings.distributed_type in (None, "NO") else settings.distributed_type in ("TPU", "XLA")
 
 
 def asks_for_deepspeed(document: Document, settings: LaunchSettings) -> bool:

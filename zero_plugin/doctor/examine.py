@@ -66,7 +66,7 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     of_build = {**environ, **({} if needs.on_gpu else {"DS_ACCELERATOR": "cpu"})}
     config = document.sources[0] if document.sources else ""
     yield from check_builds(needs.ops, folder, of_build, build=build and not stale, config=config)
-    on_tpu = asks_for_tpu(settings)
+    on_tpu = bool(asks_for_tpu(settings))
     if not on_tpu:
         driver, asked = has_gpu_driver(), _gpus_asked(settings)
         yield check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, asked=asked)
