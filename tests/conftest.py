@@ -40,14 +40,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_default_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test, and no process that one starts, reads the default config of whoever runs the tests.
-
-    Nor does Accelerate, which some of them run, train on XLA where torch_xla is installed.
-    """
+    """No test, and no process that one starts, reads the default config of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("USE_TORCH_XLA", "0")
         environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf_home")))
         environment.delenv("ZERO_PLUGIN_CONFIG_FILE", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _accelerate_without_xla() -> Iterator[None]:
+    """Accelerate, which some tests run beside the package, trains on XLA wherever torch_xla is installed."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("USE_TORCH_XLA", "0")
         yield
 
 

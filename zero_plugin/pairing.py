@@ -83,9 +83,10 @@ def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) ->
                 "that."
             )
         before, now = _places(_parameters(optimizer)), _places(models[most].parameters())
-        moved = f" They are on {before} and its own on {now}: it was moved after they were taken." * (before != now)
+        moved = f" They are on {before} and its own on {now}: it was moved after they were taken."
         raise LoopError(
-            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's.{moved}\n"
+            f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's."
+            f"{moved if before != now else ''}\n"
             "Build the optimizer from model.parameters() of the model in the same call, after every change to it."
         )
     return models[most]
