@@ -36,7 +36,7 @@ test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
 	$(VENV_TPU)/bin/python -m pytest $(ONE_PROCESS) \
 		tests/test_accelerator.py tests/test_first_steps.py tests/test_compilation.py tests/test_nested.py \
-		tests/data tests/utils/test_trees.py tests/strategies/test_unmarked.py
+		tests/data tests/utils/test_trees.py
 	$(VENV_TPU)/bin/python -m pytest $(SEVERAL_PROCESSES) tests/parity -k "not -cpu and not nvme"
 
 test-older-torch: $(VENV_TPU)/.installed libaio iproute2

@@ -23,6 +23,8 @@ from paths import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import profile
 
 from zero_plugin.choices import DDPCommunicationHookType
 from zero_plugin.errors import ConfigError
@@ -41,6 +43,41 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, left: bool) -> Tensor:
         return self.left(x) if left else self.right(x)
+
+
+def check_forward_and_step_are_torchs(path: str) -> None:
+    """Neither is a copy: they are torch's own functions, so that every hook and a running profiler see them."""
+    seen: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda *_: seen.append(name)
+
+    with running(path) as accelerator:
+        net = make_net()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 1.0)
+        model, optimizer, schedule = accelerator.prepare(net, sgd, schedule)
+        assert optimizer.optimizer is sgd
+        assert type(sgd) is torch.optim.SGD
+        if path == "ddp":
+            assert type(model).forward is DistributedDataParallel.forward
+            assert "forward" not in model.__dict__
+        handles = [
+            sgd.register_step_pre_hook(note("before")),
+            sgd.register_step_post_hook(note("after")),
+            register_optimizer_step_post_hook(note("after all")),
+            model.register_forward_pre_hook(note("forward")),
+        ]
+        with profile() as profiled:
+            accelerator.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            schedule.step()  # torch warns where it saw no step before, and a warning is an error here
+        for handle in handles:
+            handle.remove()
+        assert seen == ["forward", "before", "after", "after all"]
+        marks = {event.key for event in profiled.key_averages()}
+        assert "Optimizer.step#SGD.step" in marks
+        assert ("DistributedDataParallel.forward" in marks) is (path == "ddp")
 
 
 def check_ddp_arguments(path: str) -> None:
@@ -234,7 +271,10 @@ CHECKS = {
         ["ddp"],
         [check_ddp_arguments, check_unused_parameters, check_static_graph, check_communication_hook],
     ),
-    **checks_on(["single", "ddp"], [check_loss_scale, check_no_loss_scale, check_autocast_of_models]),
+    **checks_on(
+        ["single", "ddp"],
+        [check_forward_and_step_are_torchs, check_loss_scale, check_no_loss_scale, check_autocast_of_models],
+    ),
     **checks_on([*SINGLE, "ddp", "zero3"], [check_autocast]),
     **checks_on(["zero2", "zero3"], [check_what_engines_lack]),
     **checks_on([*SINGLE, *PAIR], [check_compiled]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,30 +18,12 @@ from zero_plugin.strategies.experts import find_expert_layers, reach_every_exper
 from zero_plugin.strategies.plain_torch import keep_weights_in_fp32, torch_optimizer
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
-from zero_plugin.strategies.unmarked import is_profiled
 
 __all__ = ["DdpStrategy"]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's own, with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`.
-
-    Its forward is torch's less the mark for a profiler; a test compares the two.
-
-    Attributes:
-        before_forward: called first in every forward; a hook would send all calls through the slow path of modules.
-    """
-
-    before_forward: Callable[[], None] | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch's own."""
-        if self.before_forward is not None:
-            self.before_forward()
-        if is_profiled() or self._delay_all_reduce_all_params:
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        args, kwargs = self._pre_forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return self._post_forward(self._run_ddp_forward(*args, **kwargs))  # type: ignore[no-untyped-call]
+    """torch's own, with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, divides_anew, numbered_names
@@ -30,19 +32,24 @@ class DdpReducer:
         self._buckets: list[list[str]] = []  # that DDP began with, where they were given
         self._divides_anew = divides_anew(ddp)
         self._is_ready = False  # to reduce in the next backward
+        self._hook: RemovableHandle | None = None
         _route_no_sync(ddp, no_sync)
+
+    def close(self) -> None:
+        """Ask no more before a forward."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def follow(self, averages: Callable[[], bool]) -> None:
         """Ask `averages` before each forward whether the backward to come is to average."""
-        ddp = self._ddp
 
-        def set_reduction() -> None:
-            reduces = averages()
-            if ddp.require_backward_grad_sync is not reduces:  # setting an attribute of a module is slow
+        def set_reduction(ddp: nn.Module, _: Any) -> None:
+            if ddp is self._ddp:  # not a copy
+                reduces = averages()
                 ddp.require_backward_grad_sync = reduces
-            self._is_ready |= reduces and torch.is_grad_enabled()
+                self._is_ready |= reduces and torch.is_grad_enabled()
 
-        ddp.before_forward = set_reduction  # type: ignore[assignment]
+        self._hook = self._ddp.register_forward_pre_hook(set_reduction)
 
     def prepare(self, loss: Tensor) -> None:
         """A backward from `loss` is about to run, and is to average."""

@@ -35,7 +35,6 @@ from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
 from zero_plugin.strategies.step_guard import StepGuard
-from zero_plugin.strategies.unmarked import step_unmarked
 
 __all__ = ["Recorder", "TorchSession", "torch_session"]
 
@@ -115,7 +114,6 @@ class TorchSession(Session):
         """Step with `optimizer` from now on; the session had none before."""
         self.optimizer = optimizer
         self._guard = StepGuard([optimizer])
-        self._zeroes_itself = getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
         # One parameter is enough to see a loss.backward() between two others; before a window all are looked at.
         first = next((p for p in self._trained_parameters() if p.requires_grad), None)
         self._watch = None if first is None else first.register_post_accumulate_grad_hook(self._refuse_direct)  # type: ignore[no-untyped-call]
@@ -215,7 +213,7 @@ class TorchSession(Session):
         if applied:
             self._guard.is_open = True
             try:
-                step_unmarked(self.optimizer, known_hooks=1)  # the guard's
+                self.optimizer.step()
             finally:
                 self._guard.is_open = False
         if self._scale is not None:
@@ -240,11 +238,7 @@ class TorchSession(Session):
         self._forget_window()
         self._are_spent = False
         assert self.optimizer is not None
-        if self._zeroes_itself:
-            self.optimizer.zero_grad(set_to_none=True)
-        else:  # torch's own does no more than this, under a mark for its profiler that takes longer
-            for p in self._trained_parameters():
-                p.grad = None
+        self.optimizer.zero_grad(set_to_none=True)
         for p in self.left_out:
             p.grad = None
         self.failed = False
@@ -328,6 +322,8 @@ class TorchSession(Session):
             model.__dict__.pop("zero_grad", None)
             model.__dict__.pop("no_sync", None)
         self.model = self.module
+        if self._reducer is not None:
+            self._reducer.close()
         self._reducer = None
         self.optimizer = None
 

@@ -115,7 +115,6 @@ class DeepSpeedStrategy(Strategy):
             request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
         deepspeed = _import_deepspeed(processes)
 
-        from zero_plugin.strategies.deepspeed.initialization_shortcuts import initialization_shortcuts
         from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
@@ -135,7 +134,7 @@ class DeepSpeedStrategy(Strategy):
                 parameters = request.optimizer.params
             else:
                 config.pop("optimizer", None)
-        with warnings.catch_warnings(), initialization_shortcuts():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             engine, *_ = deepspeed.initialize(
                 model=request.model,
