@@ -80,17 +80,105 @@ def check_gradients_stay_to_be_looked_at_after_the_step(path: str) -> None:
         )
 
 
-def check_a_direct_backward_of_some_parameters(path: str) -> None:
-    """Also of others than the one that is watched: seen at the next backward and in the step; `zero_grad` drops it."""
+def check_gradients_that_are_kept_over_zero_grad(path: str) -> None:
+    """As PCGrad and GradNorm keep one task's gradients while the next task's are made: no later step writes to them."""
     if is_zero(path):
         return
     with running(path) as accelerator:
         model, optimizer = _prepared(accelerator)
-        accelerator.unwrap_model(model)[2].weight.square().sum().backward()
+        own = list(accelerator.unwrap_model(model).parameters())
+        for i in range(3):
+            accelerator.backward(loss_of(model, own_batch(2 * i)))
+            kept = [p.grad for p in own]
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, own_batch(2 * i + 1)))
+            for p, gradient in zip(own, kept, strict=True):
+                assert p.grad is not None
+                assert gradient is not None
+                p.grad.add_(gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for i in range(3):
+        for j in (2 * i, 2 * i + 1):
+            loss_of(plain, global_batch(j)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    assert_near(accelerator.unwrap_model(model).state_dict(), plain.state_dict(), 1e-6)
+
+
+def check_gradients_from_before_prepare(path: str) -> None:
+    """They would be stepped with: seen at the next backward and in the step; `zero_grad` drops them."""
+    if is_zero(path):
+        return
+    with running(path) as accelerator:
+        net = make_net()
+        net[2].weight.square().sum().backward()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         raised(LoopError, "loss.backward()", by=lambda: accelerator.backward(loss_of(model, own_batch(0))))
         raised(LoopError, "loss.backward()", by=optimizer.step)
         optimizer.zero_grad()
         accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        assert_near(weights(accelerator, model), _trained_plainly([0]))
+
+
+def check_a_direct_backward_of_some_parameters(path: str) -> None:
+    """Before a window's backwards, between and after them, it fails at once; `zero_grad` drops what it left."""
+    if is_zero(path):
+        return
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        own = accelerator.unwrap_model(model)
+
+        def penalty() -> None:
+            own[2].bias.square().sum().backward()  # through one parameter alone
+
+        def behind_a_frozen_layer() -> None:
+            own[2].requires_grad_(False)
+            loss = loss_of(own, own_batch(0))
+            own[2].requires_grad_(True)
+            loss.backward()
+
+        for direct in (penalty, behind_a_frozen_layer):
+            for place in range(3):
+                for i in range(2):
+                    if i == place:
+                        raised(LoopError, "loss.backward()", by=direct)
+                        break
+                    with accelerator.accumulate(model):
+                        accelerator.backward(loss_of(model, own_batch(i)))
+                else:
+                    raised(LoopError, "loss.backward()", by=direct)
+                if place == 2:
+                    raised(LoopError, "zero_grad()", by=optimizer.step)
+                else:
+                    raised(LoopError, "zero_grad()", by=lambda: accelerator.backward(loss_of(own, own_batch(0))))
+                optimizer.zero_grad()
+        for i in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+        assert_near(weights(accelerator, model), _trained_plainly([0, 1]))
+
+
+def check_a_backward_that_reaches_no_trained_parameter(path: str) -> None:
+    """The gradients of inputs, for adversarial examples and penalties, are the script's to ask for."""
+    if is_zero(path):
+        return
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        own = accelerator.unwrap_model(model)
+        x, y = own_batch(0)
+        x.requires_grad_(True)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        loss = loss_of(own, (x, y))
+        loss.backward(inputs=[x], retain_graph=True)
+        torch.autograd.grad(loss, own[0].weight)
+        own.requires_grad_(False)
+        loss_of(own, (x, y)).backward()
+        own.requires_grad_(True)
         optimizer.step()
         assert_near(weights(accelerator, model), _trained_plainly([0]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
@@ -114,9 +115,10 @@ class TorchSession(Session):
         """Step with `optimizer` from now on; the session had none before."""
         self.optimizer = optimizer
         self._guard = StepGuard([optimizer])
-        # One parameter is enough to see a loss.backward() between two others; before a window all are looked at.
-        first = next((p for p in self._trained_parameters() if p.requires_grad), None)
-        self._watch = None if first is None else first.register_post_accumulate_grad_hook(self._refuse_direct)  # type: ignore[no-untyped-call]
+        refuse = _refuse_direct(weakref.ref(self))
+        watched = [p for p in self.module.parameters() if p.requires_grad]
+        self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
+        self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]  # which torch lets nobody watch
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         """See `Session.open_backward`."""
@@ -203,6 +205,8 @@ class TorchSession(Session):
         """See `Session.step`."""
         assert self.optimizer is not None
         self._refuse_failed()
+        if any(p.grad is not None for p in self._frozen):
+            raise LoopError(DIRECT_BACKWARD)
         if not self._has_gradients:
             if not self._are_spent and self._has_strays():
                 raise LoopError(DIRECT_BACKWARD)
@@ -238,6 +242,8 @@ class TorchSession(Session):
         self._forget_window()
         self._are_spent = False
         assert self.optimizer is not None
+        if self.failed and self._reducer is not None:
+            self._reducer.reset()
         self.optimizer.zero_grad(set_to_none=True)
         for p in self.left_out:
             p.grad = None
@@ -316,8 +322,8 @@ class TorchSession(Session):
             self.recorder.close()
         if self.optimizer is not None:
             self._guard.remove()
-            if self._watch is not None:
-                self._watch.remove()
+            for watch in self._watches:
+                watch.remove()
         for model in (self.model, self.module):
             model.__dict__.pop("zero_grad", None)
             model.__dict__.pop("no_sync", None)
@@ -330,10 +336,6 @@ class TorchSession(Session):
     def _forget_window(self) -> None:
         self._has_gradients = self._clipped = self._unscaled = False
         self._finite = None
-
-    def _refuse_direct(self, _: Tensor) -> None:
-        if not self._is_open:
-            raise LoopError(DIRECT_BACKWARD)
 
     def _fail(self) -> None:
         self.failed = True
@@ -374,6 +376,18 @@ class TorchSession(Session):
     def _trained_parameters(self) -> list[nn.Parameter]:
         assert self.optimizer is not None
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
+    """A hook that fails where a gradient comes outside of an opened backward; it does not keep the session."""
+
+    def refuse(_: Tensor) -> None:
+        session = reference()
+        if session is not None and not session._is_open:
+            session.failed = True  # the window holds a part of these gradients now
+            raise LoopError(DIRECT_BACKWARD)
+
+    return refuse
 
 
 def torch_session(
