@@ -43,7 +43,7 @@ TITAN = replace(
     pcie_bandwidth=12e9,
     link_bandwidth=6e9,
 )
-DDP = Setup(stage=None, precision="fp16")
+DDP = Setup(stage=None, precision="fp16", gradient_views=True)
 ZERO2 = Setup(stage=2, precision="fp16", gradient_bytes=2, reduce_bucket=500_000_000, allgather_bucket=500_000_000)
 ZERO3 = Setup(
     stage=3, precision="fp16", gradient_bytes=2, offload_optimizer="cpu", offload_param="cpu", overlap_comm=True

@@ -120,7 +120,7 @@ def bare_engine(config: dict[str, Any], model: nn.Module, loader: Batches) -> Co
 def bare_torch(model: nn.Module, loader: Batches, device: torch.device, clip: bool) -> Contender:
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)  # what zero_plugin builds from the section
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.get_world_size() > 1 else model
+    wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
 
     def train(batches: Batches) -> None:
         for x, y in batches:

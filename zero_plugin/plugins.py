@@ -63,9 +63,11 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """For `torch.nn.parallel.DistributedDataParallel`; the names are its own.
+    """For `torch.nn.parallel.DistributedDataParallel`; the names and the defaults are its own.
 
     Attributes:
+        gradient_as_bucket_view: gradients are views of the buckets that are summed, which saves a copy of them. Those
+            that a script keeps over `zero_grad` are overwritten then.
         comm_hook: how gradients are compressed between processes.
         comm_wrapper: the type (`FP16`, `BF16`) that a `comm_hook` works in.
         comm_state_option: for `PowerSGDState` under `POWER_SGD` and `BATCHED_POWER_SGD`.

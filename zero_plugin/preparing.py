@@ -78,7 +78,8 @@ def start_training(
     expect_room(model, resolved, stage, facts, processes, say)
     predicted = None
     if stage is None:
-        predicted = expect_room_without_zero(document, model, resolved, facts, peek, processes)
+        views = strategy.handlers.ddp is not None and strategy.handlers.ddp.gradient_as_bucket_view
+        predicted = expect_room_without_zero(document, model, resolved, facts, peek, processes, gradient_views=views)
     elif activations is not None:
         predicted = predict_memory(model, resolved, stage, facts, processes, activations)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))

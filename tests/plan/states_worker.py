@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 from still_group import is_staging
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero_plugin import Accelerator
+from zero_plugin.plugins import DistributedDataParallelKwargs
 
 # DeepSpeed asks for the processor's name, a second each time, whenever it makes one of its CPU optimizers.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
@@ -68,6 +70,7 @@ def accelerator_of(case: dict[str, Any], folder: Path) -> Accelerator:
         return Accelerator(
             config={"distributed_type": "MULTI_CPU" if world > 1 else "NO", **common},
             gradient_accumulation_steps=case["accumulation"],
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=case["gradient_views"])],
         )
     zero: dict[str, Any] = {
         "stage": case["stage"],
@@ -132,6 +135,10 @@ def alive(model: Any, optimizer: Any) -> dict[str, int]:
             if isinstance(tensor, Tensor) and (at := tensor.untyped_storage().data_ptr()) not in seen:
                 seen.add(at)
                 found[name] = found.get(name, 0) + tensor.untyped_storage().nbytes()
+    if isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view:
+        data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call] # its buckets are no tensors of Python's
+        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+        found["other"] = found.get("other", 0) + sum(map(int, sizes.split(",")))
     return found
 
 
@@ -207,9 +214,7 @@ def train(accelerator: Accelerator, case: dict[str, Any]) -> dict[str, Any]:
             at_end = alive(model, optimizer)
         with record_function("step"):
             optimizer.step()
-        if (
-            not window or case["stage"] is not None or dist.get_world_size() == 1
-        ):  # DDP's buckets are seen through the gradients in them
+        if not window or not case["gradient_views"]:  # the buckets are seen through the gradients in them
             optimizer.zero_grad()
     between = alive(model, optimizer)
     wrapper = getattr(getattr(optimizer.session, "engine", None), "optimizer", None)

@@ -60,6 +60,7 @@ def deep(case: Case) -> Case:
 CPU = {"offload_optimizer": "cpu"}
 SHORT = {
     "ddp": deep(Case(setup(None, accumulation=2))),
+    "ddp views": deep(Case(setup(None, gradient_views=True))),
     "0": Case(setup(0)),
     "1": deep(Case(setup(1))),
     "2 fp32 accumulating": deep(Case(setup(2, "no", accumulation=2))),
@@ -89,6 +90,7 @@ def grid(world: int) -> dict[str, Case]:
             cases[f"{stage} bf16 {states} {weights} 16-bit gradients"] = Case(halved)
     for stage, optimizer in product((None, 0, 1, 2, 3), ("adam", "sgd", "momentum")):
         cases[f"{stage} {optimizer}"] = Case(setup(stage, "no"), optimizer=optimizer)
+    cases["ddp views"] = deep(Case(setup(None, accumulation=2, gradient_views=True)))
     cases["ddp adagrad"] = Case(setup(None), optimizer="adagrad")
     for ratio in (0.0, 0.25, 0.9):
         cases[f"3 ratio {ratio}"] = Case(setup(3, ratio=ratio, sub_group_size=8_000, **CPU))

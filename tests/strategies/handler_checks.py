@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from paths import (
@@ -28,6 +29,7 @@ from torch.profiler import profile
 
 from zero_plugin.choices import DDPCommunicationHookType
 from zero_plugin.errors import ConfigError
+from zero_plugin.memory.predicting import predict_memory
 from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, TorchDynamoPlugin
 
 STEPS = 3
@@ -81,7 +83,7 @@ def check_forward_and_step_are_torchs(path: str) -> None:
 
 
 def check_ddp_arguments(path: str) -> None:
-    """Every argument of DDP arrives at torch's object; what was not given keeps this package's default."""
+    """Every argument of DDP arrives at torch's object; what was not given keeps torch's default."""
     given = DistributedDataParallelKwargs(
         broadcast_buffers=False, bucket_cap_mb=7, find_unused_parameters=True, static_graph=True
     )
@@ -91,8 +93,27 @@ def check_ddp_arguments(path: str) -> None:
         assert isinstance(model, DistributedDataParallel)
         assert (model.broadcast_buffers, model.bucket_bytes_cap) == (False, 7 * 2**20)
         assert (model.find_unused_parameters, model.static_graph) == (True, True)
-        assert model.gradient_as_bucket_view
+        assert not model.gradient_as_bucket_view
         assert accelerator.ddp_handler is given
+    with running(path, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)]) as accelerator:
+        net = make_net()
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        assert model.gradient_as_bucket_view
+        assert "gradient_as_bucket_view" not in accelerator._strategy.savings(accelerator.resolved)[0].text
+
+
+def check_a_view_of_the_buckets_is_offered(path: str) -> None:
+    """Where memory runs out, with the gradients' bytes as what it saves."""
+    with running(path) as accelerator:
+        net = make_net()
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        first = accelerator._strategy.savings(accelerator.resolved)[0]
+        assert "gradient_as_bucket_view=True" in first.text
+        training = accelerator._trainings[0]
+        run = predict_memory(net, training.resolved, None, training.facts, accelerator._processes)
+        saved = run.footprint.phases["step"].values(), run.changed(**first.changes).footprint.phases["step"].values()
+        elements = sum(p.numel() for p in net.parameters())
+        assert sum(saved[0]) - sum(saved[1]) == pytest.approx(4 * elements, rel=0.1)
 
 
 def check_unused_parameters(path: str) -> None:
@@ -269,7 +290,10 @@ def train(path: str, compiled: list[int] | None = None, **arguments: Any) -> dic
 CHECKS = {
     **checks_on(
         ["ddp"],
-        [check_ddp_arguments, check_unused_parameters, check_static_graph, check_communication_hook],
+        [
+            *(check_ddp_arguments, check_a_view_of_the_buckets_is_offered),
+            *(check_unused_parameters, check_static_graph, check_communication_hook),
+        ],
     ),
     **checks_on(
         ["single", "ddp"],

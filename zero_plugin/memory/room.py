@@ -140,6 +140,8 @@ def expect_room_without_zero(
     facts: Facts,
     peek: Callable[[], Any],
     processes: Processes,
+    *,
+    gradient_views: bool = False,
 ) -> RunMemory | None:
     """Refuse to train without the ZeRO that is asked for, where the model does not fit without; collective.
 
@@ -150,6 +152,7 @@ def expect_room_without_zero(
         facts: it was resolved from.
         peek: an example of what the loop's batches hold; None where none can be had.
         processes: this process and its peers.
+        gradient_views: see `Setup`.
 
     Returns:
         The memory of training then; None where no ZeRO is dropped, or nothing tells what a device has.
@@ -170,7 +173,7 @@ def expect_room_without_zero(
         return None
     traced = [None if processes.rank else find_activations(model, model_sizes(model), peek(), resolved.precision)[0]]
     activations = broadcast_object_list(traced)[0]
-    run = predict_memory(model, resolved, None, facts, processes, activations)
+    run = predict_memory(model, resolved, None, facts, processes, activations).changed(gradient_views=gradient_views)
     needed = run.footprint.allocated_bytes
     if needed > capacity:
         raise StrategyError(

@@ -74,7 +74,7 @@ def carried_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
     if setup.accumulation == 1:
         return 0
     if setup.stage is None and processes > 1:
-        return model.trainable * weight_bytes(setup)  # outside DDP's buckets, which only the last backward fills
+        return model.trainable * weight_bytes(setup)  # views too are outside DDP's buckets until the last backward
     return window_gradients(model, setup, processes)
 
 

@@ -120,6 +120,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, sized:
         overlap_comm=asked.value(_ZERO, "overlap_comm") if asked.value(_ZERO, "overlap_comm") is not AUTO else None,
         param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
         pin_memory=False if unpinned else (True if is_placed else None),
+        gradient_views=None,  # DDP's
         global_batch=total,
         margin=margin,
         **{name: _size(tree, KEYS[name]) for name in _SIZES},

@@ -63,6 +63,7 @@ class Wanted:
     param_buffer: int | None = None
     overlap_comm: bool | None = None
     pin_memory: bool | None = None
+    gradient_views: bool | None = None
     global_batch: int | None = None
     margin: float = 0.1
 
@@ -156,7 +157,7 @@ def _base(model: ModelSizes, wanted: Wanted) -> Setup:
     }
     sizes = {name: size for name, found in chosen.items() for size, _ in [found or (None, "")] if size is not None}
     sizes["param_buffer"] = max(Setup().param_buffer, largest)
-    names = ("max_live_parameters", "max_reuse_distance", "param_buffer", "pin_memory", *chosen)
+    names = ("max_live_parameters", "max_reuse_distance", "param_buffer", "pin_memory", "gradient_views", *chosen)
     fixed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
     gradient_bytes = wanted.gradient_bytes or _GRADIENT_BYTES[wanted.precision]
     return replace(Setup(precision=wanted.precision, gradient_bytes=gradient_bytes), **(sizes | fixed))

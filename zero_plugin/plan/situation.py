@@ -235,6 +235,7 @@ class Setup:
         param_buffer: elements of each of the five buffers between host and NVMe for parameters.
         overlap_comm: whether reductions run beside the backward, with a second bucket.
         pin_memory: whether offloaded tensors are pinned.
+        gradient_views: whether DDP's gradients are views of its buckets (`gradient_as_bucket_view`), else beside them.
     """
 
     stage: Literal[0, 1, 2, 3] | None = 2
@@ -256,3 +257,4 @@ class Setup:
     param_buffer: int = 100_000_000
     overlap_comm: bool = False
     pin_memory: bool = True
+    gradient_views: bool = False

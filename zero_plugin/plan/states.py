@@ -48,10 +48,11 @@ def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, pr
     """
     width, trained, frozen = weight_bytes(setup), model.trainable, model.elements - model.trainable
     if setup.stage is None or (setup.stage == 0 and width == _FP32):
-        kept = trained * _FP32 if setup.stage is None and processes > 1 else 0  # DDP's buckets; else zero_grad frees
+        buckets = trained * _FP32 if setup.stage is None and processes > 1 else 0  # DDP's; gradients zero_grad frees
+        kept = {"gradients": buckets} if setup.gradient_views else {"gradients": 0, "buckets": buckets}
         own = sum(p.elements * p.count * p.width for p in model.parameters if not p.trainable)
         whole = trained * width + (own if setup.stage is None else frozen * width)
-        return {"parameters": whole, "optimizer states": optimizer.states * trained * _FP32, "gradients": kept}
+        return {"parameters": whole, "optimizer states": optimizer.states * trained * _FP32, **kept}
     if setup.stage == 0:
         states = optimizer.states * trained * _FP32
         return {"parameters": (trained + frozen) * width, "master weights": trained * _FP32, "optimizer states": states}
@@ -104,7 +105,7 @@ def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
     """Bytes of gradients on one device at the end of a window that are not among the states kept."""
     width, trained = weight_bytes(setup), model.trainable
     if setup.stage is None:
-        return 0 if processes > 1 else trained * width
+        return 0 if processes > 1 and setup.gradient_views else trained * width
     if setup.stage == 0:
         return trained * width
     if setup.stage == 3:

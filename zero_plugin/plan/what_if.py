@@ -115,6 +115,9 @@ def _changes(situation: Situation, wanted: Wanted) -> Iterator[Change]:
             yield from _tried(situation, replace(wanted, **freed), f"{field.name} free instead of {value}")
     if not wanted.ddp and wanted.stage is None:
         yield from _tried(situation, replace(wanted, ddp=True), "training without ZeRO")
+    if wanted.stage == "ddp" and not wanted.gradient_views:
+        views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
+        yield from _tried(situation, replace(wanted, gradient_views=True), views)
     cluster = situation.cluster
     for name, where in _MEMORIES.items():
         least = _least(situation, wanted, name)

@@ -12,8 +12,9 @@ from torch.distributed.algorithms.join import Join
 
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
+from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.autocast import autocast_as
-from zero_plugin.strategies.base import Session, SessionRequest, Strategy
+from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.plain_torch import keep_weights_in_fp32, torch_optimizer
 from zero_plugin.strategies.processes import Processes
@@ -73,11 +74,20 @@ class DdpStrategy(Strategy):
         ddp = DistributedDataParallel(
             module,
             device_ids=[self._processes.device] if is_placed and self._processes.device.type == "cuda" else None,
-            # Gradients are views into the buckets: no second copy of them, and none to make each step.
-            **{"gradient_as_bucket_view": True, **given.to_kwargs()},
+            **given.to_kwargs(),
         )
         given.register_comm_hook(ddp)
         return ddp
+
+    def savings(self, resolved: Resolved) -> tuple[Saving, ...]:
+        """Gradients that are views of DDP's buckets, then what ZeRO saves."""
+        if (self.handlers.ddp or DistributedDataParallelKwargs()).gradient_as_bucket_view:
+            return super().savings(resolved)
+        text = (
+            "gradients that are views of DDP's buckets: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+            "gradient_as_bucket_view=True)]), unless the script keeps gradients over zero_grad()"
+        )
+        return (Saving(text, {"gradient_views": True}), *super().savings(resolved))
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
         """See `Strategy.autocast`."""
