@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
-from zero_plugin import Accelerator, DummyOptim, DummyScheduler, set_seed
+from zero_plugin import Accelerator, set_seed
 from zero_plugin.demo.gpt import GPT, GPTConfig, generate, next_byte_loss
 from zero_plugin.demo.picture import save_curves
 from zero_plugin.demo.text import Blocks, read_text
@@ -46,8 +48,9 @@ def main() -> None:
     if not updates:
         message = f"{args.steps} batches make no optimizer step of {accelerator.gradient_accumulation_steps} batches"
         raise ConfigError([Problem("--steps", "", message, "Give more steps, or accumulate fewer batches.")])
-    optimizer = DummyOptim(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    scheduler = DummyScheduler(optimizer, total_num_steps=updates, warmup_num_steps=updates // 10)
+    optimizer = AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    total = updates * accelerator.num_processes  # a prepared schedule advances once per process and optimizer step
+    scheduler = OneCycleLR(optimizer, args.lr, total, pct_start=0.1, anneal_strategy="linear", cycle_momentum=False)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
 
     losses = torch.zeros(args.steps, device=accelerator.device)
