@@ -10,9 +10,15 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from zero_plugin.resolve.facts import SchedulerFacts
+from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
 from zero_plugin.resolve.resolved import SchedulerSection
-from zero_plugin.schedule_report import ScheduleLength, describe_section, describe_torch_schedule, own_steps
+from zero_plugin.schedule_report import (
+    ScheduleLength,
+    describe_counting,
+    describe_section,
+    describe_torch_schedule,
+    own_steps,
+)
 from zero_plugin.schedules import build_schedule
 
 
@@ -87,6 +93,8 @@ def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
         (lambda o: lr_scheduler.PolynomialLR(o, total_iters=40), 40),
         (linear, 100),
         (lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), linear(o)], milestones=[20]), 120),
+        (lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.0, total_iters=40), 40),
+        (lambda o: lr_scheduler.LinearLR(o, total_iters=40), None),
         (lambda o: lr_scheduler.StepLR(o, 5), None),
         (lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0), None),
         (lr_scheduler.ReduceLROnPlateau, None),
@@ -101,6 +109,64 @@ def test_the_end_of_a_schedule(build: Any, end: int | None) -> None:
 
 
 ONE_CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_momentum": False}
+
+
+@pytest.mark.parametrize(
+    ("length", "counts", "built_before", "warned"),
+    [
+        # Two processes: 33 batches as given, 17 on each.
+        (99, "processes", True, None),
+        (51, "processes", True, "3 epochs of the prepared loader, which has 17 batches on each process"),
+        (51, "processes", False, "Write scheduler_counts: steps into the config"),
+        (51, "steps", False, None),
+        (51, "steps", True, None),
+        (99, "steps", True, "3 epochs of the loader as it was before prepare(), 33 batches"),
+        (99, "steps", False, "Write scheduler_counts: processes into the config"),
+        (33 * 17, "processes", False, None),
+        (33 * 17, "steps", False, None),
+        (100, "processes", True, None),
+        (100, "steps", True, None),
+        (33 * 1000, "steps", True, None),
+    ],
+)
+def test_a_length_in_the_other_counting(length: int, counts: str, built_before: bool, warned: str | None) -> None:
+    """Whole epochs of the loader in the counting that is not the run's are warned of; what fits, or neither, is not."""
+    facts = Facts(LoopFacts(4, "", batches_per_epoch=17, batches_given=33), MachineFacts(processes=2))
+    line = describe_counting(
+        "OneCycleLR", length, facts, 1, by_process=counts == "processes", built_before=built_before
+    )
+    assert (line is not None) == (warned is not None), line
+    if warned is not None and line is not None:
+        assert line.startswith(f"warning: OneCycleLR is {length} steps long: 3 epochs of the ")
+        assert warned in line
+        assert "17 batches" in line
+        assert "33 batches" in line
+
+
+@pytest.mark.parametrize("steps_per_epoch", [33 // 4, -(-33 // 4)])
+def test_a_length_divided_by_accumulation(steps_per_epoch: int) -> None:
+    """However the script rounds an epoch of accumulation windows, the length is understood."""
+    facts = Facts(LoopFacts(4, "", batches_per_epoch=17, batches_given=33), MachineFacts(processes=2))
+    for length, by_process in ((3 * steps_per_epoch, False), (3 * -(-17 // 4), True)):
+        line = describe_counting("LambdaLR", length, facts, 4, by_process=by_process, built_before=True)
+        assert line is not None
+        assert "3 epochs" in line
+        assert "gradient_accumulation_steps 4" in line
+    assert describe_counting("LambdaLR", 3 * steps_per_epoch, facts, 4, by_process=True, built_before=True) is None
+
+
+def test_lengths_that_cannot_differ_are_not_warned_of() -> None:
+    """One process, a loader without a length, a run that goes on with fewer machines."""
+    for loop, machine in (
+        (LoopFacts(4, "", batches_per_epoch=33, batches_given=33), MachineFacts()),
+        (LoopFacts(4), MachineFacts(processes=2)),
+        (LoopFacts(4, "", batches_per_epoch=17, batches_given=33), MachineFacts(processes=2, intended=4)),
+    ):
+        for by_process in (True, False):
+            for length in (33, 51, 99):
+                facts = Facts(loop, machine)
+                line = describe_counting("LambdaLR", length, facts, 1, by_process=by_process, built_before=True)
+                assert line is None
 
 
 def test_a_scripts_own_function_is_not_called() -> None:

@@ -30,8 +30,9 @@ from zero_plugin.resolve.facts import Facts, LoopFacts, OptimizerFacts, Schedule
 from zero_plugin.resolve.resolve import resolve
 from zero_plugin.resolve.resolved import Resolved, SchedulerSection
 from zero_plugin.run_record import describe_run, keep_record
+from zero_plugin.schedule_report import describe_counting, own_steps
 from zero_plugin.scheduler import AcceleratedScheduler
-from zero_plugin.schedules import build_schedule
+from zero_plugin.schedules import CurveLR, build_schedule
 from zero_plugin.strategies.base import SessionRequest, Strategy
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
@@ -153,6 +154,7 @@ def begin_steps(
         watch_memory(training.session, optimizer, training.prediction, say)
     for schedule in optimizer.schedules:  # prepared before
         _say_learning_rate(schedule, training.resolved, training.facts, say)
+        _warn_of_counting(training, schedule, say)
     section = training.resolved.scheduler
     if section is not None and not schedules and not optimizer.schedules:
         # A section whose schedule the loop never asked for still is what the user wrote.
@@ -170,6 +172,7 @@ def prepare_schedule(
     say: Callable[[str], None],
     *,
     step_with_optimizer: bool = True,
+    built_before: bool = False,
 ) -> AcceleratedScheduler:
     """The schedule on the training's running optimizer, a placeholder replaced by what the configuration describes.
 
@@ -180,6 +183,7 @@ def prepare_schedule(
         processes: this process and its peers.
         say: prints a line.
         step_with_optimizer: see `AcceleratedScheduler`.
+        built_before: whether it is older than the prepared loader.
     """
     optimizer = training.optimizer
     assert optimizer is not None, "a schedule is found by its optimizer"
@@ -197,6 +201,7 @@ def prepare_schedule(
         typed = counted if schedule.total_num_steps is not None else 1  # a section's numbers are optimizer steps
         prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1, typed_per_step=typed)
     _say_learning_rate(prepared, training.resolved, training.facts, say)
+    _warn_of_counting(training, prepared, say, built_before=built_before)
     return prepared
 
 
@@ -304,6 +309,25 @@ def _say_learning_rate(
         say(line)
 
 
+def _warn_of_counting(
+    training: Training, schedule: AcceleratedScheduler, say: Callable[[str], None], *, built_before: bool = False
+) -> None:
+    """Say it where the schedule is as long as the loader counted the other way."""
+    facts, real = training.facts, schedule.scheduler
+    by_process = training.resolved.scheduler_counts == "processes"
+    name, length = type(real).__name__, own_steps(real)
+    if isinstance(real, CurveLR):  # a section's own numbers are optimizer steps, those of a placeholder are counted
+        name, length = "DummyScheduler", None if facts.scheduler is None else facts.scheduler.total_num_steps
+    elif schedule.times != (facts.machine.counted if by_process else 1):
+        return  # it was built by lr_scheduler_callable, or counts calls, whatever the configuration says
+    if length is None or facts.split_batches:
+        return
+    accumulation = training.resolved.accumulation
+    line = describe_counting(name, length, facts, accumulation, by_process=by_process, built_before=built_before)
+    if line is not None:
+        say(line)
+
+
 def join_loaders(
     training: Training, loop: LoopFacts, document: Document, say: Callable[[str], None], *, surely_trains: bool
 ) -> None:
@@ -337,6 +361,8 @@ def join_loaders(
                 if line not in training.resolved.said_aloud:
                     say(line if surely_trains else f"{unsure}: {line}")
             training.facts, training.resolved = facts, resolved
+            for schedule in training.optimizer.schedules if training.optimizer is not None else ():
+                _warn_of_counting(training, schedule, say, built_before=True)
             return
         problem = (
             f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with "

@@ -27,14 +27,15 @@ from torch.optim.lr_scheduler import (
 )
 
 from zero_plugin.curves import CURVES, describe_curve
-from zero_plugin.resolve.facts import SchedulerFacts
+from zero_plugin.resolve.facts import Facts, SchedulerFacts
 from zero_plugin.resolve.resolved import SchedulerSection
 from zero_plugin.schedules import CurveLR
 
-__all__ = ["ScheduleLength", "describe_section", "describe_torch_schedule", "own_steps"]
+__all__ = ["ScheduleLength", "describe_counting", "describe_section", "describe_torch_schedule", "own_steps"]
 
 # Rates of torch's schedules come from running a copy, some 20 µs a step.
 _MOST_SIMULATED = 20_000
+_MOST_EPOCHS = 100  # more of them than this are by chance: 10,000 steps are a multiple of many lengths
 # These depend on the number of steps alone; what a script's own function or class counts must not be counted twice.
 _CLOSED = (
     ConstantLR,
@@ -57,7 +58,7 @@ def own_steps(scheduler: Any) -> int | None:
         return int(scheduler.total_steps)
     if isinstance(scheduler, CosineAnnealingLR):
         return int(scheduler.T_max)
-    if isinstance(scheduler, PolynomialLR):
+    if isinstance(scheduler, PolynomialLR) or (isinstance(scheduler, LinearLR) and not scheduler.end_factor):
         return int(scheduler.total_iters)
     if isinstance(scheduler, SequentialLR):
         last = own_steps(scheduler._schedulers[-1])
@@ -140,6 +141,60 @@ def describe_section(
         other = describe_curve(SchedulerSection(section.type, {**section.params, **typed}), rates)
         line += _other_end(total, curve.lrs(total)[0], other.lrs(total)[0])
     return line
+
+
+def describe_counting(
+    name: str, length: int, facts: Facts, accumulation: int, *, by_process: bool, built_before: bool
+) -> str | None:
+    """A warning where a schedule is whole epochs of the loader in the counting that is not the run's; else None.
+
+    A length that is whole epochs in both countings fits, unless the schedule was built before the loader was divided
+    among the processes: its length comes from the loader as the script gave it.
+
+    Args:
+        name: of the schedule's class.
+        length: as the script typed it.
+        facts: of the loop and the machine.
+        accumulation: micro-batches per optimizer step.
+        by_process: whether the run counts a step of the schedule for each process.
+        built_before: whether the schedule is older than the prepared loader.
+    """
+    given, prepared, processes = facts.loop.batches_given, facts.loop.batches_per_epoch, facts.machine.processes
+    if given is None or prepared is None or given <= prepared or facts.machine.counted != processes:
+        return None
+    of_given, of_prepared = (_whole_epochs(length, batches, accumulation) for batches in (given, prepared))
+    micro = "" if accumulation == 1 else f" ÷ gradient_accumulation_steps {accumulation}"
+    if by_process and of_prepared and not of_given:
+        return (
+            f"warning: {name} is {length} steps long: {_epochs(of_prepared)} of the prepared loader, which has "
+            f"{prepared} batches on each process{micro}. But scheduler_counts is processes, which takes {processes} "
+            f"of them for each optimizer step, so that it ends after {-(-length // processes)}.\n"
+            "Write scheduler_counts: steps into the config, or build the schedule from the length of the loader as it "
+            f"was before prepare(), {given} batches."
+        )
+    if not by_process and of_given and (built_before or not of_prepared):
+        ends = length * accumulation / prepared
+        return (
+            f"warning: {name} is {length} steps long: {_epochs(of_given)} of the loader as it was before prepare(), "
+            f"{given} batches{micro}. But the prepared loader has {prepared} batches on each process, and "
+            f"scheduler_counts is steps, which takes one for each optimizer step, so that it ends after {ends:.3g} "
+            "epochs.\nWrite scheduler_counts: processes into the config (or leave the key out), or build the schedule "
+            "from the length of the prepared loader."
+        )
+    return None
+
+
+def _whole_epochs(steps: int, batches: int, accumulation: int) -> int | None:
+    """How many epochs of a loader are so many optimizer steps, however the script has rounded; None if not whole."""
+    shorter, longer = batches // accumulation, -(-batches // accumulation)
+    nearest = round(steps * accumulation / batches)
+    exact = steps in (nearest * batches // accumulation, -(-nearest * batches // accumulation))
+    found = [nearest] if exact else [steps // epoch for epoch in (longer, shorter) if epoch and steps % epoch == 0]
+    return found[0] if found and 0 < found[0] <= _MOST_EPOCHS and shorter > 1 else None
+
+
+def _epochs(count: int) -> str:
+    return "1 epoch" if count == 1 else f"{count} epochs"
 
 
 def describe_torch_schedule(scheduler: Any, times: int, steps_per_epoch: int | None) -> str | None:

@@ -32,6 +32,7 @@ class AcceleratedScheduler:
 
     Attributes:
         length: compares it with the loop's.
+        times: how many times it advances per applied step.
     """
 
     _is_accelerate_prepared = True  # what scripts look for, under Accelerate's name
@@ -54,9 +55,9 @@ class AcceleratedScheduler:
             times = 1 if split_batches else num_processes()
         self._measures = isinstance(scheduler, ReduceLROnPlateau)
         # A plateau schedule counts measurements, which are as many as calls, whoever counts steps.
-        self._times = 1 if self._measures or not step_with_optimizer else times
+        self.times = 1 if self._measures or not step_with_optimizer else times
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]  # at the last call of `step`
-        self.length = ScheduleLength(scheduler, self._times, typed_per_step or self._times)
+        self.length = ScheduleLength(scheduler, self.times, typed_per_step or self.times)
         for optimizer in self.optimizers:
             optimizer.schedules.append(self)
         if not step_with_optimizer and (driven := getattr(scheduler, "optimizer", None)) is not None:
@@ -77,9 +78,9 @@ class AcceleratedScheduler:
                 return
         if (line := self.length.count()) is not None:
             announce(line)
-        for _ in range(self._times):
+        for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
-            if self._times > 1 and total is not None and self.scheduler.last_epoch + 1 >= total:
+            if self.times > 1 and total is not None and self.scheduler.last_epoch + 1 >= total:
                 break  # W steps at a time may overshoot OneCycleLR's end, where its rate rises again, then it raises
             self.scheduler.step(*args, **kwargs)
 
@@ -90,7 +91,7 @@ class AcceleratedScheduler:
         if isinstance(self.scheduler, CurveLR) and section is not None:
             rates = self.scheduler.base_lrs
             return describe_section(section, [float(rate) for rate in rates], facts, steps_per_epoch)
-        return describe_torch_schedule(self.scheduler, self._times, steps_per_epoch)
+        return describe_torch_schedule(self.scheduler, self.times, steps_per_epoch)
 
     def describe_end(self) -> str | None:
         """A line where the loop has ended before the schedule."""

@@ -142,7 +142,6 @@ PIPED = {
             "mixed_precision": "no",
             "num_processes": 1,
             "use_cpu": True,
-            "scheduler_counts": "steps",
         },
     ),
     "cpu, several processes": (
@@ -152,7 +151,6 @@ PIPED = {
             "mixed_precision": "no",
             "num_processes": 2,
             "use_cpu": True,
-            "scheduler_counts": "steps",
         },
     ),
     "ddp": (
@@ -166,7 +164,6 @@ PIPED = {
             "max_restarts": 1,
             "log_dir": "logs",
             "debug": True,
-            "scheduler_counts": "steps",
             "dynamo_config": {
                 "dynamo_backend": "INDUCTOR",
                 "dynamo_mode": "max-autotune",
@@ -180,7 +177,6 @@ PIPED = {
             "distributed_type": "DEEPSPEED",
             "mixed_precision": "fp16",
             "num_processes": 4,
-            "scheduler_counts": "steps",
             "deepspeed_config": {
                 "zero_stage": 2,
                 "offload_optimizer_device": "cpu",
@@ -195,7 +191,6 @@ PIPED = {
             "distributed_type": "DEEPSPEED",
             "mixed_precision": "no",
             "num_processes": 1,
-            "scheduler_counts": "steps",
             "deepspeed_config": {
                 "zero_stage": 1,
                 "offload_optimizer_device": "none",
@@ -216,7 +211,6 @@ PIPED = {
             "main_process_port": 29501,
             "rdzv_backend": "static",
             "same_network": False,
-            "scheduler_counts": "steps",
             "deepspeed_config": {
                 "zero_stage": 0,
                 "gradient_accumulation_steps": "auto",
@@ -236,7 +230,6 @@ PIPED = {
             "main_process_port": 29500,
             "rdzv_backend": "c10d",
             "same_network": False,
-            "scheduler_counts": "steps",
         },
     ),
     "hostfile": (
@@ -246,7 +239,6 @@ PIPED = {
             "mixed_precision": "no",
             "num_processes": 4,
             "num_machines": 2,
-            "scheduler_counts": "steps",
             "deepspeed_config": {
                 "zero_stage": 2,
                 "offload_optimizer_device": "none",
@@ -265,7 +257,6 @@ PIPED = {
             "mixed_precision": "bf16",
             "num_processes": 8,
             "main_training_function": "main",
-            "scheduler_counts": "steps",
         },
     ),
 }
@@ -308,7 +299,6 @@ def test_stage_2_with_arrow_keys(terminal: Callable[..., Terminal], tmp_path: Pa
         "distributed_type": "DEEPSPEED",
         "mixed_precision": "bf16",
         "num_processes": 2,
-        "scheduler_counts": "steps",
         "deepspeed_config": {
             "zero_stage": 2,
             "offload_optimizer_device": "cpu",
@@ -346,7 +336,6 @@ def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_
         "mixed_precision": "bf16",
         "num_processes": 2,
         "gpu_ids": "0,1",
-        "scheduler_counts": "steps",
         "deepspeed_config": {
             "zero_stage": 3,
             "offload_optimizer_device": "nvme",
@@ -428,7 +417,7 @@ def test_a_file_is_replaced_only_after_a_yes(tmp_path: Path) -> None:
             assert "train on" not in done.stdout
             assert file.read_text() == "old"
     assert run("--config_file", "mine.yaml", "--default", folder=tmp_path, answers="y\n").returncode == 0
-    assert written(file)["scheduler_counts"] == "steps"
+    assert "scheduler_counts" not in written(file)  # a schedule built from the loader before prepare() ends with it
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
@@ -479,7 +468,6 @@ def test_a_deepspeed_json_answers_the_rest(tmp_path: Path) -> None:
     assert written(tmp_path / "away" / "mine.yaml") == {
         "distributed_type": "DEEPSPEED",
         "num_processes": 2,
-        "scheduler_counts": "steps",
         "deepspeed_config": {"deepspeed_config_file": str(good)},
     }
     good.write_text('{"zero_optimization": {"stage": 3}}')
@@ -507,7 +495,6 @@ def test_what_was_found_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
         "distributed_type": "DEEPSPEED",
         "mixed_precision": "bf16",
         "num_processes": 4,
-        "scheduler_counts": "steps",
         "deepspeed_config": {
             "zero_stage": 2,
             "offload_optimizer_device": "none",
@@ -527,10 +514,7 @@ def test_update_of_a_file_that_accelerate_wrote(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     before = yaml.safe_load(old)
     dropped = {key for key in before if key.startswith("tpu_")} | {"downcast_bf16"}
-    expected = {key: value for key, value in before.items() if key not in dropped} | {"scheduler_counts": "processes"}
-    values = yaml.safe_load(file.read_text())
-    assert values.pop("scheduler_counts") == expected.pop("scheduler_counts")
-    assert values == expected
+    assert yaml.safe_load(file.read_text()) == {key: value for key, value in before.items() if key not in dropped}
     assert (tmp_path / "zero3.yaml.bak").read_text() == old
     assert "zero3.yaml.bak" in done.stdout
     again = run("--update", "zero3.yaml", folder=tmp_path)

@@ -38,6 +38,7 @@ def test_accelerates_words_for_config(tmp_path: Path) -> None:
     options = {"env": {**os.environ, "HF_HOME": str(tmp_path)}, "capture_output": True, "text": True, "timeout": 60}
     assert subprocess.run([*command, "default"], **options).returncode == 0
     written = (tmp_path / "zero_plugin" / "default_config.yaml").read_text()
-    assert "scheduler_counts: steps" in written
+    assert "distributed_type: " in written
+    assert "scheduler_counts" not in written
     done = subprocess.run([*command, "update"], **options)
     assert done.stdout.strip().endswith("nothing to change")

@@ -109,7 +109,7 @@ def test_a_json_that_accelerate_wrote_stays_json(tmp_path: Path) -> None:
     file = tmp_path / "default_config.json"
     file.write_text(json.dumps({"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "tpu_zone": None}))
     update_config(file)
-    expected = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "scheduler_counts": "processes"}
+    expected = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
     assert json.loads(file.read_text()) == expected
 
 

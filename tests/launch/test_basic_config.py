@@ -17,12 +17,11 @@ from zero_plugin.launch.machine import Machine, look_at_machine
 
 
 def test_what_suits_a_machine() -> None:
-    """ZeRO-2 over several GPUs, otherwise one process, on the GPU if there is one; schedules count steps."""
+    """ZeRO-2 over several GPUs, otherwise one process, on the GPU if there is one, and no more keys."""
     assert basic_values(Machine(gpus=8, cores=64), "bf16") == {
         "distributed_type": "DEEPSPEED",
         "mixed_precision": "bf16",
         "num_processes": 8,
-        "scheduler_counts": "steps",
         "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"},
     }
     for gpus in (0, 1):
@@ -31,7 +30,6 @@ def test_what_suits_a_machine() -> None:
             "mixed_precision": "no",
             "num_processes": 1,
             "use_cpu": gpus == 0,
-            "scheduler_counts": "steps",
         }
 
 
@@ -40,7 +38,7 @@ def test_what_suits_a_tpu() -> None:
     tpu = "4 TPU chips on the PCI bus"
     assert best_precision(Machine(0, 96, tpu)) == "bf16"
     values = basic_values(Machine(0, 96, tpu), "bf16")
-    assert values == {"distributed_type": "XLA", "mixed_precision": "bf16", "scheduler_counts": "steps"}
+    assert values == {"distributed_type": "XLA", "mixed_precision": "bf16"}
     assert basic_values(Machine(1, 96, tpu), "no")["distributed_type"] == "NO"
 
 

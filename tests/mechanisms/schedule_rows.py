@@ -112,8 +112,8 @@ ROWS = [
     Row(
         "a plateau counts its calls",
         "scheduler.py",
-        "self._times = 1 if self._measures or not step_with_optimizer else times",
-        "self._times = 1 if not step_with_optimizer else times",
+        "self.times = 1 if self._measures or not step_with_optimizer else times",
+        "self.times = 1 if not step_with_optimizer else times",
         checks("schedule", "plateau", "ddp", "zero2"),
         "torch.allclose",
     ),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from paths import assert_near, checks_on, global_batch, loss_of, make_net, own_batch, running, weights
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import DummyOptim, DummyScheduler
 
@@ -260,6 +261,44 @@ def check_rates_and_lengths_are_told(path: str) -> None:
                 if count != (first and expected):
                     wrong.append(f"{what}: {count} lines: {lines}")
     assert not wrong, wrong[0]  # in the end, since the other processes find nothing wrong
+
+
+def check_lengths_in_the_other_counting_are_told(path: str) -> None:
+    """A length that is whole epochs of the loader as the other counting has it is warned of, by both lengths and key.
+
+    Built before the loader is divided, built after it, and a loader that comes last.
+    """
+    data = TensorDataset(torch.zeros(40, 8), torch.zeros(40, 4))
+    given, prepared = 10, 10 // dist.get_world_size()
+    wrong = []
+    for counts, when, epochs_of, warned in (
+        ("processes", "before", given, ""),
+        ("processes", "after", prepared, "Write scheduler_counts: steps"),
+        ("steps", "before", given, "Write scheduler_counts: processes"),
+        ("steps", "after", prepared, ""),
+        ("steps", "loader last", given, "Write scheduler_counts: processes"),
+        ("processes", "placeholder", prepared, "Write scheduler_counts: steps"),
+    ):
+        told = io.StringIO()
+        with contextlib.redirect_stderr(told), running(path, counts=counts) as accelerator:
+            model, loader = make_net(), DataLoader(data, batch_size=4)
+            optimizer: Any = DummyOptim(model.parameters(), lr=0.01) if when == "placeholder" else _adamw(model)
+            if when == "after":
+                loader = accelerator.prepare(loader)
+            build = DummyScheduler if when == "placeholder" else lr_scheduler.CosineAnnealingLR
+            schedule = build(optimizer, 3 * epochs_of)
+            if when in ("after", "loader last"):
+                accelerator.prepare(model, optimizer, schedule)
+            if when != "after":
+                accelerator.prepare(*([loader] if when == "loader last" else [model, optimizer, loader, schedule]))
+        found = [line for line in told.getvalue().splitlines() if "scheduler_counts" in line]
+        expected = bool(warned) and given != prepared
+        warning = " ".join(line for line in found if line.startswith(("zero_plugin: warning", "Write")))
+        if dist.get_rank() == 0 and (
+            (warned in warning and "10 batches" in warning and "5 batches" in warning) if expected else warning
+        ) != (True if expected else ""):
+            wrong.append((counts, when, found))
+    assert not wrong, wrong
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -77,7 +77,7 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
     default = "gpu" if machine.gpus else "tpu" if machine.tpu else "cpu"
     device = prompts.choose("What does it train on?", devices, default)
     machines = prompts.read("How many machines?", _whole(1), "1")
-    answers: dict[str, Any] = {"scheduler_counts": "steps", **({"num_machines": machines} if machines > 1 else {})}
+    answers: dict[str, Any] = {"num_machines": machines} if machines > 1 else {}
     answers |= _ask_processes(prompts, device, machine.gpus, machines)
     answers |= _ask_how(prompts, device, answers.get("num_processes", 0))
     training: dict[str, Any] = {}

@@ -48,7 +48,7 @@ _LAUNCH: Final[Mapping[str, str]] = {
     "gpu_memory": "of one device, that the plan of stage auto may count on, e.g. 24GiB; without it, what is free",
     "host_memory": "of one machine, that the plan of stage auto may count on; without it, what is free",
     "main_training_function": "function that TPU and notebook launches call",
-    "scheduler_counts": "what a schedule counts: steps that are applied, or processes, Accelerate's way",
+    "scheduler_counts": "steps: a schedule advances once per optimizer step; processes, as if absent: once for each",
     "compute_environment": "LOCAL_MACHINE, for Accelerate",
 }
 _TRAINING: Final[Mapping[str, str]] = {

@@ -16,7 +16,7 @@ from zero_plugin.config.files import parse_file
 from zero_plugin.config.json_reader import looks_like_json
 from zero_plugin.config.launch_keys import REFUSED_KEYS, SAYS_NOTHING, WITHOUT_MEANING
 from zero_plugin.config.read import read_document
-from zero_plugin.config.tree import Entry, Origin, Tree
+from zero_plugin.config.tree import Tree
 from zero_plugin.config.write import accelerate_values, yaml_text
 from zero_plugin.errors import ConfigError, MachineError
 
@@ -29,8 +29,7 @@ def update_config(file: Path) -> list[str]:
     """Rewrite a launch config or a DeepSpeed JSON under the keys of today, each value where it belongs.
 
     A launch config gets a sentence beside each key; other comments are lost, so the old file is kept beside it. Keys
-    that ask for nothing here (`fsdp_config: {}`) go; `scheduler_counts: processes`, which a file without that key
-    means, is written out. A DeepSpeed JSON that is named stays named.
+    that ask for nothing here (`fsdp_config: {}`) go. A DeepSpeed JSON that is named stays named.
 
     Returns:
         What to tell the user.
@@ -68,9 +67,6 @@ def _text(document: Document, file: Path, old: str) -> str:
 def _launch_values(document: Document, root: Mapping[str, Any]) -> dict[str, Any]:
     """The document in Accelerate's layout; what comes from the DeepSpeed JSON that `root` names stays there."""
     launch = document.launch.where(lambda path, _: not _asks_for_nothing(document.launch, path[0]))
-    if ("scheduler_counts",) not in launch:
-        why = "what a config without the key means, as with Accelerate"
-        launch = launch.replace({("scheduler_counts",): Entry("processes", Origin("default", "zero_plugin", why))})
     named = (root.get("deepspeed_config") or {}).get(_FILE) or root.get(_FILE)
     if named in (None, "none", "None"):
         return accelerate_values(launch, document.deepspeed)

@@ -173,8 +173,11 @@ class Joining:
         """Whether its model has been prepared without it."""
         return any(holds_any(optimizer, training.session.module) for training in self._untrained)
 
-    def _prepare_schedule(self, schedule: Any, *, alone: bool) -> AcceleratedScheduler:
-        """The schedule on its optimizer; one that comes `alone` may come before that."""
+    def _prepare_schedule(self, schedule: Any, *, alone: bool, built_before: bool) -> AcceleratedScheduler:
+        """The schedule on its optimizer; one that comes `alone` may come before that.
+
+        `built_before`: no loader has been prepared for it to take its length from.
+        """
         optimizer = schedule.optimizer
         for training in self._trained:
             if training.is_of_optimizer(optimizer):
@@ -185,6 +188,7 @@ class Joining:
                     self._processes,
                     self._say,
                     step_with_optimizer=self.step_scheduler_with_optimizer,
+                    built_before=built_before,
                 )
                 self.resolved = training.resolved
                 return prepared

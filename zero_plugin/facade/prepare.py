@@ -174,7 +174,9 @@ class PrepareCalls(Joining):
         self._prepare_loaders(loaders, ready, left)
         self._prepare_models(models, optimizers, schedules, ready, left, only_evaluates=only_evaluates)
         for schedule in schedules:
-            ready[id(schedule)] = self._prepare_schedule(schedule, alone=not (models or optimizers))
+            ready[id(schedule)] = self._prepare_schedule(
+                schedule, alone=not (models or optimizers), built_before=bool(loaders)
+            )
         if self.resolved is not None and (models or schedules):
             self._configurations.show(plain(self.resolved.tree.nested()))
         for model in self._models:

@@ -19,15 +19,14 @@ def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
     ZeRO-2 rather than DDP, because it sends what DDP sends and keeps less; one process has nothing to split.
     """
     if machine.tpu and not machine.gpus:
-        return {"distributed_type": "XLA", "mixed_precision": mixed_precision, "scheduler_counts": "steps"}
+        return {"distributed_type": "XLA", "mixed_precision": mixed_precision}
     if machine.gpus < 2:
-        alone = {"num_processes": 1, "use_cpu": machine.gpus == 0, "scheduler_counts": "steps"}
+        alone = {"num_processes": 1, "use_cpu": machine.gpus == 0}
         return {"distributed_type": "NO", "mixed_precision": mixed_precision, **alone}
     return {
         "distributed_type": "DEEPSPEED",
         "mixed_precision": mixed_precision,
         "num_processes": machine.gpus,
-        "scheduler_counts": "steps",
         "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"},
     }
 

@@ -71,7 +71,6 @@ def launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str
         "num_processes": cluster.processes,
         **({"num_machines": cluster.nodes} if cluster.nodes > 1 else {}),
         "mixed_precision": setup.precision,
-        "scheduler_counts": "steps",
     }
     if setup.stage is None:
         return {**values, "deepspeed_config": {"gradient_accumulation_steps": setup.accumulation}}

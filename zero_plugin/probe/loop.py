@@ -37,7 +37,8 @@ def probe_loop(
         size, reason = max(1, size // processes), f"{reason} {size} ÷ {processes} processes (split_batches)"
     if size is not None and cut > 1:
         size, reason = max(1, size // cut), f"{reason} {size} ÷ {cut}, since memory ran out with more"
-    return LoopFacts(size, reason, fixed, _length(prepared[index]))
+    given = _length(loaders[index])
+    return LoopFacts(size, reason, fixed, _length(prepared[index]), None if given is None else given * cut)
 
 
 def surely_train(loaders: Sequence[DataLoader[Any]]) -> bool:

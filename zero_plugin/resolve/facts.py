@@ -23,12 +23,14 @@ class LoopFacts:
         micro_batch_reason: how `micro_batch` was found, e.g. "the training DataLoader's batch_size".
         micro_batch_fixed: whether the loader states that size; false where it was only seen on one batch.
         batches_per_epoch: length of the prepared training loader on one process, None where unknown.
+        batches_given: length of the training loader as the script gave it, in micro-batches, None where unknown.
     """
 
     micro_batch: int | None = None
     micro_batch_reason: str = ""
     micro_batch_fixed: bool = True
     batches_per_epoch: int | None = None
+    batches_given: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
