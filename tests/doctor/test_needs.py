@@ -48,6 +48,13 @@ def test_ops(
     assert needs_of(tmp_path, training, gpus).ops == ops
 
 
+def test_no_kernel_is_built_where_torchs_own_is_offloaded(tmp_path: Path) -> None:
+    """`zero_force_ds_cpu_optimizer: false` lets a machine without a compiler offload."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    training = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    assert needs_of(tmp_path, training, 0).ops == ()
+
+
 def test_folders_and_locked_memory(tmp_path: Path) -> None:
     """Each folder once; the swap buffers of every process, in the type of training."""
     zero = {"stage": 3, "offload_optimizer": NVME, "offload_param": {**NVME, "buffer_count": 4, "buffer_size": 1000}}

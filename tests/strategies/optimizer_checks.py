@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from paths import PAIR, assert_near, global_batch, is_zero, loss_of, make_net, own_batch, raised, running, weights
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
 
+from zero_plugin import DummyOptim
 from zero_plugin.errors import ConfigError
+from zero_plugin.optimizers import Lion
 
 ELEMENTWISE: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "SGD")},
@@ -21,6 +27,21 @@ ELEMENTWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "maximize": ("AdamW", {"maximize": True}),
     "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "lr": 0.01}),
     "decoupled": ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+}
+# Class, arguments, what the second of two groups has of its own, and whether DeepSpeed's CPU kernel has all of it.
+GROUPS: dict[str, tuple[type[Optimizer], dict[str, Any], dict[str, Any], bool]] = {
+    "numbers": (torch.optim.AdamW, {}, {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.3}, True),
+    "L2": (torch.optim.Adam, {"weight_decay": 0.1}, {"weight_decay": 0.3}, True),
+    "maximize": (torch.optim.AdamW, {}, {"maximize": True}, False),
+    "amsgrad": (torch.optim.Adam, {}, {"amsgrad": True, "weight_decay": 0.1}, False),
+    "decay": (torch.optim.Adam, {"weight_decay": 0.5}, {"decoupled_weight_decay": True}, False),
+    "decoupled Adam": (torch.optim.Adam, {"weight_decay": 0.5, "decoupled_weight_decay": True}, {}, True),
+    "adagrad numbers": (torch.optim.Adagrad, {}, {"eps": 1e-3, "weight_decay": 0.3}, True),
+    "adagrad maximize": (torch.optim.Adagrad, {}, {"maximize": True}, False),
+    "adagrad lr_decay": (torch.optim.Adagrad, {}, {"lr_decay": 0.5}, False),
+    "adagrad start": (torch.optim.Adagrad, {"initial_accumulator_value": 0.5}, {}, False),
+    "adagrad start of a group": (torch.optim.Adagrad, {}, {"initial_accumulator_value": 0.5}, False),
+    "lion": (Lion, {}, {"betas": (0.5, 0.7), "weight_decay": 0.3}, True),
 }
 
 
@@ -93,6 +114,126 @@ def check_elementwise_optimizers_equal_torch(path: str) -> None:
                 assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
             except AssertionError as error:
                 raise AssertionError(f"{label}: {error}") from error
+
+
+def _trained_plainly(build: Any, arguments: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    plain = make_net()
+    first, second = groups_of(plain, 0.003)
+    optimizer = build([first, second | own], **arguments)
+    for i in range(3):
+        loss_of(plain, global_batch(i)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain.state_dict()
+
+
+def check_every_groups_options_count(path: str) -> None:
+    """What one group alone has switched on holds, also where a kernel of DeepSpeed would drop it: torch's own runs."""
+    for label, (build, arguments, own, by_kernel) in GROUPS.items():
+        wanted = _trained_plainly(build, arguments, own)
+        for placeholder in (False, True):
+            name = build.__name__
+            if placeholder and (name not in ("AdamW", "Adagrad") or "start" in label):
+                continue
+            section = {"optimizer": {"type": name, "params": {"lr": "auto", "weight_decay": "auto"}}}
+            with running(path, deepspeed=section if placeholder else {}) as accelerator:
+                model = make_net()
+                first, second = groups_of(model, 0.003)
+                groups = [first, second | own]
+                defaults = build(groups_of(make_net(), 0.003), **arguments).defaults
+                given = {"lr": defaults["lr"], "weight_decay": defaults["weight_decay"]} | arguments
+                optimizer: Any = DummyOptim(groups, **given) if placeholder else build(groups, **arguments)
+                model, optimizer = accelerator.prepare(model, optimizer)
+                for i in range(3):
+                    accelerator.backward(loss_of(model, own_batch(i)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                runs = type(optimizer.optimizer).__name__
+                try:
+                    assert_near(weights(accelerator, model), wanted, 1e-4)
+                    assert runs.startswith("DeepSpeedCPU") == (by_kernel and path.endswith("cpu")), runs
+                except AssertionError as error:
+                    raise AssertionError(f"{label}, placeholder {placeholder}, {runs}: {error}") from error
+
+
+def check_torchs_own_is_offloaded_where_the_kernel_is_not_wanted(path: str) -> None:
+    """`zero_force_ds_cpu_optimizer: false` runs torch's own and builds no op, and is logged; `true` refuses others."""
+    from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
+
+    forced = {"zero_force_ds_cpu_optimizer": False}
+    section = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("a kernel is built")
+
+        for builder in (CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder):
+            patch.setattr(builder, "load", refuse)
+        for build, name in ((torch.optim.AdamW, "AdamW"), (torch.optim.Adagrad, "FlatAdagrad"), (DummyOptim, "AdamW")):
+            told = io.StringIO()
+            config = forced | (section if build is DummyOptim else {})
+            with contextlib.redirect_stderr(told), running(path, deepspeed=config) as accelerator:
+                model = make_net()
+                adam = build(model.parameters(), lr=0.01, weight_decay=0.1)
+                model, optimizer = accelerator.prepare(model, adam)
+                for i in range(3):
+                    accelerator.backward(loss_of(model, own_batch(i)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert type(optimizer.optimizer).__name__ == name
+                plain = make_net()
+                expected = getattr(torch.optim, name.removeprefix("Flat"))(
+                    plain.parameters(), lr=0.01, weight_decay=0.1
+                )
+                for i in range(3):
+                    loss_of(plain, global_batch(i)).backward()
+                    expected.step()
+                    expected.zero_grad()
+                assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+            if accelerator.is_main_process:
+                assert "torch's own runs on the CPU, since zero_force_ds_cpu_optimizer is false" in told.getvalue()
+    with running(path, deepspeed={"zero_force_ds_cpu_optimizer": True}) as accelerator:
+        model = make_net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        words = ("zero_force_ds_cpu_optimizer", "true", "SGD", "write false")
+        raised(ConfigError, *words, by=lambda: accelerator.prepare(model, sgd))
+
+
+def check_a_part_that_is_not_offloaded_follows_the_schedule(path: str) -> None:
+    """With a ratio below 1 DeepSpeed steps the rest by an AdamW of its own, which has every group's present numbers.
+
+    Another algorithm is refused. The device is the CPU here, where DeepSpeed gives that AdamW nothing: it is told to.
+    """
+    offload = {"device": "cpu", "ratio": 0.5}
+    section = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 20, "offload_optimizer": offload}
+    config = {"zero_optimization": section, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    for placeholder in (False, True):
+        plain = make_net()
+        expected = torch.optim.AdamW(groups_of(plain, 0.003), lr=0.01, weight_decay=0.0)
+        schedule = ExponentialLR(expected, 0.5)
+        for i in range(4):
+            loss_of(plain, global_batch(i)).backward()
+            expected.step()
+            schedule.step()
+            expected.zero_grad()
+        with running(path, deepspeed=config if placeholder else {"zero_optimization": section}) as accelerator:
+            model = make_net()
+            build: Any = DummyOptim if placeholder else torch.optim.AdamW
+            model, optimizer = accelerator.prepare(model, build(groups_of(model, 0.003), lr=0.01, weight_decay=0.0))
+            schedule = accelerator.prepare(ExponentialLR(optimizer, 0.5))
+            places = optimizer.session.engine.optimizer.subgroup_to_device
+            places.update({index: "the device" for index in places if index % 2 == 0})
+            for i in range(4):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+    for build in (torch.optim.SGD, torch.optim.Adam):
+        with running(path, deepspeed={"zero_optimization": section}) as accelerator:
+            model = make_net()
+            words = ("zero_optimization.offload_optimizer.ratio", "0.5", build.__name__, "AdamW", "1.0")
+            raised(ConfigError, *words, by=lambda: accelerator.prepare(model, build(model.parameters(), lr=0.1)))  # noqa: B023
 
 
 def check_an_own_optimizer_is_tried(path: str) -> None:
@@ -175,7 +316,10 @@ def check_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
 
 
 _PATHS_OF = {
-    check_elementwise_optimizers_equal_torch: ("zero2", "zero3"),
+    check_elementwise_optimizers_equal_torch: ("zero2", "zero3", "zero2-cpu"),
+    check_every_groups_options_count: ("zero2", "zero2-cpu", "zero3-cpu"),
+    check_torchs_own_is_offloaded_where_the_kernel_is_not_wanted: ("zero1-cpu", "zero3-cpu"),
+    check_a_part_that_is_not_offloaded_follows_the_schedule: ("zero3-cpu",),
     check_an_own_optimizer_is_tried: ("zero1", "zero2", "zero3", "zero2-cpu"),
     check_what_is_not_elementwise: PAIR,
     check_deepspeeds_own_classes_run: ("zero2-cpu",),

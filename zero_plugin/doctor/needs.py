@@ -80,10 +80,11 @@ def _ops(training: Tree, *, on_gpu: bool) -> list[str]:
     kind = training.value("optimizer", "type")
     kind = "" if kind in (None, AUTO) else str(kind).lower()
     by_torch = bool(training.value("optimizer", "params", "torch_adam"))
+    any_by_torch = training.value("zero_force_ds_cpu_optimizer") is False  # torch's own is stepped on the CPU
     ops = []
     if devices[0] in ("cpu", "nvme", AUTO):  # an open one may come to be either
         # Without a section the loop brings its own optimizer: nearly always an Adam.
-        ops += [] if by_torch else [_CPU_OPS[kind or "adamw"]] if (kind or "adamw") in _CPU_OPS else []
+        ops += [] if by_torch or any_by_torch else [_CPU_OPS[kind or "adamw"]] if (kind or "adamw") in _CPU_OPS else []
     if devices[0] not in ("cpu", "nvme") and on_gpu and kind in _GPU_OPS and not by_torch:
         ops.append(_GPU_OPS[kind])
     if on_gpu and any(zero.value(f"zero_quantized_{what}") is True for what in ("weights", "gradients")):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
@@ -16,13 +16,30 @@ from torch.optim.adagrad import adagrad
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.optimizers import Lion, build_optimizer
 from zero_plugin.placeholders import DummyOptim
-from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.resolve.resolved import OptimizerSection, Resolved
 from zero_plugin.strategies.base import SessionRequest
 
-__all__ = ["engine_optimizer"]
+__all__ = ["engine_optimizer", "share_groups"]
 
 # DeepSpeed implements these for ZeRO although their update depends on a tensor's shape or norm.
 _BUILT_BY_ENGINE_ONLY = frozenset({"lamb", "muon", "muadam", "muadamw", "musgd"})
+_TORCH_CLASSES: Final[Mapping[str, type[Optimizer]]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
+}
+_DECOUPLED: Final = "decoupled_weight_decay"
+# What DeepSpeed's kernels read of each group at every step.
+_KERNEL_OPTIONS: Final[Mapping[type[Optimizer], set[str]]] = {
+    torch.optim.Adam: {"lr", "betas", "eps", "weight_decay", _DECOUPLED},
+    torch.optim.AdamW: {"lr", "betas", "eps", "weight_decay", _DECOUPLED},
+    torch.optim.Adagrad: {"lr", "eps", "weight_decay"},
+    Lion: {"lr", "betas", "weight_decay"},
+}
+_SPEED_OPTIONS: Final = ("foreach", "fused", "capturable")  # how the same numbers are computed
+_FORCE: Final = "zero_force_ds_cpu_optimizer"
+_RATIO: Final = ("zero_optimization", "offload_optimizer", "ratio")
 
 
 def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer | None:
@@ -31,27 +48,33 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     ZeRO updates flat partitions, so an update that looks at a tensor's shape or norm would train, and differ: refused.
 
     Raises:
-        ConfigError: the optimizer is not elementwise and the stage is 1 or more.
+        ConfigError: the optimizer is not elementwise and the stage is 1 or more; or it is offloaded, and the
+            configuration's `ratio` or `zero_force_ds_cpu_optimizer` asks for one that this is not.
     """
-    resolved = request.resolved
+    resolved, placeholder = request.resolved, request.optimizer
     offloaded = resolved.offload_device("optimizer") != "none"
-    if isinstance(request.optimizer, DummyOptim):
+    if isinstance(placeholder, DummyOptim):
         section = resolved.optimizer
         assert section is not None, "resolution gives every placeholder a section"
-        kind = section.type.lower()
-        if kind in _BUILT_BY_ENGINE_ONLY or (offloaded and kind in ("adam", "adamw", "adagrad", "lion")):
+        groups = [{**section.params, **group} for group in placeholder.param_groups]
+        if _engine_builds(section, groups, resolved, device):
+            kind = section.type.lower()
+            if kind not in _BUILT_BY_ENGINE_ONLY:
+                decoupled = kind == "adamw" or (kind == "adam" and section.params.get("adam_w_mode", True))
+                _expect_whole_offload(section.type, resolved, adamw=bool(decoupled))
             return None
-        if kind in ("adam", "adamw") and device.type != "cpu":
-            return None  # DeepSpeed's fused CUDA kernel, or torch's with torch_adam
-        if kind == "lion" and device.type != "cpu":
-            return None
-        optimizer = build_optimizer(section, request.optimizer.params)
+        optimizer = build_optimizer(section, placeholder.params)
     else:
-        assert request.optimizer is not None
-        optimizer = request.optimizer
+        assert placeholder is not None
+        optimizer = placeholder
     if resolved.zero_stage > 0:
         _refuse_unless_elementwise(optimizer, resolved)
-    replacement: Optimizer | None = _equal_kernel(optimizer, offloaded=offloaded)
+    replacement: Optimizer | None = None
+    if offloaded:
+        replacement = _kernel(optimizer, resolved) if _forced(resolved) is not False else None
+        _expect_kernel(optimizer, replacement, request)
+    if replacement is None and type(optimizer) is torch.optim.Adagrad:
+        replacement = FlatAdagrad([dict(group) for group in optimizer.param_groups], optimizer.defaults)
     if replacement is None:
         return optimizer
     _move_schedules(request.schedules, replacement)
@@ -61,37 +84,111 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     return replacement
 
 
-def _equal_kernel(optimizer: Optimizer, *, offloaded: bool) -> Any:
-    """The same algorithm with the same groups as an object that DeepSpeed runs better, or at all; else None."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    defaults = optimizer.defaults
-    kind = type(optimizer)
-    plain = not any(defaults.get(flag) for flag in ("amsgrad", "maximize", "differentiable", "decoupled_weight_decay"))
-    # torch implements AdamW as Adam with decoupled decay, so both are told by class.
-    if kind is torch.optim.AdamW:
-        plain = not any(defaults.get(flag) for flag in ("amsgrad", "maximize", "differentiable"))
-    if kind in (torch.optim.Adam, torch.optim.AdamW) and offloaded and plain:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+def _forced(resolved: Resolved) -> bool | None:
+    """What the user has written for `zero_force_ds_cpu_optimizer`, None for nothing."""
+    entry = resolved.tree.get(_FORCE)
+    return bool(entry.value) if entry is not None and entry.origin.typed_by_user else None
 
-        keep = ("lr", "betas", "eps", "weight_decay")
-        arguments = {name: defaults[name] for name in keep}
-        return DeepSpeedCPUAdam(
-            [{**group, "bias_correction": True} for group in groups],
-            **arguments,
-            adamw_mode=kind is torch.optim.AdamW,
-        )
-    if kind is Lion and offloaded:
+
+def _engine_builds(
+    section: OptimizerSection, groups: list[dict[str, Any]], resolved: Resolved, device: torch.device
+) -> bool:
+    """Whether DeepSpeed builds the section's optimizer: as a class of its own, or on a kernel that drops no option."""
+    kind, offloaded = section.type.lower(), resolved.offload_device("optimizer") != "none"
+    if kind in _BUILT_BY_ENGINE_ONLY:
+        return True
+    if kind not in _TORCH_CLASSES:
+        return False
+    if kind in ("adam", "adamw") and section.params.get("torch_adam"):
+        return offloaded or device.type != "cpu"
+    if _options_of_torch_alone(_TORCH_CLASSES[kind], groups):
+        return False
+    return _forced(resolved) is not False if offloaded else kind != "adagrad" and device.type != "cpu"
+
+
+def _options_of_torch_alone(kind: type[Optimizer], groups: list[dict[str, Any]]) -> set[str]:
+    """Options that some group has switched on, and that DeepSpeed's kernel for this algorithm would drop."""
+    known = {"params", *_KERNEL_OPTIONS[kind], *_SPEED_OPTIONS}
+    options = inspect.signature(kind).parameters.keys() - known
+    return {name for name in options for group in groups if group.get(name)}
+
+
+def _kernel(optimizer: Optimizer, resolved: Resolved) -> Any:
+    """The same algorithm with the same groups on DeepSpeed's kernel for CPUs; None where it has none that is equal."""
+    kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
+    # torch implements AdamW as Adam with decoupled decay; the kernel has one of the two for all groups.
+    decoupled = {bool(group.get(_DECOUPLED, kind is torch.optim.AdamW)) for group in groups}
+    if kind not in _KERNEL_OPTIONS or _options_of_torch_alone(kind, groups) or len(decoupled) > 1:
+        return None
+    arguments = {name: optimizer.defaults[name] for name in _KERNEL_OPTIONS[kind] - {_DECOUPLED}}
+    if kind is Lion:
         from deepspeed.ops.lion import DeepSpeedCPULion
 
-        return DeepSpeedCPULion(groups, **{name: defaults[name] for name in ("lr", "betas", "weight_decay")})
+        return DeepSpeedCPULion(groups, **arguments)
     if kind is torch.optim.Adagrad:
-        simple = plain and not defaults["lr_decay"] and not defaults["initial_accumulator_value"]
-        if offloaded and simple:
-            from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 
-            return DeepSpeedCPUAdagrad(groups, **{name: defaults[name] for name in ("lr", "eps", "weight_decay")})
-        return FlatAdagrad(groups, defaults)
-    return None
+        return DeepSpeedCPUAdagrad(groups, **arguments)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(
+        [{**group, "bias_correction": True} for group in groups],
+        **arguments,
+        adamw_mode=decoupled.pop(),
+        fp32_optimizer_states=not resolved.tree.value("bf16", "bf16_optimizer_states"),
+    )
+
+
+def _expect_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: SessionRequest) -> None:
+    """Log that torch's own runs offloaded; refuse what the configuration does not allow.
+
+    Args:
+        optimizer: the script's.
+        kernel: what replaces it.
+        request: of the session.
+    """
+    resolved, kind = request.resolved, type(optimizer)
+    forced, name = resolved.tree.get(_FORCE), kind.__name__
+    is_theirs = kernel is not None or kind.__module__.startswith("deepspeed.")
+    left_out = sorted(_options_of_torch_alone(kind, optimizer.param_groups)) if kind in _KERNEL_OPTIONS else []
+    why = f"has no {', '.join(left_out)}" if left_out else "has one kind of weight decay for all groups"
+    if _forced(resolved) and not is_theirs and forced is not None:
+        what = why if kind in _KERNEL_OPTIONS else f"does not implement {name}"
+        message = f"true, but DeepSpeed's kernel for the CPU {what}"
+        raise ConfigError([Problem(forced.origin.where, _FORCE, message, "Delete the key, or write false.")])
+    if not is_theirs and kind in _KERNEL_OPTIONS:
+        why = f"{_FORCE} is false" if _forced(resolved) is False else f"DeepSpeed's faster kernel {why}"
+        request.say(f"{name}: torch's own runs on the CPU, since {why}")
+    is_adam = kind in (torch.optim.Adam, torch.optim.AdamW) and not left_out
+    groups = optimizer.param_groups
+    decoupled = is_adam and all(group.get(_DECOUPLED, kind is torch.optim.AdamW) for group in groups)
+    _expect_whole_offload(name, resolved, adamw=decoupled or bool(getattr(optimizer, "adam_w_mode", False)))
+
+
+def _expect_whole_offload(name: str, resolved: Resolved, *, adamw: bool) -> None:
+    """Refuse a ratio below 1 where DeepSpeed would step the part that stays on the device by another algorithm."""
+    ratio = resolved.tree.get(*_RATIO)
+    is_split = ratio is not None and isinstance(ratio.value, int | float) and ratio.value < 1
+    if ratio is None or not is_split or adamw or resolved.zero_stage < 3:
+        return
+    message = f"{ratio.value}, but DeepSpeed steps what is not offloaded by AdamW, and the optimizer is {name}"
+    fix = "Write 1.0, or train with AdamW."
+    raise ConfigError([Problem(ratio.origin.where, ".".join(_RATIO), message, fix)])
+
+
+def share_groups(engine: Any) -> None:
+    """Have the AdamW that steps what a ratio below 1 leaves on the device follow the groups of the offloaded one.
+
+    DeepSpeed builds it from the first group's numbers as they are then, so that no schedule reaches it; further groups
+    it shares.
+    """
+    backup = getattr(engine.optimizer, "backup_optimizer", None)
+    if backup is None:
+        return
+    for index, group in enumerate(engine.optimizer.optimizer.param_groups):
+        for name, value in backup.param_groups[index].items():
+            group.setdefault(name, value)
+        backup.param_groups[index] = group
 
 
 class FlatAdagrad(Optimizer):
@@ -112,7 +209,7 @@ class FlatAdagrad(Optimizer):
             with_gradient = [p for p in group["params"] if p.grad is not None]
             if not with_gradient:
                 continue
-            states = [self._state(p, group) for p in with_gradient]
+            states = [self._state(p) for p in with_gradient]
             adagrad(
                 with_gradient,
                 [p.grad for p in with_gradient],
@@ -128,11 +225,12 @@ class FlatAdagrad(Optimizer):
             )
         return loss
 
-    def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["sum"] = torch.full_like(parameter, group["initial_accumulator_value"])
+            # As torch does, from the constructor's argument: a group's own is not looked at.
+            state["sum"] = torch.full_like(parameter, self.defaults["initial_accumulator_value"])
         return state
 
 

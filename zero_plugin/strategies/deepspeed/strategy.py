@@ -115,10 +115,10 @@ class DeepSpeedStrategy(Strategy):
             request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
         deepspeed = _import_deepspeed(processes)
 
-        from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer
+        from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, share_groups
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
-        config = resolved.deepspeed_config()
+        config = resolved.deepspeed_config() | {"zero_force_ds_cpu_optimizer": False}  # which `engine_optimizer` obeys
         swap_folders = give_own_swap_folders(config, processes)
         _cast_parameters(request.model, resolved.precision)
         if resolved.zero_stage == 3:
@@ -143,6 +143,7 @@ class DeepSpeedStrategy(Strategy):
                 config=config,
                 dist_init_required=False,
             )
+        share_groups(engine)
         if resolved.zero_stage == 0 and resolved.precision != "no":
             _undo_first_step(engine)
         if self.handlers.compiles:
