@@ -181,7 +181,7 @@ def test_dry_run_prints_a_script_that_does_the_launch(tmp_path: Path, lines_of: 
     assert done.returncode == 0
     assert not (tmp_path / "ran").exists()
     lines = done.stdout.splitlines()
-    assert lines[-1].startswith("torchrun --nnodes=1 --nproc-per-node=2")
+    assert lines[-1].startswith("python -m zero_plugin.launch.rendezvous --nnodes=1 --nproc-per-node=2")
     assert all(line.startswith(("#", "export ")) for line in lines[:-1])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shell = subprocess.run(

@@ -15,7 +15,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script, worker_command
 from zero_plugin.launch.machine import Machine
-from zero_plugin.launch.spec import LaunchSpec, Program
+from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program
 
 LAPTOP = Machine(gpus=0, cores=8)
 SERVER = Machine(gpus=4, cores=64)
@@ -92,18 +92,23 @@ def test_the_workers_get_the_document() -> None:
 def test_environment(machine: Machine, environ: dict[str, str], keys: dict[str, Any], expected: dict[str, str]) -> None:
     """Threads come from cores and processes, DeepSpeed is told of a CPU run, and what the user set is left alone.
 
+    On one machine gloo and, on GPUs, NCCL are told to use loopback.
+
     `gpu_ids` choose among the GPUs that were lent to this process, and none that it does not see.
     """
     added = build(machine, environ, **keys).environment
     ours = {name: setting.value for name, setting in added.items() if not name.startswith("ACCELERATE_")}
-    assert ours == {**expected, ENVIRONMENT_VARIABLE: added[ENVIRONMENT_VARIABLE].value}
+    network = {"GLOO_SOCKET_IFNAME": "lo"} | (
+        {} if "DS_ACCELERATOR" in {**environ, **expected} else {"NCCL_SOCKET_IFNAME": "=lo"}
+    )
+    assert ours == {**network, **expected, ENVIRONMENT_VARIABLE: added[ENVIRONMENT_VARIABLE].value}
     assert all(setting.reason for setting in added.values())
 
 
 def test_one_machine_meets_on_a_free_port() -> None:
     """Port 0, chosen by the store that listens on it, and a run id of its own: two launches never meet."""
     one, other = build(LAPTOP).rendezvous, build(LAPTOP).rendezvous
-    assert (one.backend, one.endpoint, one.local_address) == ("c10d", "localhost:0", "localhost")
+    assert (one.backend, one.endpoint, one.local_address) == (LOOPBACK, "127.0.0.1:0", None)
     assert one.run_id != other.run_id
 
 
@@ -126,7 +131,8 @@ def test_the_network_that_leads_to_machine_0() -> None:
     assert "NCCL_SOCKET_IFNAME" not in build(LAPTOP, **keys).environment
     typed = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth8"}
     assert not set(typed) & set(build(SERVER, typed, **keys).environment)
-    assert "GLOO_SOCKET_IFNAME" not in build(SERVER).environment
+    assert not set(typed) & set(build(SERVER, typed).environment)
+    assert "on this machine alone" in build(SERVER).environment["NCCL_SOCKET_IFNAME"].reason
     assert build(SERVER, **{**keys, "rdzv_backend": "c10d"}).rendezvous.local_address == "127.0.0.1"
 
 
@@ -234,7 +240,7 @@ def test_a_taken_port_is_found_before_the_start() -> None:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} is taken"):
             build(LAPTOP, main_process_port=port)
-    assert build(LAPTOP, main_process_port=port).rendezvous.endpoint == f"localhost:{port}"
+    assert build(LAPTOP, main_process_port=port).rendezvous.endpoint == f"127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("program", [Program("gone.py"), Program("."), Program("no-such-tool", kind="executable")])

@@ -72,7 +72,7 @@ def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) ->
     stay; of this package's, one has the configuration, and two say of which attempt."""
     (tmp_path / "show.py").write_text(SHOW)
     (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7").stdout)
-    assert (row["RANK"], row["WORLD_SIZE"], row["MASTER_ADDR"]) == ("0", "1", "localhost")
+    assert (row["RANK"], row["WORLD_SIZE"], row["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
     assert row["torch"] is False  # nothing was imported on the script's behalf
     assert row["OMP_NUM_THREADS"] == "7"
     assert isinstance(row["ours"], list)

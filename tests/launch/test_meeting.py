@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     shared = HashStore()
     monkeypatch.setattr(torch._C._distributed_c10d, "TCPStore", lambda *_, **__: shared)
     monkeypatch.setattr(torch._C._distributed_c10d, "PrefixStore", WatchedStore)
+    monkeypatch.setattr("zero_plugin.launch.meeting.listening_socket", lambda *_: SimpleNamespace(detach=lambda: -1))
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 

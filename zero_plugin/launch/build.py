@@ -24,8 +24,15 @@ from zero_plugin.launch.foreign import foreign_variables
 from zero_plugin.launch.machine import Machine, port_is_free
 from zero_plugin.launch.problems import STATIC_PORT, find_problems, where
 from zero_plugin.launch.request import Request
-from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Setting
-from zero_plugin.probe.network import address_towards, host_of, interface_towards, is_loopback, is_own_address
+from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Setting
+from zero_plugin.probe.network import (
+    OWN_ADDRESS,
+    address_towards,
+    host_of,
+    interface_towards,
+    is_loopback,
+    is_own_address,
+)
 from zero_plugin.resolve.foreign import config_for_scripts
 
 __all__ = ["build_spec"]
@@ -71,7 +78,7 @@ def build_spec(
     rendezvous = _rendezvous(settings, rendezvous_endpoint)
     environment = {
         **_environment(document, settings, machine, processes, on_cpu=on_cpu, environ=environ),
-        **(_interfaces(rendezvous, environ, on_cpu=on_cpu) if settings.num_machines > 1 else {}),
+        **_interfaces(rendezvous, environ, on_cpu=on_cpu),
         **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
     }
     seen = {**environ, **{name: setting.value for name, setting in environment.items()}}
@@ -112,11 +119,7 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     pairs = (part.strip().partition("=") for part in settings.rdzv_conf.split(",") if part.strip())
     options: dict[str, str | int] = {key.strip(): value.strip() for key, _, value in pairs}
     if settings.num_machines == 1:
-        # Nobody else has to find this machine: workers reach it by `localhost`, at a port that is free.
-        run, port = uuid.uuid4().hex, settings.main_process_port
-        if not port:
-            return Rendezvous("c10d", "localhost:0", run, options | {"is_host": "true"}, local_address="localhost")
-        return Rendezvous("static", f"localhost:{port}", run, options | {"rank": 0}, local_address="localhost")
+        return Rendezvous(LOOPBACK, f"{OWN_ADDRESS}:{settings.main_process_port or 0}", uuid.uuid4().hex)
     there = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
     if settings.rdzv_backend == "static":
         return Rendezvous("static", there, "zero_plugin", options | {"rank": settings.machine_rank})
@@ -131,16 +134,17 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
 
 
 def _interfaces(meeting: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, Setting]:
-    """The network that leads to the meeting point, where the user names none: libraries take the one of this
-    machine's name, which on many systems leads nowhere."""
+    """The network that leads to the meeting point, where the user names none: on one machine, loopback. Libraries take
+    the one of this machine's name, which on many systems leads nowhere, and on one machine would let others in."""
     host = host_of(meeting.endpoint)
     interface = interface_towards(host)
+    reason = f"this machine reaches {host} by it"
+    if meeting.backend == LOOPBACK:
+        reason = "the run is on this machine alone: nothing listens where others could reach it"
     names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
     if interface is not None and not on_cpu:
         names["NCCL_SOCKET_IFNAME"] = f"={interface}"  # NCCL takes a name without = for the start of one
-    return {
-        name: Setting(to, f"this machine reaches {host} by it") for name, to in names.items() if name not in environ
-    }
+    return {name: Setting(to, reason) for name, to in names.items() if name not in environ}
 
 
 def _environment(

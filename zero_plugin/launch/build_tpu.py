@@ -20,7 +20,8 @@ from zero_plugin.launch.foreign import foreign_variables
 from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.problems import find_log_problems, find_program_problems, where
 from zero_plugin.launch.request import Request
-from zero_plugin.launch.spec import LaunchSpec, Program, Rendezvous, Replicas, Setting
+from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Replicas, Setting
+from zero_plugin.probe.network import OWN_ADDRESS
 from zero_plugin.probe.tpu import PJRT_DEVICE
 from zero_plugin.strategies.xla_runtime import find_version_problem
 
@@ -80,7 +81,7 @@ def build_tpu_spec(request: Request, machine: Machine) -> LaunchSpec:
     spec = request.spec(
         local_processes=1,
         machines=1,  # one torchrun on each, which do not know each other: the TPU's runtime connects the devices
-        rendezvous=Rendezvous("c10d", "localhost:0", uuid.uuid4().hex, {"is_host": "true"}, local_address="localhost"),
+        rendezvous=Rendezvous(LOOPBACK, f"{OWN_ADDRESS}:0", uuid.uuid4().hex),
         environment={
             **_environment(document, settings, machine, environ),
             **foreign_variables(document, settings, resolved, environ, on_cpu=False),

@@ -10,7 +10,7 @@ from pathlib import Path
 from zero_plugin.launch import worker
 from zero_plugin.launch.affinity import core_ranges
 from zero_plugin.launch.foreign import CONFIG_FILE_VARIABLE
-from zero_plugin.launch.spec import Hosts, LaunchSpec, Program
+from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program
 
 __all__ = [
     "NEW_STORE",
@@ -47,9 +47,10 @@ def python_command(spec: LaunchSpec) -> list[str]:
 def torchrun_command(spec: LaunchSpec) -> list[str]:
     """A torchrun command that starts the same workers, given the same environment."""
     meeting = spec.rendezvous
+    on_one_machine = meeting.backend == LOOPBACK
     options = {key: value for key, value in meeting.options.items() if key != "rank"}
     return [
-        "torchrun",
+        *(["python", "-m", "zero_plugin.launch.rendezvous"] if on_one_machine else ["torchrun"]),
         f"--nnodes={spec.machines if spec.min_machines is None else f'{spec.min_machines}:{spec.machines}'}",
         f"--nproc-per-node={spec.local_processes}",
         f"--max-restarts={spec.max_restarts}",
@@ -85,11 +86,13 @@ def shell_script(spec: LaunchSpec) -> str:
             json.dumps(spec.deepspeed_config, indent=2),
             "END",
         ]
-    if spec.max_restarts and spec.replicas is None:
+    if spec.max_restarts and spec.machines > 1:
         lines += [
             "# else the workers of a restart would meet in the store of those before them",
             f"export {NEW_STORE}=1",
         ]
+    if spec.replicas is None and spec.machines == 1:
+        lines.append("# torchrun, with a rendezvous that no other machine reaches")
     command = torchrun_command(spec) if spec.replicas is None else python_command(spec)
     return "\n".join([*lines, shlex.join(command)])
 

@@ -70,9 +70,12 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from zero_plugin.launch import rendezvous
+
     gc.freeze()
     gc.enable()
 
+    rendezvous.register()
     set_log_level(debug=spec.debug)
     contact = Contact(spec.rendezvous, spec.machines, spec.min_machines)
     restarts = 0
@@ -83,7 +86,6 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
         nonlocal restarts
         restarts += 1
         if restarts <= spec.max_restarts:
-            os.environ[NEW_STORE] = "1"  # not at the first start: its port is chosen, and another launch could take it
             told = tell_end(find_first_failure(failures, Path(folder)))
             smaller = _cut_micro_batch(take_shortage(Path(folder)))
             print(  # noqa: T201

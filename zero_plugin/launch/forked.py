@@ -58,6 +58,9 @@ def run_forked(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from zero_plugin.launch import rendezvous
+
+    rendezvous.register()
     set_log_level(debug=spec.debug)
     ends = _own_signals(), _signals_wait_for_forks(), end_copies_soon()
     with contextlib.ExitStack() as stack:

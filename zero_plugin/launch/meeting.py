@@ -15,7 +15,14 @@ from typing import Any, Final
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import Rendezvous
-from zero_plugin.probe.network import address_towards, host_of, is_own_address
+from zero_plugin.probe.network import (
+    OWN_ADDRESS,
+    address_towards,
+    host_of,
+    is_own_address,
+    listening_socket,
+    own_address,
+)
 
 __all__ = ["meet_machines"]
 
@@ -58,8 +65,7 @@ def _meet(meeting: Rendezvous, machines: int, *, quiet: bool) -> Any:
     rank, limit_s = int(meeting.options["rank"]), float(meeting.options.get("timeout", _LIMIT_S))
     host, port = host_of(meeting.endpoint), int(meeting.endpoint.rpartition(":")[2])
     deadline = time.monotonic() + limit_s
-    strange = not rank and not is_own_address(host)
-    hint = f"\nThis is machine 0, but {host} is no address of it: is --machine_rank right?" if strange else ""
+    hint = "" if rank else _hint(host)
     server = store = None
 
     def wait(what_is_missing: Callable[[], str]) -> None:
@@ -80,8 +86,8 @@ def _meet(meeting: Rendezvous, machines: int, *, quiet: bool) -> Any:
 
     try:
         limit = timedelta(seconds=limit_s)
-        if rank == 0:  # torch waits without a word for the one that it is given, which may be another machine's
-            server = TCPStore("127.0.0.1", port, None, True, limit, False, multi_tenant=True)
+        if rank == 0:
+            server = _listen(host, port, limit)
         wait(lambda: _why_no_answer(host, port))
         _try_store(meeting)
         store = PrefixStore("zero_plugin/meeting", TCPStore(host, port, None, False, limit, False))
@@ -92,7 +98,7 @@ def _meet(meeting: Rendezvous, machines: int, *, quiet: bool) -> Any:
         wait(lambda: _who_is_missing(store, machines, "here", "came, but does not answer any more"))
         if (outcome := _decide(store, _MET)) != _MET:
             raise LaunchError(outcome)
-    except (DistError, RuntimeError) as error:  # RuntimeError: what answered is no store
+    except (DistError, RuntimeError, OSError) as error:  # RuntimeError: what answered is no store; OSError: the port
         raise LaunchError(f"machine {rank} could not meet the others at {meeting.endpoint}: {error}{hint}") from error
     except LaunchError as error:
         if store is not None:
@@ -100,6 +106,31 @@ def _meet(meeting: Rendezvous, machines: int, *, quiet: bool) -> Any:
                 _leave(store, str(error), last=server is not None)
         raise
     return server or store
+
+
+def _hint(host: str) -> str:
+    """What may keep the other machines from reaching machine 0, which this is."""
+    if not is_own_address(host):
+        return f"\nThis is machine 0, but {host} is no address of it: is --machine_rank right?"
+    address = own_address(host)
+    if address in (None, host):
+        return ""
+    return f"\nMachine 0 listens at {address} alone: is that what {host} leads to on the other machines?"
+
+
+def _listen(host: str, port: int, limit: timedelta) -> Any:
+    """Machine 0's store, on the network that leads to `host`; on all of them where only the other machines know it.
+
+    torchrun's static rendezvous, later in this process, finds it by its port. For all networks torch would wait without
+    a word for an answer of `host`, which may be another machine's.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    address = own_address(host)
+    if address is None:
+        return TCPStore(OWN_ADDRESS, port, None, True, limit, False, multi_tenant=True)
+    file = listening_socket(address, port).detach()
+    return TCPStore(address, port, None, True, limit, False, multi_tenant=True, master_listen_fd=file)
 
 
 def _try_store(meeting: Rendezvous) -> None:

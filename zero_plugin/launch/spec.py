@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.launch.hostfile import Host
 
-__all__ = ["Hosts", "LaunchSpec", "Program", "Rendezvous", "Replicas", "Setting"]
+__all__ = ["LOOPBACK", "Hosts", "LaunchSpec", "Program", "Rendezvous", "Replicas", "Setting"]
+
+LOOPBACK: Final = "loopback"  # the rendezvous of one machine, which is this package's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Rendezvous:
     """Where the machines of a run meet, in torchrun's terms.
 
     Attributes:
-        backend: "c10d" or "static", or another that torchrun knows.
+        backend: `LOOPBACK` on one machine; "c10d" or "static", or another that torchrun knows.
         endpoint: `host:port`; port 0 lets the store take a free one.
         run_id: tells runs that share an endpoint apart.
         options: backend options; with "static", `rank` is this machine's number.

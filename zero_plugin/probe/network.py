@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import socket
 import struct
 from pathlib import Path
 from typing import Final
 
-__all__ = ["address_towards", "host_of", "interface_towards", "is_loopback", "is_own_address"]
+__all__ = [
+    "OWN_ADDRESS",
+    "address_towards",
+    "host_of",
+    "interface_towards",
+    "is_loopback",
+    "is_own_address",
+    "listening_socket",
+    "own_address",
+]
 
+OWN_ADDRESS: Final = "127.0.0.1"  # by which processes of one machine find each other, and nobody else finds them
 _ANY_PORT: Final = 9  # nothing is sent: connecting a datagram socket only asks for the route
 _SIOCGIFADDR: Final = 0x8915
 _IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
@@ -47,6 +59,21 @@ def host_of(endpoint: str) -> str:
     return (host if colon and port.isdigit() else endpoint).strip("[]")
 
 
+def own_address(host: str) -> str | None:
+    """The address by which all who know this machine as `host` reach it; None where that is not sure.
+
+    Not sure are a name with several addresses, which others may try in another order, and one that leads to loopback
+    here and elsewhere to the network.
+    """
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return None
+    if host == "localhost":
+        return OWN_ADDRESS
+    return address_towards(host) if len(found) == 1 and is_own_address(host) else None
+
+
 def is_own_address(host: str) -> bool:
     """Whether `host` names an address of this machine."""
     found = _resolve(host)
@@ -59,6 +86,27 @@ def is_own_address(host: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens at `port` of the one address of this machine that `host` names; 0 takes a free port.
+
+    Raises:
+        OSError: it is no address of this machine, or the port is taken.
+    """
+    found = _resolve(host)
+    if found is None:
+        raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    family, address = found
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+        listening.bind((address, port))
+        listening.listen(socket.SOMAXCONN)
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 def is_loopback(host: str) -> bool:

@@ -8,20 +8,21 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.agreement import collective, end_watching, start_watching
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import CheckpointError, LaunchError, LoopError
-from zero_plugin.probe.network import interface_towards
+from zero_plugin.probe.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
 from zero_plugin.probe.scheduler import find_place
 from zero_plugin.probe.tpu import find_tpu
 from zero_plugin.strategies.replica import find_replica
@@ -31,7 +32,7 @@ __all__ = ["Processes", "call_at_exit", "start_processes"]
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(minutes=30)
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # what a group of one leaves in the environment
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as the environment describes a group of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class _OwnGroup:
         self.launched = False
         self.on_xla = False
         self._groups = 0
+        self._left: dict[str, str] = {}  # in the environment, by a group of one
         self._at_exit: Callable[[], None] | None = None
 
     @property
@@ -140,7 +142,7 @@ class _OwnGroup:
         self.launched = init_method is not None or _is_launched()
         if self.launched:
             rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
-            _choose_network()
+            os.environ.update(_choose_network())
             try:
                 store = _meet(init_method or "env://", os.environ.get("MASTER_PORT"), rank, world, os.getpid())
             except dist.DistError as error:
@@ -157,7 +159,8 @@ class _OwnGroup:
         else:
             # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
             # no port, so that any number of single-process runs fit on one machine.
-            os.environ.update(_ALONE)
+            self._left = {**_ALONE, **_choose_network()}
+            os.environ.update(self._left)
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         self.group, self.holders, self.destroyers = c10d._get_default_group(), [], []
 
@@ -186,7 +189,7 @@ class _OwnGroup:
     def _forget_environment(self) -> None:
         """Take out of the environment what a group of one left there."""
         if not self.launched:
-            for name in _ALONE:
+            for name in self._left:
                 os.environ.pop(name, None)
 
     def _end_left_over(self) -> None:
@@ -290,13 +293,22 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
 @functools.cache
 def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
     """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
+    if init_method == "env://" and rank == 0 and port and not _has_agent_store():
+        address = own_address(os.environ["MASTER_ADDR"])
+        with suppress(OSError):  # of a port that is taken torch tells, or shares it
+            if address is not None:
+                file = listening_socket(address, int(port)).detach()  # torch would listen on every interface
+                return TCPStore(address, int(port), world, True, _TIMEOUT, multi_tenant=True, master_listen_fd=file)
     return next(iter(rendezvous(init_method, rank, world)))[0]
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _restarts_of_store() -> str:
     """How often processes before these have met in the launcher's store; 0 where the store is new with each start."""
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _has_agent_store() else "0"
 
 
 def _share_cores(processes: int) -> None:
@@ -307,13 +319,22 @@ def _share_cores(processes: int) -> None:
             torch.set_num_threads(max(1, cores // processes))
 
 
-def _choose_network() -> None:
-    """Name gloo the interface that leads to rank 0's machine: by itself it takes that of this machine's name."""
-    several = os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
-    if several and "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
-        if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+def _is_on_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
+def _choose_network() -> dict[str, str]:
+    """The variables that name the interface that gloo and NCCL listen at, where nobody has named one.
+
+    On one machine that is loopback. On several it leads to rank 0's machine: gloo by itself takes that of this
+    machine's name; NCCL finds one.
+    """
+    alone = _is_on_one_machine()
+    interface = interface_towards(OWN_ADDRESS if alone else os.environ.get("MASTER_ADDR", ""))
+    if interface is None:
+        return {}
+    names = {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": f"={interface}"} if alone else {})}
+    return {name: value for name, value in names.items() if name not in os.environ}
 
 
 def _why_not_met(init_method: str | None, rank: int, world: int, error: Exception) -> str:

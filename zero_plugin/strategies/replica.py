@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from zero_plugin.errors import LaunchError
+from zero_plugin.probe.network import OWN_ADDRESS
 from zero_plugin.strategies.xla_runtime import check_world_size, import_torch_xla, refuse_threads, start_runtime
 
 __all__ = ["Replica", "find_replica"]
@@ -50,7 +51,7 @@ class Replica:
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_size),
-            "MASTER_ADDR": address or (runtime.get_master_ip() if runtime.device_type() == "TPU" else "localhost"),
+            "MASTER_ADDR": address or (runtime.get_master_ip() if runtime.device_type() == "TPU" else OWN_ADDRESS),
             "MASTER_PORT": os.environ.get("MASTER_PORT", "12355"),
         }
 
