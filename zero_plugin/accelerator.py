@@ -28,6 +28,7 @@ from zero_plugin.arguments import (
     refuse_arguments,
 )
 from zero_plugin.checkpoint.background import BackgroundWriter
+from zero_plugin.checkpoint.lineage import Lineages
 from zero_plugin.choices import DynamoBackend, RNGType
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
@@ -226,6 +227,7 @@ class Accelerator(
         self._untrained: list[Training] = []
         self._waiting: list[AcceleratedOptimizer] = []  # for their models
         self._background = BackgroundWriter(self._say)
+        self._lineages = Lineages()
         self._must_resume = launch_settings(self.document).auto_resume  # before it trains
         self._stop = StopRequest()
         self._custom_objects: list[Any] = []

@@ -245,7 +245,7 @@ class ProjectConfiguration:
         logging_dir: folder of local trackers; None takes `project_dir`.
         automatic_checkpoint_naming: `save_state` numbers its folders by itself.
         total_limit: how many of those are kept.
-        iteration: number of the next one.
+        iteration: number of the next one, unless a run has used it in that folder: numbers grow over all runs.
         save_on_each_node: no effect: a checkpoint is one folder, which all processes see.
     """
 

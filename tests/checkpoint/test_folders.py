@@ -25,18 +25,18 @@ from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.errors import CheckpointError
 
 
-def fill(folder: Path, content: str) -> None:
+def fill(folder: Path, content: str, run: str = "mine") -> None:
     """Make a folder a complete checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "file").write_text(content)
     files = {"file": {"size": len(content), "crc32": None}}
-    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files, "models": []}))
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "run": run, "files": files, "models": []}))
 
 
-def save(target: Path, content: str) -> None:
+def save(target: Path, content: str, run: str = "mine") -> None:
     """A checkpoint, as `save_state` makes it."""
     draft = open_draft(target, 10)
-    fill(draft, content)
+    fill(draft, content, run)
     publish_draft(draft, target)
 
 
@@ -124,12 +124,13 @@ def test_rotation_leaves_other_names_alone(tmp_path: Path) -> None:
     for number in range(4):
         save(tmp_path / f"step_{number}", "x")
     (tmp_path / "step_2").rename(tmp_path / ".step_2.replaced")
+    save(tmp_path / "step_0", "x", run="another's")
     left = [".step_9.0a1b2c3d.writing", ".step_8.removing"]
     others = [".step_a.0a1b2c3d.writing", ".other_1.0a1b2c3d.writing", ".step_.removing", ".5.0a1b2c3d.writing"]
     for name in left + others:
         (tmp_path / name).mkdir()
-    assert rotate_checkpoints(tmp_path / "step_3", 2) == [tmp_path / "step_0", tmp_path / "step_1"]
-    assert {path.name for path in tmp_path.iterdir()} == {"step_2", "step_3", *others}
+    assert rotate_checkpoints(tmp_path / "step_3", 2) == [tmp_path / "step_1"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_0", "step_2", "step_3", *others}
 
 
 def test_rotation_leaves_what_another_job_is_writing(tmp_path: Path) -> None:

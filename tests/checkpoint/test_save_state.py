@@ -118,22 +118,24 @@ def test_weights_are_a_model_folder(make_training: Any, tmp_path: Path) -> None:
 
 
 def test_names_count_and_rotate(make_training: Any, tmp_path: Path) -> None:
-    """Automatic names count up, also after a load; the oldest go beyond the limit, and nothing else does."""
+    """Automatic names count up, also after a load; the oldest go beyond the limit, and nothing else does.
+
+    No number is used twice, not even that of a save that never ended: nobody knows whether its run has.
+    """
     training = make_training(project_config=numbered(tmp_path, total_limit=2))
     (tmp_path / "checkpoints" / "checkpoint_notes").mkdir(parents=True)
-    (tmp_path / "checkpoints" / ".checkpoint_9.0a1b2c3d.writing").mkdir()  # of a killed run
+    (tmp_path / "checkpoints" / ".checkpoint_0.0a1b2c3d.writing").mkdir()  # of a killed run
     for _ in range(3):
         training.accelerator.save_state()
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"checkpoint_1", "checkpoint_2", "checkpoint_notes"}
+    assert names == {"checkpoint_2", "checkpoint_3", "checkpoint_notes"}
     training.accelerator.end_training()
     later = make_training(project_config=numbered(tmp_path))
-    assert later.accelerator.load_state().folder.name == "checkpoint_2"
-    assert later.accelerator.save_iteration == 3
-    assert later.accelerator.save_state().name == "checkpoint_3"
+    assert later.accelerator.load_state().folder.name == "checkpoint_3"
+    assert later.accelerator.save_iteration == 4
+    assert later.accelerator.save_state().name == "checkpoint_4"
     later.accelerator.project_configuration.iteration = 3
-    with pytest.raises(CheckpointError, match=r"checkpoint_3 exists already"):
-        later.accelerator.save_state()
+    assert later.accelerator.save_state().name == "checkpoint_5"
 
 
 def test_only_complete_ones_are_chosen(make_training: Any, tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, ProjectConfiguration
-from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE
+from zero_plugin.config.attempt import CUT_VARIABLE
 from zero_plugin.errors import CheckpointError, LoopError
 
 GOES_ON = {"auto_resume": True}
@@ -25,8 +25,8 @@ GOES_ON = {"auto_resume": True}
 class Training:
     """A prepared training on six shuffled batches an epoch."""
 
-    def __init__(self, folder: Path, config: dict[str, Any] | None = None) -> None:
-        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    def __init__(self, folder: Path, config: dict[str, Any] | None = None, limit: int | None = None) -> None:
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=limit)
         self.accelerator = Accelerator(cpu=True, config=config, project_config=project)
         torch.manual_seed(0)
         net, x = nn.Linear(4, 4), torch.randn(48, 4)
@@ -55,12 +55,12 @@ Make = Callable[..., Training]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Trainings in one folder that are ended in the end; no launcher has restarted them."""
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    """Trainings in one folder that are ended in the end; no launcher has started them."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     made: list[Training] = []
 
-    def make(config: dict[str, Any] | None = None) -> Training:
-        made.append(Training(tmp_path, config))
+    def make(config: dict[str, Any] | None = None, limit: int | None = None) -> Training:
+        made.append(Training(tmp_path, config, limit))
         return made[-1]
 
     yield make
@@ -68,12 +68,32 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         training.accelerator.end_training()
 
 
+Launch = Callable[..., None]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """What comes now is in that attempt of that launch, as torchrun tells its workers; our launcher may begin more."""
+
+    def launch(name: str, attempt: int, torchrun: int = 0) -> None:
+        place = tmp_path / "launches" / name / f"none_{torchrun}" / f"attempt_{attempt}" / "0"
+        place.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place / "error.json"))
+
+    return launch
+
+
+def names(folder: Path) -> set[str]:
+    """Of the checkpoints."""
+    return {path.name for path in (folder / "checkpoints").iterdir()}
+
+
 @pytest.mark.parametrize("restarted", [False, True], ids=["auto_resume", "restarted"])
-def test_a_run_that_goes_on(restarted: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on(restarted: bool, make: Make, launch: Launch) -> None:
     """Asked for, or restarted by the launcher: inside the epoch, in its order, the same losses as without a stop."""
+    launch("first", 0)
     losses = make().run(range(3), save_after=8)
-    if restarted:
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    launch(*(("first", 1) if restarted else ("second", 0)))
     training = make(None if restarted else GOES_ON)
     report = training.accelerator.resume()
     assert report is not None
@@ -82,18 +102,159 @@ def test_a_run_that_goes_on(restarted: bool, make: Make, monkeypatch: pytest.Mon
 
 
 def test_what_a_launch_before_has_saved(
-    make: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    make: Make, launch: Launch, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A restarted run that had begun anew does so again: only what its own launch has saved is gone on from."""
+    launch("first", 0)
+    monkeypatch.setenv(CUT_VARIABLE, "1")  # our launcher, which begins a torchrun anew where memory ran out
     make().run(range(1), save_after=3)
-    monkeypatch.setenv(CUT_VARIABLE, "2")
-    monkeypatch.setenv(LAUNCHED_VARIABLE, str(time.time() + 1))
+    launch("second", 0)
     assert make().accelerator.resume() is None
     assert "begins anew, since it is of a launch before" in capfd.readouterr().err
-    monkeypatch.setenv(LAUNCHED_VARIABLE, str(time.time() - 60))
+    launch("second", 1)
+    assert make().accelerator.resume() is None
+    assert "no checkpoint of this run" in capfd.readouterr().err
+    launch("first", 0, torchrun=1)
+    monkeypatch.setenv(CUT_VARIABLE, "2")
     report = make().accelerator.resume()
     assert report is not None
     assert (report.steps, report.batches) == (3, [6])  # in each of the loader's three, two of half the size
+
+
+def test_no_clock_decides(make: Make, launch: Launch, tmp_path: Path) -> None:
+    """A file server may be an hour behind: a restarted run resumes from what it has saved."""
+    launch("only", 0)
+    make().run(range(1), save_after=3)
+    os.utime(tmp_path / "checkpoints" / "checkpoint_0" / "manifest.json", (0, 0))
+    launch("only", 1)
+    report = make().accelerator.resume()
+    assert report is not None
+    assert report.steps == 3
+
+
+def test_a_second_run_in_a_folder(make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It goes on counting, so that the newest has the largest number, and its rotation removes its own only."""
+    for written in ({"checkpoint_2", "checkpoint_3"}, {"checkpoint_2", "checkpoint_3", "checkpoint_5", "checkpoint_6"}):
+        accelerator = make(limit=2).accelerator
+        for _ in range(4 if "checkpoint_5" not in written else 3):
+            last = accelerator.save_state()
+        assert names(tmp_path) == written
+        assert make(GOES_ON).accelerator.load_state().folder == last
+    assert capfd.readouterr().err.count("this run's go on from 4") == 1
+    accelerator.project_configuration.iteration = 10  # a script may leave numbers out
+    assert accelerator.save_state().name == "checkpoint_10"
+
+
+def test_a_number_that_another_run_takes_meanwhile(make: Make, tmp_path: Path) -> None:
+    """One that is being written counts; of two that end at the same number, the later one is an error."""
+    accelerator = make().accelerator
+    (tmp_path / "checkpoints" / ".checkpoint_3.01234567.writing").mkdir(parents=True)
+    assert accelerator.save_state().name == "checkpoint_4"
+    rival = tmp_path / "checkpoints" / "checkpoint_5" / "mine"
+    accelerator.register_save_state_pre_hook(lambda *_: rival.parent.mkdir() or rival.touch())
+    with pytest.raises(CheckpointError, match="checkpoint_5 cannot be replaced"):
+        accelerator.save_state()
+    assert rival.exists()
+
+
+def test_a_requeued_run(make: Make, launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A launch that resumes joins the run: it counts on, rotates its checkpoints, and so do the restarts after it."""
+    launch("monday", 0)
+    accelerator = make(limit=2).accelerator
+    for _ in range(2):
+        accelerator.save_state()
+    launch("tuesday", 0)
+    accelerator = make(GOES_ON, limit=2).accelerator
+    assert accelerator.resume() is not None
+    assert "checkpoint_1 is the newest checkpoint, of run" in capfd.readouterr().err
+    accelerator.save_state()
+    assert names(tmp_path) == {"checkpoint_1", "checkpoint_2"}
+    launch("tuesday", 1)
+    accelerator = make(GOES_ON, limit=2).accelerator
+    assert accelerator.resume().folder.name == "checkpoint_2"
+    accelerator.save_state()
+    assert names(tmp_path) == {"checkpoint_2", "checkpoint_3"}
+
+
+def test_two_runs_in_a_folder(make: Make, launch: Launch) -> None:
+    """A restart before the first save goes on from what its launch had resumed from, or begins anew as it had done."""
+    launch("one", 0)
+    make().accelerator.save_state()
+    launch("requeued", 0)
+    assert make(GOES_ON).accelerator.resume().folder.name == "checkpoint_0"
+    launch("other", 0)
+    other = make().accelerator
+    assert other.resume() is None
+    assert other.save_state().name == "checkpoint_1"
+    launch("requeued", 1)
+    requeued = make(GOES_ON).accelerator
+    assert requeued.resume().folder.name == "checkpoint_0"
+    assert requeued.load_state().folder.name == "checkpoint_0"
+    assert requeued.save_state().name == "checkpoint_2"
+    launch("other", 1)
+    assert make().accelerator.resume().folder.name == "checkpoint_1"
+    launch("third", 0)
+    assert make().accelerator.resume() is None
+    launch("third", 1)
+    assert make(GOES_ON).accelerator.resume() is None
+    launch("fourth", 0)
+    assert make(GOES_ON).accelerator.resume().folder.name == "checkpoint_2"
+
+
+def test_a_restart_where_the_folder_was_empty(make: Make, launch: Launch) -> None:
+    """What another run has saved there meanwhile is not this run's."""
+    launch("one", 0)
+    assert make(GOES_ON).accelerator.resume() is None
+    launch("other", 0)
+    make().accelerator.save_state()
+    launch("one", 1)
+    assert make(GOES_ON).accelerator.resume() is None
+
+
+def test_going_back(make: Make, tmp_path: Path) -> None:
+    """What resumes from an older checkpoint of a run is another run: the newer ones are not rotated away."""
+    accelerator = make().accelerator
+    for _ in range(3):
+        accelerator.save_state()
+    accelerator = make(limit=1).accelerator
+    accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_1")
+    for _ in range(2):
+        accelerator.save_state()
+    assert names(tmp_path) == {"checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_4"}
+    accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
+    accelerator.save_state()
+    assert names(tmp_path) == {"checkpoint_4", "checkpoint_5"}
+
+
+def test_numbers_that_begin_again(make: Make, tmp_path: Path) -> None:
+    """Where a script types numbers of steps, the order of saving is the manifest's."""
+    out = tmp_path / "out"
+    make().accelerator.project_configuration.automatic_checkpoint_naming = False
+    for numbers in ((500, 1000), (100, 200)):
+        accelerator = make(GOES_ON).accelerator
+        accelerator.project_configuration.automatic_checkpoint_naming = False
+        for number in numbers:
+            accelerator.save_state(out / f"checkpoint_{number}", total_limit=1)
+    assert {path.name for path in out.iterdir()} == {"checkpoint_1000", "checkpoint_200"}
+    assert make(GOES_ON).accelerator.resume(out).folder.name == "checkpoint_200"
+
+
+def test_checkpoints_of_before(make: Make, launch: Launch, tmp_path: Path) -> None:
+    """Those whose manifest names no run are resumed from, by a restart before the first save too, and never removed."""
+    accelerator = make().accelerator
+    for _ in range(2):
+        file = accelerator.save_state() / "manifest.json"
+        manifest = json.loads(file.read_text())
+        file.write_text(json.dumps({key: manifest[key] for key in manifest if key not in ("run", "order")}))
+    for attempt in range(2):
+        launch("now", attempt)
+        accelerator = make(GOES_ON, limit=1).accelerator
+        assert accelerator.resume().folder.name == "checkpoint_1"
+    for _ in range(2):
+        accelerator.save_state()
+    assert names(tmp_path) == {"checkpoint_0", "checkpoint_1", "checkpoint_3"}
+    launch("now", 2)
+    assert make(GOES_ON).accelerator.resume().folder.name == "checkpoint_3"
 
 
 def test_a_stop_between_two_epochs(make: Make) -> None:
@@ -116,8 +277,7 @@ def test_a_run_that_begins_anew(make: Make, capfd: pytest.CaptureFixture[str]) -
     assert training.accelerator.resume() is None
     assert "checkpoint_0 is not loaded" in capfd.readouterr().err
     assert training.run(range(1)) == losses
-    with pytest.raises(CheckpointError, match="exists already"):
-        training.accelerator.save_state()
+    assert training.accelerator.save_state().name == "checkpoint_1"
 
 
 def test_what_is_never_begun_anew(make: Make, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
-from zero_plugin.config.attempt import CUT_VARIABLE, LAUNCHED_VARIABLE
+from zero_plugin.config.attempt import CUT_VARIABLE
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
 from zero_plugin.launch.machine import port_is_free
 
@@ -69,14 +69,14 @@ def test_what_reaches_the_script(launch: Launch, tmp_path: Path) -> None:
 
 def test_one_process_is_launched_the_same_way(launch: Launch, tmp_path: Path) -> None:
     """Without a count on a CPU: one process, with a rank, a world and an address as several have. The user's variables
-    stay; of this package's, one has the configuration, and two say of which attempt."""
+    stay; of this package's, one has the configuration, and one says of which attempt."""
     (tmp_path / "show.py").write_text(SHOW)
     (row,) = shown(launch("--cpu", "show.py", OMP_NUM_THREADS="7").stdout)
     assert (row["RANK"], row["WORLD_SIZE"], row["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
     assert row["torch"] is False  # nothing was imported on the script's behalf
     assert row["OMP_NUM_THREADS"] == "7"
     assert isinstance(row["ours"], list)
-    assert set(row["ours"]) - set(os.environ) == {ENVIRONMENT_VARIABLE, CUT_VARIABLE, LAUNCHED_VARIABLE}
+    assert set(row["ours"]) - set(os.environ) == {ENVIRONMENT_VARIABLE, CUT_VARIABLE}
 
 
 def test_streams_role_and_the_working_folder(launch: Launch, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from zero_plugin.checkpoint.durable import exchange, make_folder, sync_folder
 from zero_plugin.checkpoint.holding import hold, is_held, let_go
@@ -17,14 +18,19 @@ from zero_plugin.checkpoint.manifest import MANIFEST_NAME, find_damage, read_man
 from zero_plugin.errors import CheckpointError
 
 __all__ = [
+    "KnownCheckpoint",
     "automatic_folder",
     "choose_checkpoint",
     "discard_draft",
+    "has_checkpoints",
+    "known_checkpoints",
+    "next_number",
     "numbered_checkpoints",
     "offer_previous",
     "open_draft",
     "publish_draft",
     "rotate_checkpoints",
+    "split_number",
 ]
 
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
@@ -36,6 +42,24 @@ _AUTOMATIC: Final = "checkpoint_"
 #   .name.replaced           whole: the older one, or the newer one just before it takes the name
 #   .name.removing           going
 _ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCheckpoint:
+    """A numbered checkpoint, complete or not.
+
+    Attributes:
+        order: its place among those that are named alike, as its manifest has it, so that neither clocks nor numbers
+            of steps that have begun again decide what is newest; its number where there is none.
+        path: its folder.
+        run: whose it is; None of one from before manifests had it, or that cannot be read.
+        is_readable: whether it has a manifest.
+    """
+
+    order: int
+    path: Path
+    run: str | None
+    is_readable: bool
 
 
 def automatic_folder(project_dir: str | os.PathLike[str] | None) -> Path:
@@ -81,10 +105,15 @@ def open_draft(target: Path, needed_bytes: int) -> Path:
     )
 
 
-def publish_draft(draft: Path, target: Path) -> None:
+def publish_draft(draft: Path, target: Path, *, replaces: bool = True) -> None:
     """Give a complete draft its name. A reader sees the old checkpoint or the new one, never a mixture.
 
     Files in `target` that were no part of the checkpoint there stay.
+
+    Args:
+        draft: what `open_draft` has given.
+        target: its name.
+        replaces: whether a checkpoint that has the name by now is replaced.
 
     Raises:
         CheckpointError: `target` cannot be replaced; what is there is complete.
@@ -92,7 +121,7 @@ def publish_draft(draft: Path, target: Path) -> None:
     try:
         for folder, _, _ in os.walk(draft):
             sync_folder(Path(folder))
-        if target.exists():
+        if replaces and target.exists():
             _replace(target, draft)
         else:
             draft.rename(target)
@@ -124,11 +153,46 @@ def numbered_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[tuple[i
     )
 
 
-def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
-    """Of the checkpoints named as `newest` but for the number, remove the oldest beyond `keep`; those removed.
+def split_number(name: str) -> tuple[str, int] | None:
+    """What a checkpoint's name is made of, also while it is aside; None without a number at its end."""
+    aside = _ASIDE.fullmatch(name)
+    match = _NUMBERED.fullmatch(aside[1] if aside else name)
+    return None if match is None else (match[1], int(match[2]))
 
-    What killed runs left of such is settled too, but not what another job is writing. A folder without a manifest is
-    not ours, and stays.
+
+def next_number(folder: Path) -> int:
+    """The first number that no run has used for a checkpoint in `folder`, nor uses for one that is being written."""
+    numbers = [split_number(path.name) for path in (folder.iterdir() if folder.is_dir() else ())]
+    return max((one[1] for one in numbers if one is not None and one[0] == _AUTOMATIC), default=-1) + 1
+
+
+def known_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[KnownCheckpoint]:
+    """The `numbered_checkpoints` with what their manifests say, oldest first."""
+    known = []
+    for number, path in numbered_checkpoints(folder, prefix):
+        about = next((about for p in (path, _beside(path, "replaced")) if (about := _about(p)) is not None), None)
+        run, order = (None, None) if about is None else (about.get("run"), about.get("order"))
+        known.append(KnownCheckpoint(number if order is None else order, path, run, about is not None))
+    return sorted(known, key=lambda one: one.order)
+
+
+def has_checkpoints(place: Path, run: str | None = None) -> bool:
+    """Whether there is one, complete or not, of that run where one is named; a save that never ended left none."""
+    if run is None:
+        return (place / MANIFEST_NAME).exists() or bool(numbered_checkpoints(place))
+    if (place / MANIFEST_NAME).exists():
+        return (_about(place) or {}).get("run") == run
+    return any(one.run == run or not one.is_readable for one in known_checkpoints(place))
+
+
+def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
+    """Of the checkpoints of one run that are named as `newest` but for the number, remove the oldest beyond `keep`.
+
+    What killed runs left of such is settled too, but not what another job is writing. Checkpoints of other runs, of
+    nobody knows which run, and folders without a manifest are not ours, and stay.
+
+    Returns:
+        Those removed.
 
     Raises:
         CheckpointError: one cannot be removed.
@@ -144,8 +208,9 @@ def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
         for name, paths in asides.items():
             if (numbered := _NUMBERED.fullmatch(name)) and numbered[1] == match[1] and not any(map(is_held, paths)):
                 _settle(newest.with_name(name))
-        older = [path for _, path in numbered_checkpoints(newest.parent, match[1]) if (path / MANIFEST_NAME).exists()]
-        older.remove(newest)
+        run = (_about(newest) or {}).get("run")
+        known = known_checkpoints(newest.parent, match[1]) if run is not None else []
+        older = [one.path for one in known if one.run == run and one.path != newest]
         removed = older[: max(len(older) - max(keep - 1, 0), 0)]
         for path in removed:
             _remove(path, path)
@@ -156,10 +221,14 @@ def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
     return removed
 
 
-def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
+def choose_checkpoint(folder: Path, run: str | None = None) -> tuple[Path, list[str]]:
     """The checkpoint to load: `folder` itself, or the newest complete `checkpoint_<number>` in it.
 
     It only looks, since another run may be writing there.
+
+    Args:
+        folder: see above.
+        run: of those in it, only this run's; None for every run's.
 
     Returns:
         The folder, and the damage of newer ones that were passed over.
@@ -169,7 +238,8 @@ def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
     """
     if not folder.is_dir() and not _beside(folder, "replaced").is_dir():
         raise CheckpointError(f"{folder} does not exist.")
-    numbered = [] if (folder / MANIFEST_NAME).exists() else [path for _, path in reversed(numbered_checkpoints(folder))]
+    known = [] if (folder / MANIFEST_NAME).exists() else list(reversed(known_checkpoints(folder)))
+    numbered = [one.path for one in known if run is None or one.run == run or not one.is_readable]
     damages: list[str] = []
     for path in numbered or [folder]:
         damage = find_damage(path)
@@ -243,6 +313,13 @@ def _no_other(folder: Path) -> str:
     if any((folder / name).exists() for name in ("pytorch_model", "latest", "optimizer.bin", "random_states_0.pkl")):
         return "It looks like one that Accelerate or DeepSpeed wrote, with pickle; those cannot be loaded as they are."
     return "There is no other complete checkpoint beside it."
+
+
+def _about(folder: Path) -> Mapping[str, Any] | None:
+    try:
+        return read_manifest(folder).about
+    except CheckpointError:
+        return None
 
 
 def _keep_other_files(old: Path, new: Path) -> None:

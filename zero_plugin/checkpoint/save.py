@@ -63,6 +63,7 @@ class OpenCheckpoint:
         draft: its folder until then.
         models: class, folder and tied names of each.
         layouts: where each one's tensors go.
+        replaces: whether a checkpoint that has the name of `target` in the end is replaced.
         about: for the manifest; on the main process.
         trees: file's path without ending → what goes into it; on the main process.
     """
@@ -71,6 +72,7 @@ class OpenCheckpoint:
     draft: Path
     models: Sequence[tuple[str, str, Mapping[str, str]]]
     layouts: Sequence[Layout]
+    replaces: bool = True
     about: Mapping[str, Any] = field(default_factory=dict)
     trees: Mapping[str, EncodedTree] = field(default_factory=dict)
 
@@ -130,7 +132,7 @@ class OpenCheckpoint:
             if name in sizes and files[name][0] != sizes[name]:
                 raise CheckpointError(f"{path} has {files[name][0]:,} bytes instead of {sizes[name]:,}.")
         Manifest(self.about, models, files).write(self.draft)
-        publish_draft(self.draft, self.target)
+        publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
 def open_checkpoint(
@@ -140,6 +142,7 @@ def open_checkpoint(
     *,
     max_shard_bytes: int,
     run_hooks: Callable[[Path], Sequence[int]],
+    replaces: bool = True,
 ) -> OpenCheckpoint:
     """Begin a checkpoint: everything but the models' tensors is decided and collected. Collective.
 
@@ -150,6 +153,7 @@ def open_checkpoint(
         max_shard_bytes: of a weight file.
         run_hooks: called on every process with the folder that is being written; which sessions' weights it has stored
             by itself.
+        replaces: whether a checkpoint that has the name of `target` in the end is replaced.
 
     Raises:
         CheckpointError: on every process; nothing of it is left.
@@ -170,7 +174,7 @@ def open_checkpoint(
     layouts = all_or_none(lambda: plan(()))
     agree_on(layouts)
     draft = on_main(lambda: open_draft(target, _needed_bytes(layouts)))
-    opened = OpenCheckpoint(target, draft, models, layouts)
+    opened = OpenCheckpoint(target, draft, models, layouts, replaces)
 
     def begin() -> None:
         create_files(draft, opened.layouts)

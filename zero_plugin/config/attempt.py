@@ -1,29 +1,32 @@
-"""What one attempt of a run tells the next through the launcher: that memory ran out, and what then comes smaller."""
+"""What one attempt of a launch tells the next: that memory ran out, and whose checkpoints it has resumed from."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 __all__ = [
-    "AGAIN_VARIABLE",
     "CUT_VARIABLE",
-    "LAUNCHED_VARIABLE",
     "Shortage",
+    "keep_run",
+    "kept_run",
     "leave_shortage",
     "micro_batch_cut",
     "take_shortage",
 ]
 
 CUT_VARIABLE: Final = "ZERO_PLUGIN_MICRO_BATCH_CUT"  # set, to 1 at first, by a launcher that reads what workers leave
-AGAIN_VARIABLE: Final = "ZERO_PLUGIN_STARTED_AGAIN"  # set where workers were started before, for whatever reason
-LAUNCHED_VARIABLE: Final = "ZERO_PLUGIN_LAUNCHED"  # when the first attempt began, in seconds since the epoch
 
 _FILE: Final = "out_of_memory"  # in torchrun's folder of one attempt, where all its workers of a machine write
 _ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+_ATTEMPT: Final = re.compile(r"attempt_\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +74,34 @@ def take_shortage(folder: Path) -> Shortage | None:
         file.unlink()
         return Shortage(**json.loads(text))
     return None
+
+
+def keep_run(folder: Path, run: str, environ: Mapping[str, str]) -> None:
+    """Tell the attempts to come that checkpoints in `folder` are this run's where they bear this id.
+
+    It is not a variable that the launcher sets, since it is known only when a checkpoint was chosen. Nothing happens
+    where no launcher starts workers again, or where its folder cannot be written.
+    """
+    if (note := _note_of_run(folder, environ)) is not None:
+        draft = note.with_name(f"{note.name}.{os.getpid()}")  # each worker of a machine writes the same
+        with suppress(OSError):
+            draft.write_text(run, encoding="utf-8")
+            draft.replace(note)
+
+
+def kept_run(folder: Path, environ: Mapping[str, str]) -> str | None:
+    """What `keep_run` has told, on this machine, in an earlier attempt of the same launch or in this one."""
+    note = _note_of_run(folder, environ)
+    try:
+        return None if note is None else note.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _note_of_run(folder: Path, environ: Mapping[str, str]) -> Path | None:
+    """A file in torchrun's folder of all attempts, or above it where our launcher begins a torchrun anew."""
+    error_file = Path(environ.get(_ERROR_FILE, ""))
+    if len(error_file.parents) < 4 or not _ATTEMPT.fullmatch(error_file.parents[1].name):
+        return None
+    launch = error_file.parents[3 if CUT_VARIABLE in environ else 2]
+    return launch / f"run_{zlib.crc32(str(folder).encode()):08x}"

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from zero_plugin import collectives
 from zero_plugin.agreement import collective
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.folders import automatic_folder, rotate_checkpoints
-from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.checkpoint.folders import automatic_folder, next_number, rotate_checkpoints
+from zero_plugin.checkpoint.lineage import Lineages
 from zero_plugin.checkpoint.pretrained import write_configuration
 from zero_plugin.checkpoint.random_state import random_state
 from zero_plugin.checkpoint.save import Draft, open_checkpoint
@@ -46,6 +46,7 @@ class CheckpointCalls:
     project_configuration: ProjectConfiguration
     _background: BackgroundWriter
     _dataloaders: list[DataLoaderAdapter]
+    _lineages: Lineages
     _processes: Processes
     _say: Callable[[str], None]
     _trainings: list[Training]
@@ -117,10 +118,12 @@ class CheckpointCalls:
 
         Args:
             output_dir: with `ProjectConfiguration(automatic_checkpoint_naming=True)` it is
-                `project_dir/checkpoints/checkpoint_<iteration>`, whatever is given here.
+                `project_dir/checkpoints/checkpoint_<iteration>`, whatever is given here; where a run has used that
+                number, the first one above all that runs have used there.
             safe_serialization: no difference: safetensors and JSON always.
-            total_limit: after success, remove the oldest of the checkpoints with the same name but for the number;
-                absent, `ProjectConfiguration(total_limit=…)` holds for automatic names.
+            total_limit: after success, remove the oldest of this run's checkpoints with the same name but for the
+                number; absent, `ProjectConfiguration(total_limit=…)` holds for automatic names. A launch, its restarts,
+                and launches that resume from its newest checkpoint are one run.
             max_shard_size: largest size of a weight file, e.g. `5GB`.
             asynchronous: write it behind the training; where the copy does not fit the memory of some machine, a line
                 says so, and it is complete at the return all the same.
@@ -144,14 +147,16 @@ class CheckpointCalls:
                 "save_state inside an accumulation window: its gradients so far are not in the checkpoint. Save where "
                 "accelerator.sync_gradients is True, after optimizer.step()."
             )
+        run = self._lineages.own(target.parent)
         states = collectives.gather_object([random_state()])
         sessions = [training.session for training in self._trainings]
         opened = open_checkpoint(
             target,
             sessions,
-            lambda: self._make_draft(states),
+            lambda: self._make_draft(states, {"run": run, "order": self._lineages.next_order(target)}),
             max_shard_bytes=parse_size(max_shard_size),
             run_hooks=self._run_save_hooks,
+            replaces=not project.automatic_checkpoint_naming,
         )
         copies = self._background.copy(opened, sessions) if asynchronous else None
         if copies is None:
@@ -198,13 +203,13 @@ class CheckpointCalls:
                     "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
                 )
             return Path(output_dir).expanduser().resolve()  # what a link points to is replaced, not the link
-        target = automatic_folder(project.project_dir) / f"checkpoint_{project.iteration}"
+        folder = automatic_folder(project.project_dir)
+        if (free := on_main(lambda: next_number(folder))) > project.iteration:
+            self._say(f"save_state: {folder} has checkpoints up to number {free - 1}; this run's go on from {free}")
+            project.iteration = free
+        target = folder / f"checkpoint_{project.iteration}"
         if output_dir is not None and Path(output_dir).expanduser().absolute() != target:
             self._say(f"save_state({str(output_dir)!r}): naming is automatic, so it is {target}")
-        if on_main(lambda: find_damage(target) is None):
-            raise CheckpointError(
-                f"{target} exists already.\nSet accelerator.project_configuration.iteration to the first number to use."
-            )
         return target
 
     def _run_save_hooks(self, draft: Path) -> Sequence[int]:
@@ -217,7 +222,7 @@ class CheckpointCalls:
             hook(list(models), left, str(draft))
         return taken_out(weights, left)
 
-    def _make_draft(self, states: list[Any]) -> Draft:
+    def _make_draft(self, states: list[Any], lineage: dict[str, Any]) -> Draft:
         runs = [describe_run(self.document, training.resolved, training.facts) for training in self._trainings]
         training = {
             "models": [describe_training(training) for training in self._trainings],
@@ -236,6 +241,7 @@ class CheckpointCalls:
 
         return Draft(
             about={
+                **lineage,
                 "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "strategy": runs[0]["strategy"] if runs else None,
                 "processes": self._processes.world_size,

@@ -12,7 +12,8 @@ from torch import nn
 
 from zero_plugin.agreement import collective
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.folders import automatic_folder, choose_checkpoint
+from zero_plugin.checkpoint.folders import automatic_folder, choose_checkpoint, has_checkpoints
+from zero_plugin.checkpoint.lineage import Lineages
 from zero_plugin.checkpoint.load import LoadReport, load_tensors, verify_checksums
 from zero_plugin.checkpoint.manifest import Manifest
 from zero_plugin.checkpoint.nested_file import read_nested
@@ -53,6 +54,7 @@ class RestoringCalls:
     _background: BackgroundWriter
     _custom_objects: list[Any]
     _dataloaders: list[DataLoaderAdapter]
+    _lineages: Lineages
     _load_model_state_pre_hook: OrderedDict[int, LoadHook]
     _must_resume: bool
     _processes: Processes
@@ -79,8 +81,8 @@ class RestoringCalls:
         `DataLoaderConfiguration(use_stateful_dataloader=True)` they begin there by themselves.
 
         Args:
-            input_dir: a checkpoint, or a folder of `checkpoint_<number>`s, of which the newest complete one is loaded;
-                absent: that of `project_dir/checkpoints`, where naming is automatic.
+            input_dir: a checkpoint, or a folder of `checkpoint_<number>`s, of which the newest complete one is loaded,
+                this run's own where it has any; absent: that of `project_dir/checkpoints`, where naming is automatic.
             load_kwargs: accepted for scripts that give it.
             strict: tensors that only the model or only the checkpoint has are an error.
             weights_only: load the models' weights, and nothing else.
@@ -102,7 +104,10 @@ class RestoringCalls:
                 "or None. Tensors are read to where they live in any case."
             )
         self._background.wait()
-        folder, passed_over = on_main(lambda: choose_checkpoint(self._find_checkpoint(input_dir)))
+        place = on_main(lambda: self._find_checkpoint(input_dir))
+        own = self._lineages.known(place)
+        run = own if on_main(lambda: own is not None and has_checkpoints(place, own)) else None
+        folder, passed_over = on_main(lambda: choose_checkpoint(place, run))
         loaders_go_on = self.dataloader_config.use_stateful_dataloader
         return self._go_on_from(
             folder, passed_over, strict=strict, weights_only=weights_only, verify=verify, loaders_go_on=loaders_go_on
@@ -147,6 +152,8 @@ class RestoringCalls:
         if not weights_only:
             all_or_none(lambda: self._restore(folder, saved, report, loaders_go_on=loaders_go_on))
             restore_reductions(self._trainings, saved["models"])
+            if on_main(lambda: self._lineages.is_newest(folder, manifest)):
+                self._lineages.join(folder.parent, manifest.about["run"])
         self._must_resume = False
         self._say(str(report))
         return report

@@ -9,18 +9,16 @@ from pathlib import Path
 from zero_plugin import collectives
 from zero_plugin.agreement import collective
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.folders import choose_checkpoint, numbered_checkpoints
+from zero_plugin.checkpoint.folders import choose_checkpoint, has_checkpoints
+from zero_plugin.checkpoint.lineage import Lineages
 from zero_plugin.checkpoint.load import LoadReport
-from zero_plugin.checkpoint.manifest import MANIFEST_NAME
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from zero_plugin.checkpoint.together import on_main
-from zero_plugin.config.attempt import AGAIN_VARIABLE, LAUNCHED_VARIABLE
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.facade.stop_request import StopRequest
 
 __all__ = ["ResumingCalls"]
-
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun, and by `zero-plugin launch`
 
 
 class ResumingCalls:
@@ -28,9 +26,9 @@ class ResumingCalls:
 
     document: Document
     _background: BackgroundWriter
-    _cut: int
     _find_checkpoint: Callable[[str | os.PathLike[str] | None], Path]
     _go_on_from: Callable[..., LoadReport]
+    _lineages: Lineages
     _must_resume: bool
     _say: Callable[[str], None]
     _stop: StopRequest
@@ -39,9 +37,10 @@ class ResumingCalls:
     def resume(self, folder: str | os.PathLike[str] | None = None) -> LoadReport | None:
         """Go on from the newest complete checkpoint, where this run is one that goes on; collective, after `prepare`.
 
-        It is one after a restart by the launcher (`--max_restarts`, or for want of memory), and from the first start
-        with `--auto_resume` (`auto_resume: true` in the config). Without that, what a launch before has saved is not
-        loaded, and a line says which checkpoint.
+        It is one after a restart by the launcher (`--max_restarts`, or for want of memory), where only what this run
+        has saved counts, and from the first start with `--auto_resume` (`auto_resume: true` in the config), where the
+        newest one counts, whose run this launch joins. Without that, what a launch before has saved is not loaded, and
+        a line says which checkpoint.
 
         The loaders go on inside the interrupted epoch by themselves:
 
@@ -61,24 +60,26 @@ class ResumingCalls:
             CheckpointError: the checkpoints that are there are all damaged, or do not fit; training is not begun anew.
         """
         self._background.wait()
-        restarted = int(os.environ.get(_RESTARTS, "0")) > 0 or AGAIN_VARIABLE in os.environ or self._cut > 1
-        # A machine that has come back counts no restart, and began later: one that does decides for all.
-        told = collectives.gather_object([(restarted, float(os.environ.get(LAUNCHED_VARIABLE, "0")))])
-        restarted, began = any(again for again, _ in told), min(began for _, began in told)
         place = on_main(lambda: self._find_checkpoint(folder))
-        found = on_main(lambda: choose_checkpoint(place) if _has_checkpoints(place) else None)
+        beside = on_main(lambda: place.parent if (place / MANIFEST_NAME).exists() else place)
+        run = self._lineages.known(beside)
+        found = on_main(lambda: choose_checkpoint(place, run) if has_checkpoints(place, run) else None)
         self._must_resume = False
         if found is None:
-            self._say(f"resume(): no checkpoint in {place} yet; the run begins anew")
+            whose = "" if run is None else " of this run"
+            self._say(f"resume(): no checkpoint{whose} in {place} yet; the run begins anew")
+            self._lineages.own(beside)
             return None
-        own = restarted and on_main(lambda: (found[0] / MANIFEST_NAME).stat().st_mtime >= began)
-        if not (own or launch_settings(self.document).auto_resume):
-            why = "it is of a launch before" if restarted else "the launcher has not restarted it"
+        saved_by = on_main(lambda: read_manifest(found[0]).about.get("run") or "not recorded")
+        if run is None and not launch_settings(self.document).auto_resume:
             self._say(
-                f"resume(): {found[0]} is not loaded and the run begins anew, since {why}. "
-                "--auto_resume goes on from there."
+                f"resume(): {found[0]} is not loaded and the run begins anew, since it is of a launch before (run "
+                f"{saved_by}). --auto_resume goes on from there."
             )
+            self._lineages.own(beside)
             return None
+        if run is None:
+            self._say(f"resume(): {found[0]} is the newest checkpoint, of run {saved_by}, which goes on here")
         return self._go_on_from(*found, loaders_go_on=True)
 
     @collective("stop_requested")
@@ -97,8 +98,3 @@ class ResumingCalls:
         """
         self._stop.listen()
         return collectives.start_sum([int(self._stop.received)])()[0] > 0
-
-
-def _has_checkpoints(place: Path) -> bool:
-    """Whether there is one, complete or not; what is left of a save that never ended is none."""
-    return (place / MANIFEST_NAME).exists() or bool(numbered_checkpoints(place))

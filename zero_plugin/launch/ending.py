@@ -33,9 +33,7 @@ class Ended:
 
 
 @contextmanager
-def end_workers_so(
-    grace_s: float, on_failure: Callable[[Mapping[int, Ended]], None], on_request: Callable[[], None]
-) -> Iterator[dict[int, str]]:
+def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], None]) -> Iterator[dict[int, str]]:
     """While it is entered, torchrun ends its workers in two ways, in place of its one.
 
     After a failure of one, the others get SIGTERM, and SIGKILL some seconds later. When the launcher gets a signal, the
@@ -45,8 +43,6 @@ def end_workers_so(
     Args:
         grace_s: see above.
         on_failure: is called after a failure, when no worker is left, with those that had failed by themselves.
-        on_request: is called when workers have ended that were asked to: by a signal to the launcher, or since machines
-            have joined the run.
 
     Yields:
         By rank, how a worker was found that could not run when another failed; filled while it is entered.
@@ -80,8 +76,6 @@ def end_workers_so(
                 os.killpg(process.pid, signal.SIGKILL)  # each worker leads a group of its own
         if failed:
             on_failure(failed)
-        elif death_sig is not None and alive:
-            on_request()
 
     SubprocessContext.close = end  # type: ignore[method-assign, assignment]
     try:

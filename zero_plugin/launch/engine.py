@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_plugin.config.attempt import AGAIN_VARIABLE, CUT_VARIABLE, LAUNCHED_VARIABLE, Shortage, take_shortage
+from zero_plugin.config.attempt import CUT_VARIABLE, Shortage, take_shortage
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import NEW_STORE, worker_command
 from zero_plugin.launch.contact import Contact
@@ -60,7 +60,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     if spec.hosts is not None:
         return run_on_hosts(spec.hosts, quiet=quiet)
     os.environ.update({name: setting.value for name, setting in spec.environment.items()})  # workers get a copy
-    os.environ.update({CUT_VARIABLE: "1", LAUNCHED_VARIABLE: str(time.time())})
+    os.environ[CUT_VARIABLE] = "1"
 
     # Nothing that torch's import makes dies before this process does: collecting through it costs 0.3 s for nothing.
     gc.disable()
@@ -92,10 +92,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
                 f"{told}; all workers start again (restart {restarts} of {spec.max_restarts}){smaller}", file=sys.stderr
             )
 
-    def start_again() -> None:
-        os.environ[AGAIN_VARIABLE] = "1"
-
-    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, tell_restart, start_again)
+    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, tell_restart)
     with log_folder(spec.log_dir) as folder, configuration_file(spec), contact, memory, ending as idle:
         config = LaunchConfig(
             min_nodes=spec.min_machines or spec.machines,
