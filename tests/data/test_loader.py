@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import (
 )
 
 from zero_plugin.accelerator import Accelerator
+from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.device import move_batch
 from zero_plugin.data.loader import DataLoaderShard
@@ -122,6 +124,207 @@ def test_batches_left_counts_down() -> None:
     assert [(loader.position, loader.batches_left) for _ in loader] == [(0, 2), (1, 1), (2, 0)]
     stream = alone(DataLoader(Stream(10), batch_size=4))
     assert [stream.batches_left for _ in stream] == [None, None, 0]
+
+
+class Refilling(Dataset):
+    """0 … size-1 in one buffer that is filled anew for each: a tensor, an array, or a dict of them."""
+
+    def __init__(self, size: int, kind: str = "tensor") -> None:
+        self.size = size
+        self.kind = kind
+        self.buffer = torch.zeros(2)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int):
+        if self.kind == "array":
+            self.buffer.numpy()[:] = index  # which torch's own count of changes does not see
+            return {"x": self.buffer.numpy()}
+        self.buffer.fill_(index)
+        return self.buffer if self.kind == "tensor" else {"x": [self.buffer]}
+
+
+class RefillingStream(IterableDataset):
+    def __init__(self, size: int, kind: str = "tensor") -> None:
+        self.data = Refilling(size, kind)
+
+    def __iter__(self):
+        return (self.data[index] for index in range(self.data.size))
+
+
+class SlidingStream(IterableDataset):
+    """Windows of one tensor, each of which shares half its memory with the next; nothing is written."""
+
+    def __iter__(self):
+        numbers = torch.arange(12.0)
+        return (numbers[start : start + 4] for start in range(0, 10, 2))
+
+
+def keep_as_it_is(sample):
+    return sample
+
+
+def test_map_style_data_are_not_read_ahead() -> None:
+    """A data set that refills one buffer gives what it gives to plain torch: each batch is read when it is due."""
+    loader = alone(DataLoader(Refilling(6), batch_size=None, shuffle=False))
+    assert [(batch[0].item(), loader.end_of_dataloader) for batch in loader] == [(n, n == 5) for n in range(6)]
+    data = Numbers(6)
+    read = []
+    for loader in (alone(DataLoader(data, batch_size=2)), alone(DataLoader(data, batch_size=2, sampler=[4, 1, 0, 5]))):
+        read.append([len(data.read) for _ in loader])
+        data.read.clear()
+    assert read == [[2, 4, 6], [2, 4]]
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), None])
+@pytest.mark.parametrize("kind", ["tensor", "array", "nested"])
+def test_a_batch_that_reading_ahead_would_overwrite_is_an_error(kind: str, device: torch.device | None) -> None:
+    """A stream that refills one buffer, and map-style data whose end somebody asks for: the error says to clone."""
+    stream = alone(DataLoader(RefillingStream(6, kind), batch_size=None, collate_fn=keep_as_it_is), device=device)
+    with pytest.raises(LoopError, match=r"refills one (tensor|array)(.|\n)*clone\(\)"):
+        list(stream)
+    sampler = [3, 1, 2]
+    asked = alone(DataLoader(Refilling(6, kind), None, sampler=sampler, collate_fn=keep_as_it_is), device=device)
+    assert len(list(asked)) == 3
+    with pytest.raises(LoopError, match="refills one"):
+        [asked.end_of_dataloader for _ in asked]
+
+
+def test_what_reading_for_the_others_would_overwrite_is_an_error() -> None:
+    """A stream that is skipped through, or that process 0 reads for all, and that refills one buffer."""
+    for options in ({}, {"dispatch_batches": True}):
+        shared = alone(DataLoader(RefillingStream(6), batch_size=None), world_size=2, **options)
+        with pytest.raises(LoopError, match="refills one tensor"):
+            list(shared._read_steps(0) if options else shared._read(0))
+
+
+def test_what_shares_memory_and_is_not_written_is_no_mistake() -> None:
+    """Overlapping views, a constant in every batch, one dict that is used again: what plain torch gives."""
+    assert values(alone(DataLoader(SlidingStream(), batch_size=None))) == values(
+        DataLoader(SlidingStream(), batch_size=None)
+    )
+    again, constant = {}, torch.full((1,), float("nan"))
+
+    def collate(samples):
+        again["x"], again["mask"] = torch.tensor(samples), constant
+        return again
+
+    for device in (None, torch.device("cpu")):
+        loader = alone(DataLoader(Stream(5), batch_size=2, collate_fn=collate), device=device)
+        assert [batch["x"].tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_batch_is_moved_before_the_next_is_read() -> None:
+    """So that what it is copied from may be used again."""
+    done: list[str] = []
+
+    class Recording(torch.Tensor):
+        def to(self, *args, **kwargs):
+            done.append("moved")
+            return super().to(*args, **kwargs)
+
+    def collate(samples):
+        done.append("read")
+        return torch.zeros(len(samples)).as_subclass(Recording)
+
+    for data, order in ((Stream(4), ["read", "moved", "read", "used"]), (Numbers(4), ["read", "moved", "used"])):
+        done.clear()
+        loader = alone(DataLoader(data, batch_size=2, collate_fn=collate))
+        for _ in loader:
+            done += ["used"]
+        assert done[: len(order)] == order
+        assert done.count("read") == done.count("moved") == done.count("used") == 2
+
+
+def test_data_that_draw_are_read_between_the_loop_s_own_draws() -> None:
+    """As in plain torch, with which a loop of dropout and augmented data is to agree."""
+
+    class Augmented(Numbers):
+        def __getitem__(self, index: int) -> float:
+            return torch.rand(()).item()
+
+    def run(wrap) -> list[float]:
+        torch.manual_seed(1)
+        loader = wrap(DataLoader(Augmented(6), batch_size=2, shuffle=True))
+        return [value for batch in loader for value in (*batch.tolist(), torch.rand(()).item())]
+
+    assert run(alone) == run(lambda loader: loader)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_length_is_the_number_of_batches(world: int) -> None:
+    """Of map-style data with torch's own samplers, for every size and way of sharing: nothing is read to find out."""
+    for samples, even, drop_last, split in product(range(14), (True, False), (True, False), (True, False)):
+        loader = DataLoader(Numbers(samples), batch_size=2 * world if split else 2, drop_last=drop_last)
+        for rank in range(world):
+            options = {"rank": rank, "world_size": world, "device": None, "split_batches": split, "even_batches": even}
+            for first in (0, 1):
+                part = skip_first_batches(prepare_loader(loader, **options), first)
+                flags = [part.end_of_dataloader for _ in part]  # a wrong length would be an error
+                assert flags == [False] * (len(flags) - 1) + [True] * bool(flags)
+                assert len(flags) == len(part)
+                assert part.state_dict()["_iterator_finished"]
+
+
+def test_a_length_that_changes_in_the_epoch_is_an_error() -> None:
+    """It would end an accumulation window in the middle, or leave one open."""
+
+    class Changing(Numbers):
+        def __len__(self) -> int:  # as the sampler is asked for it, then as the loader is
+            self.size += self.step
+            return self.size
+
+    for step, found in ((2, "more"), (-2, "fewer")):
+        data = Changing(20)
+        data.step = 0
+        loader = alone(DataLoader(data, batch_size=2))
+        data.step = step
+        with pytest.raises(LoopError, match=f"gives {found} batches than the"):
+            list(loader)
+
+
+@pytest.mark.parametrize("said", [2, 4, 5, 9])
+@pytest.mark.parametrize("context", [True, False])
+def test_a_wrong_length_closes_windows_rightly(said: int, context: bool) -> None:
+    """Five batches, whatever their sampler says: windows of three and of two, each averaged over its own size."""
+
+    class Boasting(BatchSampler):
+        def __len__(self) -> int:
+            return said
+
+    for data in (Numbers(10), SizedStream(10)):
+        batches = {"batch_sampler": Boasting(range(10), 2, False)} if isinstance(data, Numbers) else {"batch_size": 2}
+        loader, sizes, divisors = alone(DataLoader(data, **batches)), [], []
+        window = AccumulationWindow(3, lambda: RUNNING.current)
+        for _ in (batch for _ in range(2) for batch in loader):
+            if context:
+                window.enter_batch()
+            window.count_backward()
+            divisors.append(window.divisor)
+            if window.count_step():
+                assert [divisor / window.correction for divisor in divisors] == pytest.approx(
+                    [len(divisors)] * len(divisors)
+                )
+                sizes.append(len(divisors))
+                divisors = []
+            if context:
+                window.leave_batch()
+        assert sizes == [3, 2, 3, 2]
+
+
+def test_a_sampler_that_may_learn_is_told_of_while_gradients_accumulate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where its end is asked for; where it is not, nothing is drawn before the loop has done with the batch before."""
+
+    class Own(RandomSampler):
+        pass
+
+    loader = alone(DataLoader(range(8), batch_size=2, sampler=Own(range(8))))
+    assert len(list(loader)) == 4
+    assert capsys.readouterr().err == ""
+    assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
+    assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
+    assert capsys.readouterr().err.count("zero_plugin: Own: while gradients accumulate, a batch is drawn before") == 1
 
 
 def test_an_endless_stream_is_read_one_batch_ahead() -> None:

@@ -198,12 +198,78 @@ def check_data_cut_up_by_hand_is_refused() -> None:
         prepared(DataLoader(range(7 + dist.get_rank()), batch_size=2))
 
 
+class Learning(Sampler):
+    """A curriculum: each next sample is the hardest one, as far as the loop has told, and counts as easier then.
+
+    Args:
+        size: of the data set.
+        samples: of an epoch.
+    """
+
+    def __init__(self, size: int, samples: int) -> None:
+        self.samples = samples
+        self.hardness = [float(number) for number in range(size)]
+
+    def tell(self, step: int, indices: list[int]) -> None:
+        for index in indices:
+            self.hardness[index] += (7 * index + 3 * step) % 11
+
+    def __iter__(self):
+        for _ in range(self.samples):
+            hardest = max(range(len(self.hardness)), key=self.hardness.__getitem__)
+            self.hardness[hardest] -= 5
+            yield hardest
+
+
+class SizedLearning(Learning):
+    def __len__(self) -> int:
+        return self.samples
+
+
+class LearningBatches(BatchSampler):
+    """The same as a batch sampler."""
+
+    def tell(self, step: int, indices: list[int]) -> None:
+        self.sampler.tell(step, indices)
+
+
+def check_a_sampler_that_learns_is_asked_step_by_step() -> None:
+    """What it gives next depends on what the loop told it of the last step: as in plain torch in one process."""
+    world, size, samples = dist.get_world_size(), 12, 70
+    ways = [
+        (Learning, BatchSampler, {}),
+        (SizedLearning, BatchSampler, {}),
+        (SizedLearning, BatchSampler, {"even_batches": False}),
+        (SizedLearning, LearningBatches, {}),
+        (SizedLearning, LearningBatches, {"split_batches": True}),
+        (SizedLearning, LearningBatches, {"dispatch_batches": True}),
+    ]
+    for kind, batches, options in ways:
+
+        def build(batch: int, kind=kind, batches=batches) -> tuple[Learning, DataLoader]:
+            sampler = kind(size, samples // (2 * world) * 2 * world)
+            return sampler, DataLoader(range(size), batch_sampler=batches(sampler, batch, False))
+
+        sampler, plain = build(2 * world)
+        expected = []
+        for step, batch in enumerate(plain):
+            expected.append(batch.tolist())
+            sampler.tell(step, expected[-1])
+        sampler, loader = build(2 * world if options.get("split_batches") else 2)
+        found = []
+        for step, batch in enumerate(prepared(loader, **options)):
+            found.append(gather(batch).tolist())
+            sampler.tell(step, found[-1])
+        assert found == expected, (kind, batches, options)
+
+
 CHECKS = [
     check_the_order_is_process_0_s,
     check_streams_of_different_length_stop_together,
     check_each_sample_is_read_once,
     check_loops_inside_loops,
     check_a_sampler_without_length,
+    check_a_sampler_that_learns_is_asked_step_by_step,
     check_a_distributed_sampler_is_left_to_it,
     check_data_cut_up_by_hand_is_refused,
 ]

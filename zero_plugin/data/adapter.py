@@ -1,4 +1,4 @@
-"""What all prepared loaders share: a DataLoader around another, read one batch ahead of the loop."""
+"""What all prepared loaders share: a DataLoader around another, which knows the epoch's last batch when it comes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from zero_plugin.announce import announce
 from zero_plugin.collectives import broadcast
 from zero_plugin.data.active import DataLoaderStateMixin
-from zero_plugin.data.batch_sampler import BatchSamplerShard
+from zero_plugin.data.batch_sampler import BatchSamplerShard, is_torchs_own
 from zero_plugin.data.batches import Sharing
 from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.device import move_batch
 from zero_plugin.data.draws import Draws, undisturbed
 from zero_plugin.data.epochs import Epochs
 from zero_plugin.data.portion import Portion
+from zero_plugin.data.read_ahead import Reading, copy_containers
 from zero_plugin.data.stream import StreamShard
 from zero_plugin.data.worker import let_threads_settle
 from zero_plugin.errors import LoopError
@@ -53,6 +55,11 @@ class _Place:
 class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     """A DataLoader around another; iterate it, as often as there are epochs.
 
+    Whether a batch is the epoch's last is known with it. Over map-style data with torch's own samplers the length
+    tells. Of a stream one batch is read ahead, after the one before was moved to the device. With any other sampler,
+    which may give what it has learnt from the loop, one is read ahead where somebody asks for `end_of_dataloader` or
+    `batches_left`, as an accumulation window of several batches does; with several processes all have to ask.
+
     What is not listed here (`num_workers`, `sampler`, `collate_fn`, …) is the wrapped DataLoader's.
 
     Attributes:
@@ -81,7 +88,10 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         self._epochs = Epochs([self.dataset, self._outer, getattr(self._outer, "sampler", None)])
         self._workers_epoch: int | None = None  # what lasting workers' copies of the data set were told
         self._skip = 0  # at the beginning of every epoch
-        self._batches: int | None = None  # of the running epoch
+        self._batches: int | None = None  # of the running epoch, by its length
+        self._reading = Reading()
+        self._is_ahead_mentioned = False
+        self._is_last: bool | None = False  # the batch that the loop has; None where nobody has looked
         self.batch_size = how.batch_size if how.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
         self.drop_last = how.drop_last
@@ -126,6 +136,18 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     def total_dataset_length(self) -> int:
         """Samples in the data set, over all processes; TypeError for a stream without a length."""
         return len(self.dataset)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the epoch's last, on all processes."""
+        if self._is_last is None:
+            self._mention_reading_ahead()
+            self._is_last = self._place.is_end = self._reading.is_last()
+        return self._is_last
+
+    @end_of_dataloader.setter
+    def end_of_dataloader(self, is_last: bool) -> None:
+        self._is_last = is_last
 
     @property
     def batches_left(self) -> int | None:
@@ -179,19 +201,34 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         device, non_blocking, place = self.device, self._delivery.non_blocking, self._place
         first = self._begin_epoch()
-        portions = self._portions(first)
-        self._batches = self._count_batches(first)
+        is_stream, is_sure = isinstance(self.dataset, IterableDataset), self._is_length_sure()
+        reading = self._reading = Reading(self._portions(first), refills=self._may_refill())
+        batches = self._batches = self._count_batches(first)
         place.batches, place.is_end = first, False
         self.begin()
         try:
-            coming = next(portions, None)
-            while coming is not None:
-                batch, self.batch_samples, self.real_samples, _ = coming
-                coming = next(portions, None)
+            while (portion := reading.take()) is not None:
+                if is_sure and self.position + 1 == batches:
+                    raise LoopError(self._describe_wrong_length("more"))
+                made, self.batch_samples, self.real_samples, _ = portion
                 self.position += 1
                 place.batches += 1
-                self.end_of_dataloader = place.is_end = coming is None
-                yield batch if device is None else move_batch(batch, device, non_blocking=non_blocking)
+                place.is_end = self.position + 1 == batches
+                # In a list, so that nothing here keeps it from being freed when the loop drops it.
+                given = [move_batch(made, device, non_blocking=non_blocking) if device is not None else made]
+                if is_sure:
+                    self._is_last = place.is_end
+                else:
+                    if device is None:
+                        given = [copy_containers(made)]
+                    reading.hold(made, given[0])
+                    self._is_last = None
+                    if is_stream:
+                        _ = self.end_of_dataloader
+                yield given.pop()
+            if is_sure and self.position + 1 != batches:
+                raise LoopError(self._describe_wrong_length("fewer"))
+            self._is_last = place.is_end = True
         finally:
             self.end()
 
@@ -248,6 +285,34 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         if draws is not None and self._shard is not None:
             self._shard.draw_from(draws)
         return max(self._skip, batches)
+
+    def _is_length_sure(self) -> bool:
+        """Whether an epoch has as many batches as its length says: subclasses may do anything."""
+        is_map_style = not isinstance(self.dataset, IterableDataset)
+        return is_map_style and type(self.base_dataloader) is DataLoader and is_torchs_own(self._outer)
+
+    def _may_refill(self) -> bool:
+        """Whether the wrapped loader may give a batch in memory that another one was in."""
+        base = self.base_dataloader
+        collate = getattr(base.collate_fn, "collate", base.collate_fn)
+        return base.num_workers == 0 and not (base.batch_sampler is not None and collate is default_collate)
+
+    def _mention_reading_ahead(self) -> None:
+        if self._is_ahead_mentioned or isinstance(self.dataset, IterableDataset) or is_torchs_own(self._outer):
+            return
+        self._is_ahead_mentioned = True
+        announce(
+            f"{type(self.get_sampler() or self._outer).__name__}: while gradients accumulate, a batch is drawn before "
+            "the loop has done with the one before, to know which is the epoch's last. For a sampler that learns from "
+            "the loop, write GradientAccumulationPlugin(sync_with_dataloader=False): windows then go on over its end"
+        )
+
+    def _describe_wrong_length(self, found: str) -> str:
+        return (
+            f"the loader gives {found} batches than the {self._batches} that its length says, though its sampler is "
+            f"torch's own: the length of the {type(self.dataset).__name__} changed in the epoch, or is another one on "
+            "process 0.\nLet it grow or shrink between epochs, on all processes alike."
+        )
 
     def _count_batches(self, skip: int) -> int | None:
         if self._stream is not None:

@@ -21,8 +21,7 @@ def keep_together(
 ) -> Iterator[Portion]:
     """This process's portions, for as long as the processes go on together; every process must iterate it.
 
-    Each portion costs one sum over the processes, of two integers. It is begun when the portion is read, a step before
-    it is needed, so that nobody waits for it.
+    Each portion costs one sum over the processes, of two integers. Nothing is read before it is asked for.
 
     Args:
         portions: this process's.
@@ -36,21 +35,15 @@ def keep_together(
         LoopError: the processes' streams are to be the same, and are not.
     """
 
-    def read() -> tuple[Portion | None, Callable[[], list[int]]]:
-        portion = next(portions, None)
-        # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
-        return portion, start_sum([portion is not None, 0 if portion is None else portion.samples or 1])
-
     again: Iterator[Portion] = iter(())
     last: Portion | None = None
     steps = 0
-    portion, sums = read()
+    portion = next(portions, None)
     _check_same(portion)
     while True:
-        following = read()
-        going, samples = sums()
+        # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
+        going, samples = start_sum([portion is not None, 0 if portion is None else portion.samples or 1])()
         if going == 0 or (going < world and (restart is None or last is None)):
-            following[1]()  # every process has begun it
             if samples:
                 report_dropped(samples)
             return
@@ -66,7 +59,7 @@ def keep_together(
         last = portion
         steps += 1
         yield portion
-        portion, sums = following
+        portion = next(portions, None)
 
 
 def _check_same(first: Portion | None) -> None:

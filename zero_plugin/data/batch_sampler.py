@@ -1,4 +1,4 @@
-"""Batch samplers that give one process its part, or leave out the first batches."""
+"""Batch samplers that give one process its part, cut batches into smaller ones, or leave out the first."""
 
 from __future__ import annotations
 
@@ -8,15 +8,35 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from zero_plugin.collectives import broadcast_object_list, process_index
 from zero_plugin.data.batches import Sharing, share_batches
 from zero_plugin.data.draws import Draws
+from zero_plugin.data.samplers import SeedableRandomSampler
 
-__all__ = ["BatchSamplerShard", "SkipBatchSampler"]
+__all__ = ["BatchSamplerShard", "CutBatchSampler", "SkipBatchSampler", "is_torchs_own"]
 
 _BATCHES_PER_BROADCAST = 1024
+
+# What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.
+_TORCHS_OWN = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    SeedableRandomSampler,
+    range,
+    tuple,
+)
 
 
 class BatchSamplerShard(BatchSampler):
@@ -27,7 +47,8 @@ class BatchSamplerShard(BatchSampler):
     `even_batches`, the first processes get what there is of it.
 
     In a prepared loader (`report_dropped` is given) the order is process 0's: it alone draws from the loader's sampler
-    and sends the others the batches, a thousand at a time. So any sampler, seeded alike on all processes or not, of
+    and sends the others the batches: those of torch's own samplers a thousand at a time, those of any other, which may
+    have learnt from the loop, a step at a time. So any sampler, seeded alike on all processes or not, of
     torch or the user's own, deals every sample out once, in the order that a single process with process 0's random
     state would see. And all processes have equally many batches: what is left of an incomplete last step is left out.
 
@@ -131,12 +152,17 @@ class BatchSamplerShard(BatchSampler):
         if self._report_dropped is None or _is_sequential(self.batch_sampler):
             batches = self._drawn()
         else:
-            batches = _drawn_by_main(self._drawn)
+            batches = _drawn_by_main(self._drawn, self._batches_per_broadcast())
         if not self._batched:
             batches = ([item] for item in batches)
         for share in islice(share_batches(batches, self._sharing(), self._report_dropped), self._skip, None):
             counts.append((share.samples, share.real))
             yield share.indices if self._batched else share.indices[0]
+
+    def _batches_per_broadcast(self) -> int:
+        if is_torchs_own(self.batch_sampler):
+            return _BATCHES_PER_BROADCAST
+        return 1 if self.split_batches else self.num_processes
 
     def _draw_alone(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
         """Every batch as it comes: one generator, since a tiny model's step is not much longer than a chain of them."""
@@ -217,16 +243,66 @@ class SkipBatchSampler(BatchSampler):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
+class CutBatchSampler(BatchSampler):
+    """A batch sampler's batches, each in pieces of one size; only the last piece of a batch may be smaller.
+
+    What is not listed here (`set_epoch`, …) is the batch sampler's own.
+
+    Args:
+        batch_sampler: the whole batches.
+        batch_size: samples of a piece.
+        pieces: of a full batch.
+    """
+
+    def __init__(self, batch_sampler: Any, batch_size: int, pieces: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size = batch_size
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self._pieces = pieces
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "batch_sampler":  # asked for while it is copied, before it has one
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    @property
+    def sampler(self) -> Any:
+        """What the whole batches are made of."""
+        return self.batch_sampler.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in map(list, self.batch_sampler):
+            for start in range(0, len(batch), self.batch_size):
+                yield batch[start : start + self.batch_size]
+
+    def __len__(self) -> int:
+        """Pieces in an epoch; at most `pieces` - 1 too many where a batch sampler's last batch may be smaller."""
+        return len(self.batch_sampler) * self._pieces
+
+
 def _is_sequential(sampler: Any) -> bool:
     """Whether every process surely draws the same; a subclass may do anything."""
     return type(sampler.sampler if type(sampler) is BatchSampler else sampler) is SequentialSampler
 
 
-def _drawn_by_main(draw: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def is_torchs_own(sampler: Any) -> bool:
+    """Whether the batches come from one of torch's own samplers, batched by torch or by this package."""
+    while type(sampler) in (BatchSampler, CutBatchSampler, SkipBatchSampler):
+        if type(sampler) is CutBatchSampler and not sampler.drop_last:
+            return False  # its length may be too great
+        sampler = sampler.sampler if type(sampler) is BatchSampler else sampler.batch_sampler
+    return type(sampler) in _TORCHS_OWN
+
+
+def _drawn_by_main(draw: Callable[[], Iterator[Any]], at_once: int) -> Iterator[Any]:
     iterator = draw() if process_index() == 0 else iter(())
     while True:
-        box = [list(islice(iterator, _BATCHES_PER_BROADCAST))]
+        box = [list(islice(iterator, at_once))]
         broadcast_object_list(box)
-        if not box[0]:
-            return
         yield from box[0]
+        if len(box[0]) < at_once:
+            return

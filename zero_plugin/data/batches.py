@@ -69,13 +69,15 @@ def share_batches(
     step = next(steps, None)
     first = step
     while step is not None:
-        following = next(steps, None)
+        # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
+        is_full = _is_full(step, how)
+        following = None if is_full else next(steps, None)
         if len(step) > how.world or (following is not None and len(step) < how.world):
             raise LoopError(
                 f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch but the last must "
                 f"hold {how.world} × {how.batch_size}. Use split_batches=False with batches of varying size"
             )
-        if following is None and how.even and not how.drop_last:
+        if following is None and not is_full and how.even and not how.drop_last:
             assert first is not None
             yield _complete(step, first, how)
         elif len(step) == how.world or (how.rank < len(step) and report_dropped is None and not how.drop_last):
@@ -83,7 +85,14 @@ def share_batches(
             yield Share(own, len(own), len(own))
         elif not how.drop_last and report_dropped is not None:
             report_dropped(sum(map(len, step)))
-        step = following
+        step = next(steps, None) if is_full else following
+
+
+def _is_full(step: list[list[Any]], how: Sharing) -> bool:
+    """Whether every process surely has its share of it as it is."""
+    if len(step) != how.world:
+        return False
+    return not how.even or how.drop_last or all(len(batch) == (how.batch_size or len(batch)) for batch in step)
 
 
 def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]:

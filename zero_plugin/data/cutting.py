@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from zero_plugin.data.adapter import copy_loader
+from zero_plugin.data.batch_sampler import CutBatchSampler
 from zero_plugin.errors import LoopError
 
-__all__ = ["CutBatchSampler", "cut_batches", "smaller_cut"]
-
-
-class CutBatchSampler(BatchSampler):
-    """A batch sampler's batches, each in pieces of one size; only the last piece of a batch may be smaller.
-
-    What is not listed here (`set_epoch`, …) is the batch sampler's own.
-
-    Args:
-        batch_sampler: the whole batches.
-        batch_size: samples of a piece.
-        pieces: of a full batch.
-    """
-
-    def __init__(self, batch_sampler: Any, batch_size: int, pieces: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.batch_size = batch_size
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self._pieces = pieces
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "batch_sampler":  # asked for while it is copied, before it has one
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-    @property
-    def sampler(self) -> Any:
-        """What the whole batches are made of."""
-        return self.batch_sampler.sampler
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self.batch_sampler.sampler = sampler
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batch in map(list, self.batch_sampler):
-            for start in range(0, len(batch), self.batch_size):
-                yield batch[start : start + self.batch_size]
-
-    def __len__(self) -> int:
-        """Pieces in an epoch; at most `pieces` - 1 too many where a batch sampler's last batch may be smaller."""
-        return len(self.batch_sampler) * self._pieces
+__all__ = ["cut_batches", "smaller_cut"]
 
 
 def smaller_cut(micro_batch: int) -> int:

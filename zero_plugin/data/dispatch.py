@@ -17,6 +17,7 @@ from zero_plugin.data.delivery import Delivery
 from zero_plugin.data.device import move_batch
 from zero_plugin.data.loader import refuse_mesh
 from zero_plugin.data.portion import Portion
+from zero_plugin.data.read_ahead import Kept
 from zero_plugin.data.reports import DropReport
 from zero_plugin.data.rows import count_rows, cut_rows, join_rows
 from zero_plugin.errors import LoopError
@@ -110,8 +111,10 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                     "dispatch_batches: the batch holds neither a tensor nor a list with one entry per sample, so it "
                     "cannot be divided; write dispatch_batches=None, and each process reads its own"
                 )
-            self.remainder = samples  # read ahead: when the loop has the last step, it is this one's
-            first = cut_rows(step, slice(0, how.world)) if first is None else first
+            self.remainder = samples  # when the loop has the last step, it is this one's
+            if first is None:
+                first = cut_rows(step, slice(0, how.world))
+                first = map_leaves(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, first)
             part, rest = divmod(samples, how.world)
             if rest and how.even:
                 step = _join([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
@@ -141,10 +144,22 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         how = self._how
         needed = 1 if how.split else how.world
         batches = (portion.batch for portion in self._read(skip * needed))
-        while step := list(islice(batches, needed)):
+        while step := self._read_step(batches, needed):
             if len(step) < needed and how.drop_last:
                 return
             yield _join(step)
+
+    def _read_step(self, batches: Iterator[Any], needed: int) -> list[Any]:
+        step: list[Any] = []
+        kept: list[Kept] = []
+        watches = needed > 1 and self._may_refill()
+        for batch in islice(batches, needed):
+            step.append(batch)
+            if watches:
+                kept.append(Kept(batch))
+        for one in kept:
+            one.check()
+        return step
 
     def _count_steps(self) -> int:
         how = self._how

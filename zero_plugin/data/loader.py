@@ -113,6 +113,9 @@ class DataLoaderShard(DataLoaderAdapter):
             report_restart=self._report_restart,
         )
 
+    def _is_length_sure(self) -> bool:
+        return super()._is_length_sure() and not self._ends_unknown
+
     def _count_steps(self) -> int:
         if self._stream is not None:
             return self._stream.count_batches()

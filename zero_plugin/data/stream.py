@@ -17,6 +17,7 @@ from torch.utils.data.graph_settings import apply_sharding
 from zero_plugin.data.batches import Sharing
 from zero_plugin.data.draws import SameDraws
 from zero_plugin.data.portion import Portion
+from zero_plugin.data.read_ahead import Kept
 from zero_plugin.data.worker import watch_worker
 from zero_plugin.nested import list_leaves
 
@@ -89,23 +90,37 @@ class StreamShard:
             same = SameDraws(int(self._clock[0]))
         with same, watch_worker("id", "num_workers", "seed") as watch:
             samples = iter(dataset)
-            step = list(islice(samples, size))
+            step = self._read_step(samples, size)
         if watch.asked:
             workers, worker = 1, 0
         fingerprint = _fingerprint(step) if world > 1 and step else None
         first = [Drawn(sample, False, fingerprint) for sample in step]
+        kept = Kept(step if how.even and not how.drop_last else None)
         turn = 0
         while step and not (len(step) < size and how.drop_last):
             if turn == worker:
                 drawn = [Drawn(sample, True, fingerprint) for sample in step]
-                if how.even:
+                if how.even and len(step) < size:
+                    kept.check()
                     drawn += islice(cycle(first), size - len(step))
                 yield from drawn[rank * how.batch_size : (rank + 1) * how.batch_size]
             if len(step) < size:
                 return
             turn = (turn + 1) % workers
             with same:
-                step = list(islice(samples, size))
+                step = self._read_step(samples, size)
+
+    def _read_step(self, samples: Iterator[Any], size: int) -> list[Any]:
+        """The next samples of all processes; reading the others' must not change this one's."""
+        rank, world = self._place()
+        if world == 1:
+            return list(islice(samples, size))
+        own = size // world
+        step = list(islice(samples, (rank + 1) * own))
+        kept = Kept(step[rank * own :])
+        step += islice(samples, size - len(step))
+        kept.check()
+        return step
 
     def count_batches(self) -> int:
         """Steps in an epoch, where the data set knows its length; TypeError where it does not."""
@@ -213,18 +228,21 @@ class CountingCollate:
     """The user's collate function, for samples that come with whether they are real.
 
     It makes a `Portion`, so that the counts travel with the batch through worker processes and pinning.
+
+    Attributes:
+        collate: the user's.
     """
 
     def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
-        self._collate = collate
+        self.collate = collate
         self._batched = batched  # False: each sample of the stream is a batch by itself
 
     def __call__(self, drawn: Any) -> Portion:
         """Collate what was drawn; one sample where the loader does not batch."""
         if not self._batched:
-            return Portion(self._collate(drawn.sample), None, None if drawn.real else 0, drawn.fingerprint)
+            return Portion(self.collate(drawn.sample), None, None if drawn.real else 0, drawn.fingerprint)
         real = sum(one.real for one in drawn)
-        return Portion(self._collate([one.sample for one in drawn]), len(drawn), real, drawn[0].fingerprint)
+        return Portion(self.collate([one.sample for one in drawn]), len(drawn), real, drawn[0].fingerprint)
 
 
 def _fingerprint(samples: list[Any]) -> int:
