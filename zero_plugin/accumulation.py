@@ -53,7 +53,8 @@ class AccumulationWindow:
         self.in_context = False
         self.plans_ahead = True
         self._running_epoch = running_epoch
-        self._size = steps  # micro-batches of the window, as far as known
+        self._size = steps  # micro-batches of the window, as far as the length tells when it opens
+        self._most = steps  # micro-batches of the window, where the epoch goes on longer than its length said
         self._batches = 0  # of them seen so far
         self._decided: bool | None = None  # what the script said of the window's end
         self.ends_here = True  # before the first micro-batch, as after a window
@@ -83,8 +84,10 @@ class AccumulationWindow:
         """The same, asked before the forward of a micro-batch whose backward has not been counted yet."""
         if self.in_context:
             return self.ends_here
-        batches, size = (1, self.steps) if self._stepped else (self._batches + 1, self._size)
-        return self._is_end(batches, size, is_counted=False)
+        batches, size, most = (
+            (1, self.steps, self.steps) if self._stepped else (self._batches + 1, self._size, self._most)
+        )
+        return self._is_end(batches, size, most, is_counted=False)
 
     @property
     def is_applied(self) -> bool:
@@ -145,7 +148,7 @@ class AccumulationWindow:
             return
         if self._told_by_context or self._stepped or self.steps == 1:
             self._open()
-        elif self._batches >= self._size and self._decided is None:
+        elif self.ends_here and self._batches >= self._size and self._decided is None:
             raise LoopError(self._describe_missing_step())
         self._backwards += 1
         self._advance()
@@ -177,7 +180,7 @@ class AccumulationWindow:
         """Windows have `steps` micro-batches, from the next one on."""
         self.steps = steps
         if self._batches == 0 or self._stepped:
-            self._size = steps
+            self._size = self._most = steps
 
     def begin(self) -> None:
         """The training goes on from elsewhere: stand as before the first micro-batch."""
@@ -230,7 +233,7 @@ class AccumulationWindow:
     def _open(self) -> None:
         self._backwards = 0
         self._batches = 0
-        self._size = self.steps
+        self._size = self._most = self.steps
         self.ends_here = False
         self._stepped = False
         self._told_by_context = False
@@ -252,7 +255,7 @@ class AccumulationWindow:
                 )
             self._epoch, self._position = epoch, epoch.position
         self._batches += 1
-        self.ends_here = self._is_end(self._batches, self._size, is_counted=True)
+        self.ends_here = self._is_end(self._batches, self._size, self._most, is_counted=True)
 
     def _look_ahead(self, epoch: Epoch) -> tuple[int, bool]:
         """Batches fetched beyond those computed, the next micro-batch's included, and whether they will be computed.
@@ -268,13 +271,15 @@ class AccumulationWindow:
             fetched = epoch.position + 1
         return max(0, fetched - 1), self._fetches_ahead and epoch is self._epoch and fetched > 1
 
-    def _is_end(self, batches: int, size: int, *, is_counted: bool) -> bool:
+    def _is_end(self, batches: int, size: int, most: int, *, is_counted: bool) -> bool:
         if self._decided is not None:
             return self._decided
-        if batches >= size:
+        if batches >= most:
             return True
         epoch = self._running_epoch()
-        if batches == 0 or epoch is None or not epoch.end_of_dataloader:
+        if epoch is None:
+            return batches >= size
+        if batches == 0 or not epoch.end_of_dataloader:
             return False
         ahead, is_computed = (self._ahead, self._fetches_ahead) if is_counted else self._look_ahead(epoch)
         return not (ahead and is_computed)
