@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.rules.precision import idle_keys
 from zero_plugin.config.tree import AUTO, Entry
+from zero_plugin.config.validation import show
+from zero_plugin.resolve.defaults import deepspeed_default
 from zero_plugin.resolve.draft import Draft
 from zero_plugin.resolve.facts import Facts, MachineFacts
 
@@ -42,9 +45,30 @@ def settle_precision(draft: Draft) -> None:
     if asked is None or asked.value is AUTO:
         draft.put_launch("mixed_precision", precision, reason, aloud=asked is not None)
     _check_device(draft, precision)
+    on = any(entry is not None and entry.value is True for entry in typed.values())
+    if draft.on_deepspeed and not on and not all(typed.values()) and (asked is None or asked.value is AUTO):
+        _check_halves(draft, precision)
     if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):
         # Written out because DeepSpeed 0.19.3 changed it from false.
         draft.put(("bf16", "check_grad_overflow"), True, "a step with non-finite gradients is skipped", "default")
+
+
+def _check_halves(draft: Draft, precision: str) -> None:
+    """Check what belongs to a precision, where no key names one and the document alone could not tell."""
+    for key, why in idle_keys(precision):
+        path = tuple(key.split("."))
+        entry = draft.get(*path)
+        if entry is not None and entry.origin.typed_by_user and (entry.value,) != deepspeed_default(path):
+            draft.say(f"{key} = {show(entry.value)} has no effect: {why}.")
+    model = {"no": "fp32"}.get(precision, precision)
+    params, sums = ("data_types", "param_dtype"), ("data_types", "grad_accum_dtype")
+    if draft.value(*params, default=model) != model:
+        fix = f"Delete it: it follows from the precision ({model})."
+        draft.refuse(params, f"{draft.value(*params)}, but the model is in {model}: precision is {precision}.", fix)
+    stage = ("zero_optimization", "stage")
+    if draft.value(*sums, default=model) != model and not draft.is_open(*stage) and not draft.value(*stage):
+        message = f"{draft.value(*sums)} with a model in {model} needs ZeRO, but the stage is 0."
+        draft.refuse(sums, message, f"Write {model}, or choose a stage from 1 to 3.")
 
 
 def _asked(draft: Draft) -> Entry | None:

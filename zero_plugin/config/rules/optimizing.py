@@ -43,6 +43,8 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         if asked.is_on("zero_optimization.zero_quantized_gradients"):
             message = f"true, but {name} at ZeRO stage 3 does not reduce gradients that way"
             yield asked.error("zero_optimization.zero_quantized_gradients", message, "Delete it.")
+    if asked.is_on("optimizer.legacy_fusion") and (asked.stage or asked.precision in ("no", "bf16")):
+        yield asked.no_effect("optimizer.legacy_fusion", "only fp16 at stage 0 reads it")
     untested = kind not in ("", *_TESTED_WITH_ZERO, *_OF_WHOLE_TENSORS)
     if untested and asked.value("zero_allow_untested_optimizer") is False and asked.stage:
         message = f"false, but DeepSpeed has not tried {name} with ZeRO and refuses it then"

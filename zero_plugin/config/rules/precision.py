@@ -9,7 +9,7 @@ from zero_plugin.config.rules.asked import Asked, is_number
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 
-__all__ = ["check_precision"]
+__all__ = ["check_precision", "idle_keys"]
 
 _DYNAMIC_SCALING: Final = (
     "initial_scale_power",
@@ -22,6 +22,8 @@ _OF_SECTION: Final = {
     "fp16": ("auto_cast", "loss_scale", *_DYNAMIC_SCALING),
     "bf16": ("immediate_grad_update", "check_grad_overflow"),
 }
+# Casts of the engine that a model in fp32 does not go through.
+_OF_HALVES: Final = ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules")
 _MASTERS: Final = {"fp16": "fp16.fp16_master_weights_and_grads", "bf16": "bf16.bf16_master_weights_and_grads"}
 _STATES: Final = "bf16.bf16_optimizer_states"
 
@@ -54,13 +56,19 @@ def _one_precision(asked: Asked) -> Iterator[Problem]:
             yield asked.error(f"{kind}.enabled", message, fix)
 
 
-def _of_the_other(asked: Asked) -> Iterator[Problem]:
+def idle_keys(precision: str) -> Iterator[tuple[str, str]]:
+    """The keys that have no effect in a precision, each with why."""
     for kind, keys in _OF_SECTION.items():
-        if asked.precision in (None, kind):
-            continue
-        for key in keys:
-            if asked.says_something(f"{kind}.{key}"):
-                yield asked.no_effect(f"{kind}.{key}", f"{kind} is off")
+        if precision != kind:
+            yield from ((f"{kind}.{key}", f"{kind} is off") for key in keys)
+    if precision == "no":
+        yield from ((key, "the model is in fp32, of which DeepSpeed casts nothing") for key in _OF_HALVES)
+
+
+def _of_the_other(asked: Asked) -> Iterator[Problem]:
+    for key, why in idle_keys(asked.precision) if asked.precision else ():
+        if asked.says_something(key):
+            yield asked.no_effect(key, why)
 
 
 def _loss_scale(asked: Asked) -> Iterator[Problem]:

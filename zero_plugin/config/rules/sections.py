@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from zero_plugin.config.rules.asked import Asked
@@ -24,15 +24,61 @@ _SWITCHED: Final = (
     "autotuning",
 )
 _NESTED: Final = (
-    ("data_efficiency.data_sampling.enabled", "data_efficiency.enabled"),
     ("data_efficiency.data_routing.enabled", "data_efficiency.enabled"),
-    ("data_efficiency.data_sampling.curriculum_learning.enabled", "data_efficiency.data_sampling.enabled"),
-    ("data_efficiency.data_sampling.dynamic_batching.enabled", "data_efficiency.data_sampling.enabled"),
     ("data_efficiency.data_routing.random_ltd.enabled", "data_efficiency.data_routing.enabled"),
 )
-_UNREAD: Final = {
-    "dataloader_drop_last": "the loop's own loader says what it drops",
-    "disable_allgather": "DeepSpeed parses it and never reads it",
+_ENGINE_SAVES: Final = (
+    "only the engine's own save_checkpoint() and load_checkpoint() read it, which transformers' Trainer calls; "
+    "save_state() keeps checkpoints of its own"
+)
+_SAMPLING: Final = "data_efficiency.data_sampling"
+_NEVER_READ: Final = "DeepSpeed parses it and never reads it"
+_DELETE: Final = "Delete it."
+# A key, or all of a section: why it has no effect on a run of this package, and what to write.
+_UNREAD: Final[Mapping[str, tuple[str, str]]] = {
+    "dataloader_drop_last": ("the loop's own loader says what it drops", "Write drop_last in the script's DataLoader."),
+    **dict.fromkeys(("disable_allgather", "zero_optimization.allgather_partitions"), (_NEVER_READ, _DELETE)),
+    **dict.fromkeys(
+        (
+            "checkpoint",
+            "datastates_ckpt",
+            "zero_optimization.load_from_fp32_weights",
+            "zero_optimization.elastic_checkpoint",
+            "zero_optimization.pipeline_loading_checkpoint",
+        ),
+        (_ENGINE_SAVES, "Delete it; a checkpoint of save_state() is loaded at any stage, by any number of processes."),
+    ),
+    _SAMPLING: (
+        "only the loader that DeepSpeed makes of training_data reads it, and the loop has one of its own",
+        "Delete it, and choose samples and batch sizes in a sampler or batch_sampler of the script's DataLoader.",
+    ),
+    **{
+        f"tensor_parallel.{key}": ("only tensor_parallel.autotp_size above 1 reads it, which is not supported", _DELETE)
+        for key in (
+            *("dtype", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "preset_model"),
+            *("injection_policy_tuple", "partition_config", "keep_module_on_host", "tp.tp_grain_size"),
+            *("kernel_inject", "replace_with_kernel_inject"),
+        )
+    },
+    "compile.autoep_non_moe": (
+        "only the engine's own compile() reads it",
+        "Delete it; call torch.compile in the script.",
+    ),
+    "seq_parallel_communication_data_type": (
+        "only sequence_parallel_size above 1 reads it, which is not supported",
+        "Delete it; communication_data_type is for all gradients.",
+    ),
+    **{
+        f"weight_quantization.{key}": ("only DeepSpeed's inference reads it", _DELETE)
+        for key in ("enabled", "num_bits", "q_type", "q_groups", "post_init_quant")
+    },
+    **{
+        f"pipeline.{key}": ("only the engine of a PipelineModule reads it, and prepare() trains other models", _DELETE)
+        for key in (
+            *("partition", "seed_layers", "activation_checkpoint_interval"),
+            *("pipe_partitioned", "grad_partitioned", "use_reentrant"),
+        )
+    },
 }
 
 
@@ -41,9 +87,20 @@ def check_sections(asked: Asked) -> Iterator[Problem]:
     yield from _forgotten_switches(asked)
     yield from _activation_checkpointing(asked)
     yield from _engine(asked)
-    for key, why in _UNREAD.items():
-        if asked.says_something(key):
-            yield asked.no_effect(key, why)
+    refused = list(_data_sampling(asked))
+    yield from refused
+    for key, (why, fix) in _UNREAD.items():
+        below = [f"{key}.{'.'.join(path)}" for path in asked.document.deepspeed.section(*key.split("."))]
+        if any(asked.says_something(one) for one in (key, *below)) and not (refused and key == _SAMPLING):
+            yield asked.no_effect(key, why, fix)
+
+
+def _data_sampling(asked: Asked) -> Iterator[Problem]:
+    """What DeepSpeed refuses to read, although nothing follows it here."""
+    for part, needed in (("dynamic_batching", "max_tokens"), ("curriculum_learning", "curriculum_metrics")):
+        if asked.is_on(f"{_SAMPLING}.{part}.enabled") and not asked.has(f"{_SAMPLING}.{part}.{needed}"):
+            message = f"true without {needed}, which DeepSpeed refuses"
+            yield asked.error(f"{_SAMPLING}.{part}.enabled", message, _UNREAD[_SAMPLING][1])
 
 
 def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
@@ -55,9 +112,6 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
     for inner, outer in _NESTED:
         if asked.is_on(inner) and asked.value(outer, default=False) is False:
             yield asked.no_effect(inner, f"{outer} is not true", f"Write {outer}: true.")
-    batching = "data_efficiency.data_sampling.dynamic_batching"
-    if asked.is_on(f"{batching}.enabled") and asked.value(f"{batching}.max_tokens") is None:
-        yield asked.error(f"{batching}.enabled", "true without max_tokens", "Write max_tokens beside it.")
     for section in ("tensorboard", "csv_monitor"):
         if asked.is_on(f"{section}.enabled") and not asked.value(f"{section}.output_path"):
             yield asked.note(f"{section}.enabled", "without output_path it writes below the working directory")
@@ -70,14 +124,17 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
 def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
     section = "activation_checkpointing"
     key = f"{section}.contiguous_memory_optimization"
+    paths = asked.document.deepspeed.section(section)
+    if any(asked.says_something(f"{section}.{'.'.join(path)}") for path in paths):
+        counts = "counts where the model calls deepspeed.checkpointing.checkpoint, and nowhere else"
+        yield asked.note(section, f"{counts}: torch.utils.checkpoint and transformers' models read none of it")
     if not asked.is_on(key):
         return
     if asked.value(f"{section}.partition_activations", default=False) is False:
-        why = "true needs partition_activations: true, unless the script configures it"
-        yield asked.warning(key, why, "Write that beside it, or delete it.")
+        yield asked.error(key, "true needs partition_activations: true", "Write that beside it, or delete it.")
     if asked.value(f"{section}.number_checkpoints") is None:
-        why = "true needs number_checkpoints, the number of checkpointed layers, unless the script configures it"
-        yield asked.warning(key, why, "Write that beside it, or delete it.")
+        why = "true needs number_checkpoints, the number of checkpointed layers"
+        yield asked.error(key, why, "Write that beside it, or delete it.")
 
 
 def _engine(asked: Asked) -> Iterator[Problem]:
@@ -93,6 +150,6 @@ def _engine(asked: Asked) -> Iterator[Problem]:
         fix = "Delete it: optimizer.step() is the one place here. Call torch.compile in the script."
         yield asked.error("compile.deepcompile", message, fix)
         return
-    for name in ("offload_activation", "offload_opt_states", "offload_parameters", "free_activation", "passes"):
-        if asked.says_something(f"compile.{name}"):
-            yield asked.no_effect(f"compile.{name}", "only compile.deepcompile: true reads it")
+    for path in asked.document.deepspeed.section("compile"):
+        if asked.says_something(key := f"compile.{path[0]}") and key not in _UNREAD:
+            yield asked.no_effect(key, "only compile.deepcompile: true reads it")

@@ -17,7 +17,7 @@ _ZERO: Final = "zero_optimization"
 _READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(("contiguous_gradients", "reduce_bucket_size", "reduce_scatter"), (1, 2, 3)),
     **dict.fromkeys(("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"), (1, 2)),
-    **dict.fromkeys(("round_robin_gradients", "parameter_alignment", "elastic_checkpoint"), (1, 2)),
+    **dict.fromkeys(("round_robin_gradients", "parameter_alignment"), (1, 2)),
     "overlap_comm": (2, 3),
     **dict.fromkeys(
         (
@@ -36,7 +36,6 @@ _READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
             "zero_quantized_nontrainable_weights",
             "zero_quantized_gradients",
             "memory_efficient_linear",
-            "pipeline_loading_checkpoint",
             "override_module_apply",
             "log_trace_cache_warnings",
             "enable_sanity_checks",
@@ -68,8 +67,6 @@ def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
             other = asked.how_to_set(STAGE, " or ".join(map(str, stages)), key)
             fix = f"Delete it, or {other[0].lower()}{other[1:]}."
             yield asked.no_effect(key, f"{why}, and {asked.stage_said}", fix)
-    if asked.says_something(f"{_ZERO}.allgather_partitions"):
-        yield asked.no_effect(f"{_ZERO}.allgather_partitions", "DeepSpeed parses it and never reads it")
 
 
 def _reduction(asked: Asked) -> Iterator[Problem]:

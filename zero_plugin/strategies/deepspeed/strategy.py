@@ -144,6 +144,9 @@ class DeepSpeedStrategy(Strategy):
                 dist_init_required=False,
             )
         share_groups(engine)
+        if resolved.tree.has_section("activation_checkpointing"):
+            # No engine does so for a model that is no PipelineModule; a model that calls it counts on the section.
+            deepspeed.checkpointing.configure(None, deepspeed_config=config)
         if resolved.zero_stage == 0 and resolved.precision != "no":
             _undo_first_step(engine)
         if self.handlers.compiles:

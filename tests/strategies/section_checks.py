@@ -1,0 +1,66 @@
+"""Sections of DeepSpeed's configuration that count only where the model itself calls DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from paths import ZERO, assert_near, checks_on, global_batch, loss_of, own_batch, running, weights
+from torch import Tensor, nn
+
+FEATURES, LAYERS = 8, 3
+SECTION = {
+    "partition_activations": True,
+    "contiguous_memory_optimization": True,
+    "number_checkpoints": LAYERS,
+    "synchronize_checkpoint_boundary": True,
+}
+
+
+class _Checkpointed(nn.Module):
+    """Layers that are computed again in the backward, by DeepSpeed's function or not at all."""
+
+    def __init__(self, checkpoint: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.layers = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(LAYERS)])
+        self.last = nn.Linear(FEATURES, 4)
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = self.checkpoint(layer, x) if self.checkpoint else layer(x)
+        return self.last(x)
+
+
+def check_activation_checkpointing(path: str) -> None:
+    """The section is what `deepspeed.checkpointing.checkpoint` works with, and the numbers are plain torch's."""
+    plain = _Checkpointed()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(plain, global_batch(step)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path, deepspeed={"activation_checkpointing": SECTION}) as accelerator:
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        model = _Checkpointed(checkpointing.checkpoint)
+        try:
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            assert checkpointing.PARTITION_ACTIVATIONS
+            assert checkpointing.CONTIGUOUS_CHECKPOINTING
+            assert checkpointing.num_layers == LAYERS
+            for step in range(3):
+                loss = loss_of(model, own_batch(step))
+                assert len(checkpointing.contiguous_data_buffers) == 1, "the inputs lie in one buffer for all layers"
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+        finally:
+            checkpointing.configure(None)  # DeepSpeed's switches are the whole process's
+
+
+CHECKS = checks_on([path for path in ZERO if path in ("zero1", "zero2", "zero3")], [check_activation_checkpointing])
