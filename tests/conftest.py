@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from zero_plugin.strategies.deepspeed.build_lock import find_stale_build_locks
+from zero_plugin.strategies.deepspeed.build_lock import build_folder, find_stale_build_locks
 
 _OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
@@ -92,7 +92,10 @@ def built_ops() -> None:
 
 
 def _build_ops() -> None:
-    for lock in find_stale_build_locks():
+    import torch
+
+    folder = build_folder(os.environ, torch.version.cuda)
+    for lock in find_stale_build_locks([file.name for file in folder.glob("*")], folder):
         lock.unlink()  # of a test run that was killed
     # One import of DeepSpeed for all ops, one op after the other: the compilers of each run side by side.
     done = subprocess.run(

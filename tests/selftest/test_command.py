@@ -77,6 +77,22 @@ def test_a_process_that_dies_is_a_line_of_the_table(tmp_path: Path, run_launcher
     assert list(found)[-1] == "data loader"
 
 
+def test_what_this_machine_lacks_is_told_with_its_remedy(tmp_path: Path, run_launcher: Run) -> None:
+    """An error that says what to do is not answered with the advice for a wrong result."""
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    for file in (lock, lock.parent):
+        os.utime(file, (0, 0))
+    arguments = ("--config_file", str(CONFIGS / "zero2_offload.yaml"), "--num_processes", "1")
+    added = environment(tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    found = checks(run_launcher(command(*arguments), seconds=120, cwd=tmp_path, env=added))["optimizer step"]
+    assert found["result"] == "wrong"
+    assert found["said"].startswith("A C++ op build was killed")
+    assert f"rm {lock}" in found["fix"]
+    assert "report it" not in found["fix"]
+
+
 @pytest.mark.campaign
 def test_two_machines(tmp_path: Path) -> None:
     """Started on each, it shows the same table on each; the checkpoint is tried in a folder of both."""

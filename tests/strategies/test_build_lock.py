@@ -1,10 +1,12 @@
-"""A killed build's lock is an error before anything waits on it; a running build's is not."""
+"""A killed build's lock is an error before anything waits on it; one that does not concern the run is none."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,26 +15,54 @@ from zero_plugin.errors import MachineError
 from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
 
 
-@pytest.fixture(params=["op", "py311_cpu/op"])
-def lock(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A lock as torch's builder leaves it, with and without torch's folder per Python version."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock = tmp_path / request.param / "lock"
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    """A lock as torch's builder left it an hour ago."""
+    return leave_lock(tmp_path, "cpu_adam")
+
+
+def leave_lock(cache: Path, op: str, seconds_ago: float = 3600) -> Path:
+    lock = cache / op / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
+    for file in (lock, lock.parent):
+        os.utime(file, (time.time() - seconds_ago,) * 2)
     return lock
 
 
-def test_a_stale_lock_is_refused(lock: Path) -> None:
+def test_a_stale_lock_is_refused(lock: Path, tmp_path: Path) -> None:
     """The error names the lock and the command that removes it; after that there is nothing to refuse."""
     with pytest.raises(MachineError) as caught:
-        refuse_stale_build_locks()
+        refuse_stale_build_locks(["async_io", "cpu_adam"], tmp_path)
     assert f"rm {lock}" in str(caught.value)
     lock.unlink()
-    refuse_stale_build_locks()
+    refuse_stale_build_locks(["async_io", "cpu_adam"], tmp_path)
 
 
-def test_a_live_builders_lock_is_respected(lock: Path) -> None:
+def test_a_lock_of_something_else_is_not(lock: Path, tmp_path: Path) -> None:
+    """Of an op that this run does not load, or that another Python has built."""
+    leave_lock(tmp_path / "py38_cpu", "async_io")
+    refuse_stale_build_locks(["async_io"], tmp_path)
+    assert lock.exists()
+
+
+def test_a_build_of_another_machine_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It writes into the folder now and then; the wait is told of, and ends with the build or with its silence."""
+    lock = leave_lock(tmp_path, "cpu_adam", seconds_ago=1)
+    monkeypatch.setattr("time.sleep", lambda _: lock.unlink())
+    refuse_stale_build_locks(["cpu_adam"], tmp_path)
+    told = capfd.readouterr().err
+    assert "waiting for a build of cpu_adam" in told
+    assert f"rm {lock}" in told
+    lock.touch()
+    monkeypatch.setattr("time.sleep", lambda _: [os.utime(file, (0, 0)) for file in (lock, lock.parent)])
+    with pytest.raises(MachineError):
+        refuse_stale_build_locks(["cpu_adam"], tmp_path)
+
+
+def test_a_live_builders_lock_is_respected(lock: Path, tmp_path: Path) -> None:
     """While a process has the lock open, the run may wait for it; once that process is killed, it may not."""
     hold = "import os, sys; os.open(sys.argv[1], os.O_RDWR); print(flush=True); sys.stdin.read()"
     builder = subprocess.Popen(
@@ -41,40 +71,86 @@ def test_a_live_builders_lock_is_respected(lock: Path) -> None:
     try:
         assert builder.stdout is not None
         builder.stdout.readline()
-        refuse_stale_build_locks()
+        refuse_stale_build_locks(["cpu_adam"], tmp_path)
     finally:
         builder.kill()
         builder.communicate()
     with pytest.raises(MachineError):
-        refuse_stale_build_locks()
-
-
-def test_without_a_cache_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder, no lock."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "missing"))
-    refuse_stale_build_locks()
+        refuse_stale_build_locks(["cpu_adam"], tmp_path)
 
 
 INIT = """
+import sys, torch
 from zero_plugin import Accelerator
-accelerator = Accelerator(config={"zero_optimization": {"stage": 3}})
+offload = {"device": "nvme", "nvme_path": sys.argv[1]} if sys.argv[1:] else {"device": "none"}
+accelerator = Accelerator(config={"zero_optimization": {"stage": 3, "offload_param": offload}})
 with accelerator.init_model():
-    pass
+    torch.nn.Linear(2, 2)
+print("made")
 """
 
 
-def test_a_model_that_is_built_in_partitions_does_not_wait_either(tmp_path: Path) -> None:
-    """NVMe offload of weights loads its op while the model is built, before any engine."""
-    lock = tmp_path / "async_io" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_model_that_is_built_in_partitions_does_not_wait_either(swaps: bool, tmp_path: Path) -> None:
+    """NVMe offload of weights loads its op while the model is built, before any engine; without it none is loaded."""
+    lock = leave_lock(tmp_path / "cache", "async_io")
     done = subprocess.run(
-        [sys.executable, "-c", INIT],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)},
+        [sys.executable, "-c", INIT, *([tmp_path / "swap"] if swaps else [])],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
-    assert done.returncode == 1
-    assert "MachineError" in done.stderr
-    assert f"rm {lock}" in done.stderr
+    assert (done.returncode, "made" in done.stdout) == ((1, False) if swaps else (0, True)), done.stderr
+    assert ("MachineError" in done.stderr) == (f"rm {lock}" in done.stderr) == swaps
+
+
+# torch builds for real, with a compiler that takes for ever.
+BUILDS = """
+import os, sys
+from torch.utils.cpp_extension import load
+open("op.cpp", "w").write("")
+load("some_op", ["op.cpp"])
+"""
+COMPILER = """#!/bin/sh
+case " $* " in *" -c "*) echo $$ > "$COMPILING"; exec sleep 1000;; esac
+exec c++ "$@"
+"""
+
+
+@pytest.mark.processes
+def test_a_stopped_launch_takes_its_build_along(tmp_path: Path) -> None:
+    """Its compiler ends, which ninja has started in a group of its own, and no lock keeps the next run waiting."""
+    (tmp_path / "build.py").write_text(BUILDS)
+    compiler, compiling, cache = tmp_path / "compiler", tmp_path / "compiling", tmp_path / "cache"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    environ = {
+        **os.environ,
+        "CXX": str(compiler),
+        "COMPILING": str(compiling),
+        "TORCH_EXTENSIONS_DIR": str(cache),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    command = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "build.py"]
+    launcher = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        assert waits_for(lambda: compiling.exists() and compiling.read_text()), launcher.poll()
+        lock = cache / "some_op" / "lock"
+        assert lock.exists()
+        launcher.terminate()
+        _, errors = launcher.communicate(timeout=120)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == 143, errors
+    assert waits_for(lambda: not Path(f"/proc/{compiling.read_text().strip()}").exists(), seconds=5)
+    assert not lock.exists()
+
+
+def waits_for(holds: Callable[[], object], seconds: float = 200) -> bool:
+    """Whether it came to hold within so long."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(holds())

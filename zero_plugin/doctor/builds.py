@@ -12,20 +12,10 @@ from typing import Final
 
 from zero_plugin.doctor.finding import Finding
 
-__all__ = ["build_folder", "check_builds", "check_locks", "missing_builds"]
+__all__ = ["check_builds", "check_locks", "missing_builds"]
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200
-
-
-def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
-    """Where torch keeps the ops of this Python and this torch."""
-    if root := environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(root)
-    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kind = f"cu{torch_cuda.replace('.', '')}" if torch_cuda else "cpu"
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return Path(caches, "torch_extensions", f"{python}_{kind}")
 
 
 def missing_builds(ops: Sequence[str], folder: Path) -> list[str]:
@@ -37,11 +27,11 @@ def check_locks(stale: Sequence[Path]) -> Finding:
     """Locks of killed builds, on which DeepSpeed waits silently.
 
     Args:
-        stale: those that no process holds.
+        stale: those of the ops that the configuration needs that no process of this machine holds.
     """
     if not stale:
-        return Finding("op build locks", "ok", "none is left over")
-    found = f"a build was killed and left {', '.join(map(str, stale))}: every run that needs the op waits forever"
+        return Finding("op build locks", "ok", "none of a killed build is in the way")
+    found = f"a build was killed and left {', '.join(map(str, stale))}: this run would wait forever"
     return Finding("op build locks", "wrong", found, f"rm {' '.join(map(str, stale))}")
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_tpu, launch_settings
-from zero_plugin.doctor.builds import build_folder, check_builds, check_locks, missing_builds
+from zero_plugin.doctor.builds import check_builds, check_locks, missing_builds
 from zero_plugin.doctor.disk import check_disk, look_at_disk
 from zero_plugin.doctor.finding import Finding
 from zero_plugin.doctor.libaio import check_libaio
@@ -31,7 +31,7 @@ from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.machine import Machine, count_cores, has_gpu_driver, host_memory_bytes
 from zero_plugin.launch.spec import Program
 from zero_plugin.probe.tpu import find_tpu
-from zero_plugin.strategies.deepspeed.build_lock import find_stale_build_locks
+from zero_plugin.strategies.deepspeed.build_lock import build_folder, find_stale_build_locks
 
 __all__ = ["examine"]
 
@@ -56,7 +56,7 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     yield _launch(document, Machine(len(names), count_cores(), tpu), environ)
     cuda = torch_cuda(_torch_folder() / "version.py")
     folder = build_folder(environ, cuda)
-    stale = find_stale_build_locks()
+    stale = find_stale_build_locks(needs.ops, folder)
     yield check_compiler(environ, missing_builds(needs.ops, folder))
     yield check_ninja(environ, needs.ops)
     nvcc, home = nvcc_version(environ) if cuda else (None, "")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, asks_for_tpu
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.resolve.defaults import deepspeed_default
+from zero_plugin.strategies.deepspeed.build_lock import needed_ops
 
 __all__ = ["Needs", "find_needs"]
-
-_CPU_OPS: Final = {"adam": "cpu_adam", "adamw": "cpu_adam", "adagrad": "cpu_adagrad", "lion": "cpu_lion"}
-_GPU_OPS: Final = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion", "lamb": "fused_lamb"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +73,9 @@ def find_needs(document: Document, settings: LaunchSettings, gpus: int) -> Needs
 
 
 def _ops(training: Tree, *, on_gpu: bool) -> list[str]:
-    zero = training.section("zero_optimization")
-    devices = [zero.value(f"offload_{what}", "device", default="none") for what in ("optimizer", "param")]
     kind = training.value("optimizer", "type")
-    kind = "" if kind in (None, AUTO) else str(kind).lower()
-    by_torch = bool(training.value("optimizer", "params", "torch_adam"))
-    any_by_torch = training.value("zero_force_ds_cpu_optimizer") is False  # torch's own is stepped on the CPU
-    ops = []
-    if devices[0] in ("cpu", "nvme", AUTO):  # an open one may come to be either
-        # Without a section the loop brings its own optimizer: nearly always an Adam.
-        ops += [] if by_torch or any_by_torch else [_CPU_OPS[kind or "adamw"]] if (kind or "adamw") in _CPU_OPS else []
-    if devices[0] not in ("cpu", "nvme") and on_gpu and kind in _GPU_OPS and not by_torch:
-        ops.append(_GPU_OPS[kind])
-    if on_gpu and any(zero.value(f"zero_quantized_{what}") is True for what in ("weights", "gradients")):
-        ops.append("quantizer")
-    return [*ops, "pin_memory", "async_io"] if "nvme" in devices else ops
+    # Without a section the loop brings its own optimizer: nearly always an Adam.
+    return needed_ops(training, "adamw" if kind in (None, AUTO) else str(kind).lower(), on_gpu=on_gpu)
 
 
 def _swap_buffer_bytes(training: Tree) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.strategies.deepspeed.build_lock import RunningBuilds
+
 __all__ = ["Ended", "end_copies_soon", "end_workers_so"]
 
 _AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
@@ -38,7 +40,8 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
 
     After a failure of one, the others get SIGTERM, and SIGKILL some seconds later. When the launcher gets a signal, the
     worker processes get it, and SIGKILL after `grace_s`; what they have started themselves (processes that load data)
-    gets nothing meanwhile, so that a worker that saves a checkpoint then still has its data.
+    gets nothing meanwhile, so that a worker that saves a checkpoint then still has its data. A compiler that builds an
+    op for them ends with them, and the build's lock is removed.
 
     Args:
         grace_s: see above.
@@ -56,6 +59,8 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
         processes = {int(workers.envs[k]["RANK"]): handler.proc for k, handler in workers.subprocess_handlers.items()}
         alive = [process for process in processes.values() if process.poll() is None]
         failed: dict[int, Ended] = {}
+        builds = RunningBuilds()
+        builds.look([process.pid for process in alive])
         if death_sig is None:
             codes = {rank: process.poll() for rank, process in processes.items()}
             idle.clear()
@@ -69,11 +74,13 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
             deadline = time.monotonic() + grace_s
             while any(process.poll() is None for process in alive) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
+            builds.look([process.pid for process in alive if process.poll() is None])
             close(workers, signal.SIGKILL, _AFTER_FAILURE_S)
         # What processes that have ended well left running was meant to stay.
         for process in processes.values() if death_sig is None else alive:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # each worker leads a group of its own
+        builds.end()
         if failed:
             on_failure(failed)
 

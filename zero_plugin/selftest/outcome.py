@@ -43,17 +43,19 @@ class Outcome:
         status: `begun` is what stays of a check that nobody ended.
         said: what was measured, what is wrong, or why it was left out.
         seconds: how long it took.
+        advice: what to do about it, where that is known better than by the check.
     """
 
     check: str
     status: Literal["begun", "ok", "wrong", "left out"]
     said: str = ""
     seconds: float = 0.0
+    advice: str = ""
 
     @property
     def fix(self) -> str:
         """What to do about it; empty where nothing is wrong."""
-        return STEPS[self.check] if self.status in ("begun", "wrong") else ""
+        return (self.advice or STEPS[self.check]) if self.status in ("begun", "wrong") else ""
 
 
 def note(outcome: Outcome, file: Path) -> None:

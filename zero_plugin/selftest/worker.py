@@ -14,6 +14,7 @@ from pathlib import Path
 from zero_plugin.accelerator import Accelerator
 from zero_plugin.collectives import gather_object
 from zero_plugin.distributed_type import DistributedType
+from zero_plugin.errors import LaunchError, MachineError
 from zero_plugin.plugins import InitProcessGroupKwargs
 from zero_plugin.selftest.collectives import check_all_gather, check_all_reduce, check_barrier, check_broadcast
 from zero_plugin.selftest.data import check_data_loader
@@ -64,24 +65,27 @@ def main() -> None:
 def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
     """A check on all processes: it is ok if it is on each."""
     began = time.perf_counter()
-    own = ("ok", "")
+    own = ("ok", "", "")
     try:
-        own = ("ok", check(run))
+        own = ("ok", check(run), "")
     except LeftOut as reason:
-        own = ("left out", str(reason))
+        own = ("left out", str(reason), "")
     except CheckError as failure:
-        own = ("wrong", str(failure))
+        own = ("wrong", str(failure), "")
+    except (MachineError, LaunchError) as error:  # they say themselves what to do
+        what, _, advice = str(error).partition("\n")
+        own = ("wrong", what, advice)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is what the check has found
         traceback.print_exc()
-        own = ("wrong", f"{type(error).__name__}: {error}")
+        own = ("wrong", f"{type(error).__name__}: {error}", "")
     everyones = gather_object([own])
     seconds = time.perf_counter() - began
-    wrong = {rank: said for rank, (status, said) in enumerate(everyones) if status == "wrong"}
+    wrong = {rank: (said, advice) for rank, (status, said, advice) in enumerate(everyones) if status == "wrong"}
     if wrong:
         ranks = ", ".join(map(str, wrong))
-        said = next(iter(wrong.values()))
-        return Outcome(name, "wrong", said if run.processes == 1 else f"on rank {ranks}: {said}", seconds)
-    status, said = everyones[0]
+        said, advice = next(iter(wrong.values()))
+        return Outcome(name, "wrong", said if run.processes == 1 else f"on rank {ranks}: {said}", seconds, advice)
+    status, said, _ = everyones[0]
     return Outcome(name, "left out" if status == "left out" else "ok", said, seconds)
 
 

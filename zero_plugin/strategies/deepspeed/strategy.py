@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zero_plugin.compilation import compile_in_place
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.tree import Tree
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import MachineError
 from zero_plugin.handlers import Handlers
@@ -27,7 +28,7 @@ from zero_plugin.resolve.precision import expected_precision
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.strategies.allotting import allot_whole
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
-from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
+from zero_plugin.strategies.deepspeed.build_lock import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.strategies.deepspeed.casting import cast_buffers, compute_in
 from zero_plugin.strategies.deepspeed.handlers import unused_handlers
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders, remove_abandoned
@@ -113,7 +114,10 @@ class DeepSpeedStrategy(Strategy):
             return TorchSession(module, module, None, precision="no", clipping=None)
         if not request.is_placed:
             request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
-        deepspeed = _import_deepspeed(processes)
+        kind = resolved.optimizer.type if isinstance(request.optimizer, DummyOptim) and resolved.optimizer else ""
+        if isinstance(request.optimizer, Optimizer):
+            kind = type(request.optimizer).__name__
+        deepspeed = _import_deepspeed(processes, resolved.tree, kind.lower())
 
         from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, share_groups
         from zero_plugin.strategies.deepspeed.session import EngineSession
@@ -160,7 +164,7 @@ class DeepSpeedStrategy(Strategy):
         if not self.partitions_parameters:
             yield
             return
-        _import_deepspeed(self._processes)
+        _import_deepspeed(self._processes, self._document.deepspeed)
 
         from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_at_birth
 
@@ -175,7 +179,7 @@ class DeepSpeedStrategy(Strategy):
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
             allot_whole(module, device, _DTYPES[expected_precision(self._document, machine)])
         else:
-            _import_deepspeed(self._processes)
+            _import_deepspeed(self._processes, self._document.deepspeed)
 
             from zero_plugin.strategies.deepspeed.building import BuildConfig, allot_partitions
 
@@ -212,7 +216,7 @@ class DeepSpeedStrategy(Strategy):
         integration = sys.modules.get("transformers.integrations.deepspeed")
         if not partitions and (integration is None or integration._hf_deepspeed_config_weak_ref is None):
             return nullcontext()
-        _import_deepspeed(self._processes)
+        _import_deepspeed(self._processes, self._document.deepspeed)
 
         from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_pretrained, whole_pretrained
 
@@ -267,14 +271,21 @@ def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
-def _import_deepspeed(processes: Processes) -> Any:
+def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> Any:
     """DeepSpeed, set up for this process' device, on the process group that exists, and quiet.
 
+    Args:
+        processes: this one and its peers.
+        training: what will run.
+        optimizer: the class or `type` of what an engine is to run, in small letters; None where none is built yet.
+
     Raises:
-        MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
+        MachineError: a killed build of an op that the run loads left its lock, or DeepSpeed was imported for another
+            device before.
     """
-    refuse_stale_build_locks()
     kind = processes.device.type
+    ops = needed_ops(training, optimizer, on_gpu=kind == "cuda")
+    refuse_stale_build_locks(ops, build_folder(os.environ, torch.version.cuda))
     os.environ.setdefault("DS_ACCELERATOR", kind)
     import deepspeed
     from deepspeed.accelerator import get_accelerator
