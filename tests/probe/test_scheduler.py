@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.probe.scheduler import Place, expand_hosts, find_allocation, find_place
+from zero_plugin.probe.scheduler import Place, expand_hosts, find_allocation, find_place, own_gpu
 
 # What srun sets in the second task on the second of two nodes, two tasks each.
 SRUN = {
@@ -140,3 +140,24 @@ def test_the_machines_of_a_job() -> None:
     assert find_allocation(BATCH).machine_rank is None  # type: ignore[union-attr]
     assert find_allocation({**BATCH, "SLURM_JOB_NUM_NODES": "1"}) is None
     assert find_allocation({}) is None
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "shown", "gpu"),
+    [
+        (3, 4, None, 3),
+        (3, 1, "2", 0),  # srun --gpus-per-task=1, or an actor of Ray's
+        (3, 1, "GPU-5d1c", 0),
+        (3, 2, "6,7", 1),  # srun --gpus-per-task=2
+        (1, 4, "0,1,2,3", 1),
+        (4, 4, None, None),
+        (1, 1, "", None),
+    ],
+)
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_each_process_has_a_gpu_of_those_that_it_sees(
+    name: str, local_rank: int, visible: int, shown: str | None, gpu: int | None
+) -> None:
+    """Where all see all, that of its local rank, or none; where each is shown its own, the local rank says nothing."""
+    environ = {} if shown is None else {name: shown}
+    assert own_gpu(local_rank, visible, environ) == gpu

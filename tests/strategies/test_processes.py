@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from zero_plugin import Accelerator
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.plugins import InitProcessGroupKwargs
 from zero_plugin.state import PartialState
+from zero_plugin.strategies.processes import Processes, refuse_shared_gpu
 
 ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 2}}}
 
@@ -87,6 +89,26 @@ def check_ended_by_torch(init_method: str) -> None:
         train(accelerator)
         accelerator.free_memory()
         dist.destroy_process_group()
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    """Found before NCCL is asked; a later group, or a restart, starts anew."""
+    store = HashStore()
+    refuse_shared_gpu(PrefixStore("0.1", store), 0, "GPU-a")
+    refuse_shared_gpu(PrefixStore("0.1", store), 1, "GPU-b")
+    with pytest.raises(LaunchError, match=r"rank 1 on .* and rank 2 on .* have the same GPU \(GPU-b\)"):
+        refuse_shared_gpu(PrefixStore("0.1", store), 2, "GPU-b")
+    refuse_shared_gpu(PrefixStore("1.1", store), 2, "GPU-b")
+
+
+def test_deepspeed_is_told_the_number_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes LOCAL_RANK for that; elsewhere it stays the rank among this machine's processes."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")  # DeepSpeed compares the two
+    for device, seen in (("cuda:0", "0"), ("cuda:3", "3"), ("cpu", "3")):
+        with Processes(3, 3, 4, torch.device(device)).counted_by_gpu():
+            assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == seen
+        assert os.environ["LOCAL_RANK"] == "3"
 
 
 CHECKS = {

@@ -12,7 +12,7 @@ from typing import Final
 
 from zero_plugin.errors import LaunchError
 
-__all__ = ["Allocation", "Place", "expand_hosts", "find_allocation", "find_place"]
+__all__ = ["Allocation", "Place", "expand_hosts", "find_allocation", "find_place", "own_gpu"]
 
 _SPECIAL_STEP: Final = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here
 _FIRST_PORT, _PORTS = 20000, 10000  # below the ports that systems hand out by themselves
@@ -23,6 +23,11 @@ _MPI: Final = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+_NARROWS: Final = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+)  # what shows a process some GPUs
 _MPI_JOB: Final = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 
 
@@ -116,6 +121,20 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     address = environ.get("MASTER_ADDR") or mpi.main_address
     machines = mpi.world_size if mpi.local_size == 1 else -(-mpi.world_size // mpi.local_size)
     return Allocation(machines, mpi.rank, address, mpi.port, mpi.local_size, sources)
+
+
+def own_gpu(local_rank: int, visible: int, environ: Mapping[str, str]) -> int | None:
+    """The number of this process's GPU among those that it sees; None where there is none for it.
+
+    SLURM (`--gpus-per-task`) and Ray show each process its own ones, which it counts from 0.
+
+    Args:
+        local_rank: of this process on its machine.
+        visible: how many GPUs it sees.
+        environ: its environment.
+    """
+    narrowed = any(environ.get(name) for name in _NARROWS)
+    return local_rank % visible if narrowed else local_rank if local_rank < visible else None
 
 
 def expand_hosts(nodelist: str) -> list[str]:

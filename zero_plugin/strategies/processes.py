@@ -6,9 +6,10 @@ import atexit
 import functools
 import gc
 import os
+import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,12 +24,12 @@ from zero_plugin.agreement import collective, end_watching, start_watching
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import CheckpointError, LaunchError, LoopError
 from zero_plugin.probe.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
-from zero_plugin.probe.scheduler import find_place
+from zero_plugin.probe.scheduler import find_place, own_gpu
 from zero_plugin.probe.tpu import find_tpu
 from zero_plugin.strategies.replica import find_replica
 from zero_plugin.strategies.xla_runtime import check_world_size
 
-__all__ = ["Processes", "call_at_exit", "start_processes"]
+__all__ = ["Processes", "call_at_exit", "refuse_shared_gpu", "start_processes"]
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(minutes=30)
@@ -58,6 +59,18 @@ class Processes:
         if self.world_size == 1:
             return DistributedType.NO
         return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+
+    @contextmanager
+    def counted_by_gpu(self) -> Iterator[None]:
+        """Inside, LOCAL_RANK is what DeepSpeed takes it for: the number of this process's GPU among those it sees."""
+        names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
+        before = {name: os.environ[name] for name in names}
+        if self.device.type == "cuda":
+            os.environ.update(dict.fromkeys(names, str(self.device.index)))
+        try:
+            yield
+        finally:
+            os.environ.update(before)
 
     @property
     def backend(self) -> str | None:
@@ -148,9 +161,12 @@ class _OwnGroup:
             except dist.DistError as error:
                 raise LaunchError(_why_not_met(init_method, rank, world, error)) from error
             self._groups += 1  # one group follows another in the same store, and would read what that one left there
+            store = c10d.PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{self._groups}", store)
+            if device.type == "cuda" and "nccl" in backend:
+                refuse_shared_gpu(store, rank, str(torch.cuda.get_device_properties(device).uuid))
             dist.init_process_group(
                 backend,
-                store=c10d.PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{self._groups}", store),
+                store=store,
                 rank=rank,
                 world_size=world,
                 timeout=timeout,
@@ -234,13 +250,16 @@ def start_processes(
         _share_cores(place.local_size)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     cuda = torch.cuda.is_available() and not cpu
-    if cuda and local_rank >= torch.cuda.device_count():
-        raise LaunchError(
-            f"the process of local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}.\n"
-            f"Start at most {torch.cuda.device_count()} processes on this machine (--num_processes), or add --cpu."
-        )
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        visible = torch.cuda.device_count()
+        gpu = own_gpu(local_rank, visible, os.environ)
+        if gpu is None:
+            raise LaunchError(
+                f"the process of local rank {local_rank} has no GPU: this machine has {visible}.\n"
+                f"Start at most {visible} processes on this machine (--num_processes), or add --cpu."
+            )
+        device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
         if _own.lives and not _own.holders and not _own.launched and "cuda" not in dist.get_backend_config():
             _own.end()  # a group of one that somebody made for the CPU, and left
@@ -269,6 +288,27 @@ def _start_replica(timeout: timedelta) -> Processes:
     check_world_size(replica.world_size, {"WORLD_SIZE": str(dist.get_world_size())})
     start_watching()
     return Processes(dist.get_rank(), replica.local_rank, replica.world_size, replica.device)
+
+
+def refuse_shared_gpu(store: Any, rank: int, gpu: str) -> None:
+    """Raise where another process has taken this process's GPU, before NCCL is asked: one request of each process.
+
+    Args:
+        store: of the coming group alone.
+        rank: of this process.
+        gpu: what no other GPU is called, on whatever machine.
+
+    Raises:
+        LaunchError: two ranks share it; with both.
+    """
+    mine = f"{rank} on {socket.gethostname()}"
+    first = store.compare_set(f"gpu/{gpu}", "", mine).decode()
+    if first != mine:
+        raise LaunchError(
+            f"rank {first} and rank {mine} have the same GPU ({gpu}), and NCCL takes one process for each.\n"
+            "Give each a GPU of its own (srun --gpus-per-task=1, --ntasks-per-node as many as there are GPUs), and set "
+            "CUDA_VISIBLE_DEVICES for all alike or for each its own; or start fewer processes."
+        )
 
 
 def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:

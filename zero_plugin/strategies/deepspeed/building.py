@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +59,15 @@ class BuildConfig:
         give_own_swap_folders(config, self._processes)
         return config
 
+    def counted_by_gpu(self) -> AbstractContextManager[None]:
+        """See `Processes.counted_by_gpu`."""
+        return self._processes.counted_by_gpu()
+
+    def init(self) -> _Init:
+        """A `zero.Init` with this configuration, on this process's device."""
+        with self.counted_by_gpu():
+            return _Init(self.config)
+
 
 @contextmanager
 def partition_pretrained(build: BuildConfig) -> Iterator[None]:
@@ -68,7 +77,8 @@ def partition_pretrained(build: BuildConfig) -> Iterator[None]:
     before = integration._hf_deepspeed_config_weak_ref
     integration.set_hf_deepspeed_config(build)
     try:
-        yield
+        with build.counted_by_gpu():
+            yield
     finally:
         integration._hf_deepspeed_config_weak_ref = before
 
@@ -89,7 +99,7 @@ def whole_pretrained() -> Iterator[None]:
 @contextmanager
 def partition_at_birth(build: BuildConfig) -> Iterator[None]:
     """Each module's parameters are partitioned as soon as it is made; their values are those of a model built whole."""
-    with _transformers_initializes_gathered(), _Init(build.config):
+    with _transformers_initializes_gathered(), build.init():
         yield
 
 
@@ -101,7 +111,7 @@ def allot_partitions(module: nn.Module, build: BuildConfig) -> None:
     Raises:
         CheckpointError: frozen or all weights are to be quantized when they are partitioned.
     """
-    init = _Init(build.config)
+    init = build.init()
     if init.quantized_nontrainable_weights or init.quantized_initialization:
         raise CheckpointError(
             "partitions of quantized weights (zero_quantized_nontrainable_weights, weight_quantization_config) cannot "

@@ -138,7 +138,7 @@ class DeepSpeedStrategy(Strategy):
                 parameters = request.optimizer.params
             else:
                 config.pop("optimizer", None)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), processes.counted_by_gpu():
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             engine, *_ = deepspeed.initialize(
                 model=request.model,
@@ -245,7 +245,8 @@ class DeepSpeedStrategy(Strategy):
             # Converted here, with the type read off the config: `initialize` passes a type along, which zero.Init
             # ignores where the device has no fp16, so that fp32 weights are swapped to NVMe in bf16. Where a part is
             # partitioned already, `initialize` goes on with the rest as that part was begun.
-            zero.Init(module=model, config_dict_or_path=config)
+            with self._processes.counted_by_gpu():
+                zero.Init(module=model, config_dict_or_path=config)
         adapt_pretrained_methods(model, self._processes)
 
     def _tie_experts(self, request: SessionRequest) -> None:
