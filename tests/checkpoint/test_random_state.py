@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from zero_plugin.checkpoint.random_state import random_state, restore_random_state
 from zero_plugin.seeding import set_seed
@@ -33,6 +34,21 @@ def test_a_known_process_goes_on() -> None:
     for rank in (0, 1):
         assert restore_random_state(states, rank) is None
         assert draw() == drawn[rank]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_gpu_that_is_not_used(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA is there and nothing has used it, as in a run on the CPU, it is not asked, and makes no context."""
+    asked: list[Tensor] = []
+
+    def ask() -> Tensor:
+        asked.append(torch.ones(1))
+        return asked[0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", ask)
+    assert (random_state()["cuda"] is not None) == bool(asked) == is_used
 
 
 def test_a_new_process_draws_as_all_did() -> None:

@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
         "python": (version, np.array(words, dtype=np.uint64), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
         "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
     }
 
@@ -54,6 +54,11 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str |
     np.random.seed(seed % 2**32)
     seed_torch(seed)
     return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
+
+
+def _uses_cuda() -> bool:
+    """Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _restore(state: Mapping[str, Any]) -> None:
