@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,8 +98,9 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The live states."""
-        return self.optimizer.state
+        """The live states; under ZeRO those of flat partitions, and a LoopError for a parameter of the model."""
+        states = self.optimizer.state
+        return states if self.session.whole_states else _FlatStates(states)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -135,13 +137,25 @@ class AcceleratedOptimizer(Optimizer):
         optimizer.add_param_group({**param_group, "params": parameters})
 
     def state_dict(self) -> dict[str, Any]:
-        """The running optimizer's state."""
+        """The running optimizer's state.
+
+        Raises:
+            LoopError: ZeRO has partitioned it over several processes, or keeps it where the groups do not show it.
+        """
+        self._refuse_elsewhere("state_dict()")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the running optimizer's state."""
+        """Load the running optimizer's state.
+
+        Raises:
+            LoopError: as for `state_dict`.
+        """
+        self._refuse_elsewhere("load_state_dict()")
         self._await_copy()
-        self.optimizer.load_state_dict(state_dict)
+        is_read = self.session.reading() if isinstance(self.session, Session) else nullcontext()
+        with is_read:
+            self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
         """Have a schedule-free optimizer put the training weights in place; others do nothing."""
@@ -292,6 +306,14 @@ class AcceleratedOptimizer(Optimizer):
             )
         return self.optimizer
 
+    def _refuse_elsewhere(self, call: str) -> None:
+        if self.session.states_are:
+            raise LoopError(
+                f"optimizer.{call}: the states of this optimizer are {self.session.states_are}, and what one process "
+                "has of them fits nowhere else.\nCall accelerator.save_state(folder) and load_state(folder) on every "
+                "process. A state of plain torch is loaded before prepare()."
+            )
+
     def _await_copy(self) -> None:
         if self.session.before_change is not None:
             self.session.before_change()
@@ -325,3 +347,36 @@ class AcceleratedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["optimizer"])  # type: ignore[misc]
+
+
+class _FlatStates(MutableMapping[Any, Any]):
+    """The states of flat partitions; asked for a parameter of the model it raises, where torch's makes an empty one."""
+
+    def __init__(self, states: MutableMapping[Any, Any]) -> None:
+        self._states = states
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._states[self._known(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._states[self._known(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._states[self._known(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._known(key) in self._states
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def _known(self, key: Any) -> Any:
+        if isinstance(key, Tensor) and key not in self._states:
+            raise LoopError(
+                "optimizer.state[parameter] under ZeRO: states are those of flat partitions, not of parameters.\n"
+                "Call deepspeed.utils.safe_get_full_optimizer_state(parameter, name) on every process, or save_state()."
+            )
+        return key

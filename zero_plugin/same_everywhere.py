@@ -21,6 +21,7 @@ from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.installed import installed_version
 from zero_plugin.optimizers import describe_optimizer
 from zero_plugin.placeholders import DummyOptim
+from zero_plugin.strategies.given_states import describe_states
 from zero_plugin.strategies.processes import Processes
 
 __all__ = ["expect_same_models", "expect_same_run"]
@@ -91,6 +92,8 @@ def expect_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimiz
         facts = optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)
         told[f"optimizer {number}"] = type(optimizer).__name__
         told[f"optimizer {number}: lr of each group"] = ", ".join(map(str, facts.group_lrs))
+        if isinstance(optimizer, Optimizer) and optimizer.state:
+            told[f"optimizer {number}: state"] = describe_states(optimizer)
         told |= {f"optimizer {number}: {k}": str(v) for k, v in facts.given.items() if isinstance(v, _PLAIN)}
     if differences := _compare(told):
         raise LoopError(

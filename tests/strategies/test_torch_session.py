@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
 import torch
 
+from zero_plugin.strategies.base import SessionRequest
+from zero_plugin.strategies.plain_torch import torch_optimizer
 from zero_plugin.strategies.torch_session import TorchSession
 
 
@@ -30,3 +33,19 @@ def test_clipping_is_torchs_to_the_bit(share: float, skips: bool) -> None:
     for p, gradient in zip(layer.parameters(), expected, strict=True):
         assert torch.equal(p.grad, gradient)
     session.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_go_where_the_parameters_are(fused: bool) -> None:
+    """As torch's load_state_dict puts them: moments on the parameters' device, steps only for a kernel that runs there.
+
+    The device is one without memory here; a GPU's would do the same.
+    """
+    weight = torch.nn.Parameter(torch.ones(2, device="meta"))
+    adam = torch.optim.Adam([weight])
+    adam.param_groups[0]["fused"] = fused
+    adam.state[weight] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    request: Any = SessionRequest(torch.nn.ParameterList([weight]), adam, cast("Any", None), (), print)
+    assert torch_optimizer(request) is adam
+    devices = {name: state.device.type for name, state in adam.state[weight].items()}
+    assert devices == {"step": "meta" if fused else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}

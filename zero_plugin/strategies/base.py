@@ -109,6 +109,8 @@ class Session(ABC):
         last_norm: norm of the last step's gradients before clipping, where one was computed.
         whole_gradients: whether `p.grad` of the user's own parameters are the step's gradients, whole, as in plain
             torch; not where they are partitioned.
+        whole_states: whether the optimizer's `state` has the user's own parameters as keys, as in plain torch.
+        states_are: where else all its states are, so that `state_dict` has not them; "" where it has.
         left_out: parameters that get gradients and are in no group of the optimizer.
         failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
         states_stay: whether optimizer states and masters lie in memory, unchanged, from one step to the next.
@@ -117,6 +119,8 @@ class Session(ABC):
     """
 
     whole_gradients = True
+    whole_states = True
+    states_are = ""
     states_stay = True
     before_change: Callable[[], None] | None = None
     failed = False

@@ -25,6 +25,8 @@ class LoneOptimizer:
     """
 
     whole_gradients: Final = True
+    whole_states: Final = True
+    states_are: Final = ""
     failed: Final = False
     most_skips: Final = 0
     loss_scale: Final = 1.0

@@ -22,7 +22,9 @@ __all__ = [
     "algorithm_of",
     "create_states",
     "describe_groups",
+    "is_scalar",
     "is_setting",
+    "names_of_states",
     "restore_groups",
     "state_fragments",
     "state_scalars",
@@ -101,9 +103,9 @@ def whole_pieces(optimizer: Optimizer, module: nn.Module, rank: int, world_size:
 def state_fragments(pieces: Iterable[OptimizedPiece]) -> Iterator[Fragment]:
     """All states that are tensors, under the names that torch gives them."""
     for piece in pieces:
-        renamed = _renamed(piece.optimizer)
+        renamed = names_of_states(piece.optimizer)
         for key, value in sorted(piece.optimizer.state.get(piece.stepped, {}).items()):
-            if not isinstance(value, Tensor) or _is_scalar(key, value, piece.stepped):
+            if not isinstance(value, Tensor) or is_scalar(key, value, piece.stepped.shape):
                 continue
             if not piece.is_whole and value.numel() != piece.stepped.numel():
                 raise CheckpointError(
@@ -119,7 +121,7 @@ def state_scalars(pieces: Iterable[OptimizedPiece]) -> Scalars:
     scalars: Scalars = {}
     for piece in pieces:
         for key, value in piece.optimizer.state.get(piece.stepped, {}).items():
-            if isinstance(value, Tensor) and _is_scalar(key, value, piece.stepped):
+            if isinstance(value, Tensor) and is_scalar(key, value, piece.stepped.shape):
                 scalars.setdefault(piece.name, {})[key] = value.item()
             elif isinstance(value, int | float):
                 scalars.setdefault(piece.name, {})[key] = value
@@ -153,11 +155,14 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
             continue
         example = present or _try_out(optimizer, together[0].group, stepped)
         state: dict[str, Any] = {key: _as_in(example.get(key), number) for key, number in numbers.items()}
-        own_names = {name: own for own, name in _renamed(optimizer).items()}
+        own_names = {name: own for own, name in names_of_states(optimizer).items()}
         for name, (shape, dtype) in shapes.items():
             key = own_names.get(name, name)
             size = shape if together[0].is_whole else tuple(stepped.shape)
             state[key] = _tensor_like(present.get(key), example.get(key), stepped, size, dtype)
+        for key, value in example.items():  # DeepSpeed's Lion counts steps, which its update does not ask for
+            if key not in state and isinstance(value, int | float):
+                state[key] = value
         optimizer.state[stepped] = state
 
 
@@ -194,12 +199,14 @@ def algorithm_of(optimizer: Optimizer) -> str:
     return describe_optimizer(optimizer).name.removeprefix("flat")
 
 
-def _renamed(optimizer: Optimizer) -> Mapping[str, str]:
+def names_of_states(optimizer: Optimizer) -> Mapping[str, str]:
+    """Where this class has other names for states than torch: its own → torch's."""
     return _STATE_NAMES.get(type(optimizer).__name__, {})
 
 
-def _is_scalar(key: str, value: Tensor, stepped: Tensor) -> bool:
-    return value.ndim == 0 and (stepped.ndim > 0 or key == "step")
+def is_scalar(key: str, value: Tensor, shape: Sequence[int]) -> bool:
+    """Whether a state that is a tensor is a number, and not one element of a parameter of that shape."""
+    return value.ndim == 0 and (len(shape) > 0 or key == "step")
 
 
 def is_setting(key: str, value: Any) -> bool:

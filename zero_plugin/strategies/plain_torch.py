@@ -1,9 +1,11 @@
-"""What a request becomes where no engine trains: weights in fp32, and torch's own optimizer."""
+"""What a request becomes where no engine trains: weights in fp32, and torch's own optimizer with the states it has."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.optimizers import build_optimizer
@@ -29,6 +31,9 @@ def keep_weights_in_fp32(request: SessionRequest) -> None:
     chosen = halved if request.resolved.precision == "no" else trained
     for p in chosen:
         p.data = p.data.float()
+        for states, key, value in _states_of(request.optimizer, p):
+            if value.dtype in (torch.bfloat16, torch.float16):
+                states[key] = value.float()
     request.say(
         f"{len(chosen)} parameters of the {type(request.model).__name__} came in 16 bits and are trained in fp32, as "
         "under ZeRO; mixed_precision says what they compute in"
@@ -36,12 +41,26 @@ def keep_weights_in_fp32(request: SessionRequest) -> None:
 
 
 def torch_optimizer(request: SessionRequest) -> Optimizer | None:
-    """The request's optimizer, with a placeholder replaced by what the config's section describes."""
+    """The request's optimizer, with a placeholder replaced by what the config's section describes.
+
+    States that it was given before go where its parameters are by now, as torch's `load_state_dict` would put them.
+    """
     if not isinstance(request.optimizer, DummyOptim):
+        for group in () if request.optimizer is None else request.optimizer.param_groups:
+            for p in group["params"]:
+                for states, key, value in _states_of(request.optimizer, p):
+                    if key != "step" or group.get("capturable") or group.get("fused"):
+                        states[key] = value.to(p.device)
         return request.optimizer
     section = request.resolved.optimizer
     assert section is not None, "resolution gives every placeholder a section"
     return build_optimizer(_fused(section, request.model), request.optimizer.params)
+
+
+def _states_of(optimizer: Optimizer | DummyOptim | None, p: Tensor) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Each state of a parameter that is a tensor, with the dict that holds it and its name there."""
+    states = optimizer.state.get(p, {}) if isinstance(optimizer, Optimizer) else {}
+    return [(states, key, value) for key, value in states.items() if isinstance(value, Tensor)]
 
 
 def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:

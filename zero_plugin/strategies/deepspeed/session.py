@@ -45,6 +45,7 @@ from zero_plugin.strategies.deepspeed.written import (
     whole_weights,
 )
 from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.given_states import GivenStates, fill_states
 from zero_plugin.strategies.graph import find_leaves
 from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
@@ -86,6 +87,13 @@ class EngineSession(Session):
         self.states_stay = not (
             getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False)
         )
+        self.whole_states = self.optimizer is wrapper
+        if isinstance(wrapper, ZeROOptimizer) and dist.get_world_size() > 1:
+            self.states_are = f"partitioned over {dist.get_world_size()} processes"
+        elif not self.states_stay:
+            self.states_are = "on NVMe"
+        elif self.optimizer is not None and engine.zero_optimization_partition_weights():
+            self.states_are = "in sub-groups of stage 3, of which the parameter groups do not know"
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
         self._written = False  # the weights, by the script: the masters follow before they are used
@@ -109,6 +117,17 @@ class EngineSession(Session):
         compute_in(engine, engine.get_data_types()[0])
         mend_swapping(engine)
         fetch_empty(engine)
+
+    def go_on_from(self, states: GivenStates) -> None:
+        """Take the states that the optimizer was given before it was partitioned. Collective.
+
+        Raises:
+            CheckpointError: they would lie where nothing reaches them by name.
+            LoopError: states that one flat partition cannot have.
+        """
+        refuse_unreachable(self.engine, "a state that the optimizer had before prepare()")
+        with self.reading():
+            fill_states(self.blocks(changing=True), states)
 
     def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
         """See `Session.backward`; nothing happens to the model where the loss does not depend on it."""

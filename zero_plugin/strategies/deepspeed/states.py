@@ -32,8 +32,12 @@ __all__ = [
 ]
 
 
-def refuse_unreachable(engine: Any) -> None:
+def refuse_unreachable(engine: Any, what: str = "save_state and load_state") -> None:
     """Raise where states lie that cannot be told apart, or reached, by parameter name.
+
+    Args:
+        engine: whose states.
+        what: would have to reach them.
 
     Raises:
         CheckpointError: see above; it says which setting is the cause.
@@ -50,7 +54,7 @@ def refuse_unreachable(engine: Any) -> None:
     found = [cause for cause, holds in causes.items() if holds]
     if found:
         raise CheckpointError(
-            f"save_state and load_state do not reach {found[0]} yet; nothing was written or read.\n"
+            f"{what} cannot reach {found[0]} yet; nothing was written or read.\n"
             "Train without it, or save the weights alone with accelerator.save_model()."
         )
 

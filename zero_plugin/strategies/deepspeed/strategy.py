@@ -34,6 +34,7 @@ from zero_plugin.strategies.deepspeed.handlers import unused_handlers
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.strategies.given_states import take_states
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.torch_session import TorchSession
 
@@ -98,30 +99,23 @@ class DeepSpeedStrategy(Strategy):
 
         Raises:
             ConfigError: the optimizer cannot run on flat partitions.
+            LoopError: it has a state that cannot be partitioned.
             MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
         """
         resolved = request.resolved
         if request.optimizer is None and resolved.zero_stage < 3:
-            # Nothing to shard without an optimizer below stage 3; DeepSpeed refuses such an engine.
-            module = _cast_parameters(request.model, resolved.precision)
-            if request.is_placed:
-                module.to(processes.device)
-            if (asked := resolved.tree.value("data_types", "buffer_dtype")) in ("bf16", "fp16"):
-                cast_buffers(module, _DTYPES[asked])
-            compute_in(module, _DTYPES[resolved.precision])
-            if self.handlers.compiles:
-                compile_in_place(module, self.handlers.compiler)
-            return TorchSession(module, module, None, precision="no", clipping=None)
+            return self._build_plain_session(request, processes)
         if not request.is_placed:
             request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
-        kind = resolved.optimizer.type if isinstance(request.optimizer, DummyOptim) and resolved.optimizer else ""
-        if isinstance(request.optimizer, Optimizer):
-            kind = type(request.optimizer).__name__
+        given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
+        described = resolved.optimizer if request.optimizer is not None else None
+        kind = type(given).__name__ if given is not None else described.type if described is not None else ""
         deepspeed = _import_deepspeed(processes, resolved.tree, kind.lower())
 
         from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, share_groups
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
+        states = None if given is None else take_states(given, request.model, joins_groups=resolved.zero_stage > 0)
         config = resolved.deepspeed_config() | {"zero_force_ds_cpu_optimizer": False}  # which `engine_optimizer` obeys
         swap_folders = give_own_swap_folders(config, processes)
         _cast_parameters(request.model, resolved.precision)
@@ -138,6 +132,11 @@ class DeepSpeedStrategy(Strategy):
                 parameters = request.optimizer.params
             else:
                 config.pop("optimizer", None)
+        if given is not None and states is not None:
+            if optimizer is given and resolved.zero_stage == 0 and resolved.precision == "no":
+                states = None  # it steps the parameters themselves, and keeps its states
+            else:
+                given.state.clear()  # else each process would hold on to whole ones
         with warnings.catch_warnings(), processes.counted_by_gpu():
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             engine, *_ = deepspeed.initialize(
@@ -155,8 +154,10 @@ class DeepSpeedStrategy(Strategy):
             _undo_first_step(engine)
         if self.handlers.compiles:
             compile_in_place(engine.module, self.handlers.compiler)
-        given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
-        return EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
+        session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
+        if states is not None:
+            session.go_on_from(states)
+        return session
 
     @contextmanager
     def init_model(self) -> Iterator[None]:
@@ -227,6 +228,19 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.partitions_parameters`."""
         stage = self._document.deepspeed.value("zero_optimization", "stage")
         return isinstance(stage, int) and stage == 3
+
+    def _build_plain_session(self, request: SessionRequest, processes: Processes) -> Session:
+        """One without an engine: without an optimizer there is nothing to shard below stage 3, and DeepSpeed refuses."""
+        resolved = request.resolved
+        module = _cast_parameters(request.model, resolved.precision)
+        if request.is_placed:
+            module.to(processes.device)
+        if (asked := resolved.tree.value("data_types", "buffer_dtype")) in ("bf16", "fp16"):
+            cast_buffers(module, _DTYPES[asked])
+        compute_in(module, _DTYPES[resolved.precision])
+        if self.handlers.compiles:
+            compile_in_place(module, self.handlers.compiler)
+        return TorchSession(module, module, None, precision="no", clipping=None)
 
     def _partition(self, request: SessionRequest, config: dict[str, Any]) -> None:
         """Partition what is still whole, and have the methods of transformers' models know it."""

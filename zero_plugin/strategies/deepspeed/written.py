@@ -100,7 +100,8 @@ def _refuse_reading(module: nn.Module, *_: Any) -> None:
     if _holds_partitions(module):
         raise LoopError(
             f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process has "
-            "them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder)."
+            "them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); for all that the "
+            "training goes on from, accelerator.save_state(folder)."
         )
 
 
@@ -108,7 +109,8 @@ def _refuse_writing(module: nn.Module, *_: Any) -> None:
     if _holds_partitions(module):
         raise LoopError(
             f"load_state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned.\n"
-            "Load before prepare(), or inside `with accelerator.whole_weights(model):`."
+            "Load before prepare(), or inside `with accelerator.whole_weights(model):`; what save_state() wrote, with "
+            "accelerator.load_state(folder)."
         )
 
 
