@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_plugin import Accelerator, PartialState
 from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.data.active import RunningLoops
+from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import LoopError
 
 
@@ -186,6 +190,185 @@ def test_windows_over_several_loaders(in_turn: bool, sizes: list[int], context: 
         if context:
             window.leave_batch()
     assert found == sizes
+
+
+def loader_of(batches: int, *, stream: bool = False) -> DataLoader:
+    data = Stream(batches) if stream else range(batches)
+    return prepare_loader(DataLoader(data, batch_size=1), rank=0, world_size=1, device=None)
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+def cycled(loader: DataLoader) -> Iterator[int]:
+    while True:
+        yield from loader
+
+
+def windows_of(batches: Iterable[Any], *, steps: int, context: bool) -> list[int]:
+    """Micro-batches of each window, one for each of `batches`; each is averaged over its own size."""
+    loops = RunningLoops()
+    window = AccumulationWindow(steps, loops.find_leader, loops.count_batch)
+    sizes, divisors = [], []
+    for _ in batches:
+        if context:
+            window.enter_batch()
+        ends = window.next_backward_ends
+        window.count_backward()
+        assert ends == window.ends_here
+        divisors.append(window.divisor)
+        if window.count_step():
+            found = [divisor / window.correction for divisor in divisors]
+            assert found == pytest.approx([len(divisors)] * len(divisors))
+            sizes.append(len(divisors))
+            divisors = []
+        if context:
+            window.leave_batch()
+    return sizes
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_a_short_loader_that_is_cycled_ends_no_window(context: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a long one, in every way of cycling and whichever is asked first; a line says whose end counts."""
+
+    def by_hand(long: DataLoader, short: DataLoader) -> Iterator[Any]:
+        iterator = iter(short)
+        for batch in long:
+            try:
+                other = next(iterator)
+            except StopIteration:
+                iterator = iter(short)
+                other = next(iterator)
+            yield batch, other
+
+    ways = [
+        by_hand,
+        lambda long, short: zip(long, cycle(short), strict=False),
+        lambda long, short: zip(long, cycled(short), strict=False),
+        lambda long, short: zip(cycled(short), long, strict=False),
+    ]
+    for way in ways:
+        assert windows_of(way(loader_of(10), loader_of(3)), steps=4, context=context) == [4, 4, 2]
+        told = capsys.readouterr().err
+        assert told.count("windows end with the epoch of the loader over range (10 batches), not with that of") == 1
+    streams = zip(loader_of(10, stream=True), cycled(loader_of(3, stream=True)), strict=False)
+    assert windows_of(streams, steps=4, context=context) == [4, 4, 2], "of unknown lengths the one begun first"
+    assert "not with that of the loader over Stream (of unknown length)" in capsys.readouterr().err
+    equal = zip(loader_of(10), loader_of(10), strict=True)
+    assert windows_of(equal, steps=4, context=context) == [4, 4, 2]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_loops_inside_loops_and_windows(context: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluation in mid-window ends none; of a loop around another one, the inner one's end does."""
+
+    def evaluating() -> Iterator[int]:
+        evaluation, kept = loader_of(20), []
+        for batch in loader_of(10):
+            yield batch
+            if batch == 1:
+                list(evaluation)
+                kept.append(iter(evaluation))
+                next(kept[0])  # and one that the loop left, but holds on to
+
+    assert windows_of(evaluating(), steps=4, context=context) == [4, 4, 2]
+    nested = ((task, batch) for inner in [loader_of(5)] for task in loader_of(7) for batch in inner)
+    assert windows_of(nested, steps=3, context=context) == [3, 2] * 7
+
+
+def by_hand(loader: DataLoader, backwards: Callable[[AccumulationWindow], None], steps: int = 2) -> AccumulationWindow:
+    """A loop that calls `backwards` for each batch, and steps after it."""
+    loops = RunningLoops()
+    window = AccumulationWindow(steps, loops.find_leader, loops.count_batch)
+    for _ in loader:
+        backwards(window)
+        window.count_step()
+    return window
+
+
+def test_two_backwards_in_one_batch_are_ambiguous() -> None:
+    """By hand, with accumulation, in a loop over a prepared loader: the error names both readings, at the second."""
+    seen: list[int] = []
+
+    def two_losses(window: AccumulationWindow) -> None:
+        for number in range(2):
+            window.count_backward()
+            seen.append(number)
+
+    for stream in (False, True):
+        with pytest.raises(LoopError, match=r"two micro-batches, or two losses of one(.|\n)*accelerator\.accumulate"):
+            by_hand(loader_of(4, stream=stream), two_losses)
+        assert seen == [0], "the second one is not counted"
+        seen.clear()
+    by_hand(loader_of(4), two_losses, steps=1)  # without accumulation gradients add up, as in plain torch
+
+    def with_context(window: AccumulationWindow) -> None:
+        with window:
+            two_losses(window)
+
+    by_hand(loader_of(4), with_context)
+    window = AccumulationWindow(2)
+    two_losses(window)
+    assert window.count_step(), "with no prepared loader running, backwards are counted"
+    assert list(loader_of(2))
+    two_losses(window)
+
+
+def test_a_batch_may_be_computed_again_after_its_gradients_were_dropped() -> None:
+    """As a loop does that meets a loss that is not finite, or that has run out of memory."""
+
+    def again(window: AccumulationWindow) -> None:
+        window.count_backward()
+        assert window.dropping_is_meant
+        window.restart()
+        window.count_backward()
+
+    by_hand(loader_of(4), again)
+
+
+def test_two_backwards_after_batches_that_were_left_out() -> None:
+    """What a jump of the loader leaves open, whether the loop fetches ahead, is known one batch later."""
+    loops = RunningLoops()
+    window = AccumulationWindow(4, loops.find_leader, loops.count_batch)
+    loader = iter(loader_of(9))
+    for _ in range(5):
+        next(loader)
+    window.count_backward()
+    next(loader)
+    window.count_backward()
+    with pytest.raises(LoopError, match="ran twice in one batch"):
+        window.count_backward()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_windows_that_are_fetched_before_they_are_computed_are_not_ambiguous(stream: bool) -> None:
+    """One backward for each batch that was fetched, whenever; also by a loop that fetches one batch ahead."""
+    for fetched in (1, 2, 4):
+        loops = RunningLoops()
+        window = AccumulationWindow(4, loops.find_leader, loops.count_batch)
+        sizes = []
+        for _ in range(2):
+            iterator = iter(loader_of(10, stream=stream))
+            for first in range(0, 10, fetched):
+                for _ in list(islice(iterator, min(fetched, 10 - first))):
+                    window.count_backward()
+                if (fetched == 1 or window.ends_here) and window.count_step():
+                    sizes.append(window._backwards)
+        assert sizes == [4, 4, 2] * 2
+    ahead = iter(loader_of(10, stream=stream))
+    window = AccumulationWindow(4, loops.find_leader, loops.count_batch)
+    coming, acts = next(ahead, None), []
+    while coming is not None:
+        coming = next(ahead, None)
+        window.count_backward()
+        acts.append(window.count_step())
+    assert len(acts) == 10
 
 
 def test_without_a_loader_windows_are_of_the_given_size() -> None:

@@ -25,6 +25,13 @@ class Epoch(Protocol):
     """Index in the loop of the last one fetched; -1 before the first."""
 
 
+class CountBatch(Protocol):
+    """Counts micro-batches beside the batches of the prepared loaders that are being iterated."""
+
+    def __call__(self, *, accumulates: bool) -> bool:
+        """One more; see `AccumulationWindow`."""
+
+
 class AccumulationWindow:
     """Counts one model's micro-batches into windows of `steps`; the last window of an epoch may be shorter.
 
@@ -40,6 +47,8 @@ class AccumulationWindow:
     Args:
         steps: micro-batches per optimizer step, at least 1.
         running_epoch: the prepared loader that is being iterated now; its end ends the window too.
+        count_batch: told of each micro-batch, and whether there are several in a window; says whether it has a batch of
+            its own of a prepared loader that is being iterated, or none is.
 
     Attributes:
         ends_here: whether the current micro-batch is the window's last, so that `step()` applies it.
@@ -48,11 +57,18 @@ class AccumulationWindow:
             micro-batch of several models, whose windows need not end together: `steps` divides it then.
     """
 
-    def __init__(self, steps: int, running_epoch: Callable[[], Epoch | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        running_epoch: Callable[[], Epoch | None] = lambda: None,
+        count_batch: CountBatch = lambda *, accumulates: True,  # noqa: ARG005
+    ) -> None:
         self.steps = steps
         self.in_context = False
         self.plans_ahead = True
         self._running_epoch = running_epoch
+        self._count_batch = count_batch
+        self._dropped = 0  # micro-batches that the loop may compute again, without fetching others
         self._size = steps  # micro-batches of the window, as far as the length tells when it opens
         self._most = steps  # micro-batches of the window, where the epoch goes on longer than its length said
         self._batches = 0  # of them seen so far
@@ -68,6 +84,7 @@ class AccumulationWindow:
         self._ahead = 0  # batches that the loop had fetched then beyond the micro-batch's own
         self._fetches_ahead = False  # it is known to compute them, and has not left them out
         self._told = False
+        self._is_own = True  # the last micro-batch has a batch of its own
 
     @property
     def is_decided(self) -> bool:
@@ -87,7 +104,7 @@ class AccumulationWindow:
         batches, size, most = (
             (1, self.steps, self.steps) if self._stepped else (self._batches + 1, self._size, self._most)
         )
-        return self._is_end(batches, size, most, is_counted=False)
+        return self._is_end(batches, size, most, self._running_epoch(), is_counted=False)
 
     @property
     def is_applied(self) -> bool:
@@ -140,7 +157,8 @@ class AccumulationWindow:
         """A backward ran; outside `accumulate()` it is one micro-batch.
 
         Raises:
-            LoopError: by hand, more backwards than the window has micro-batches and no `step()` between them.
+            LoopError: by hand, more backwards than the window has micro-batches and no `step()` between them, or a
+                second one in one batch of a prepared loader.
         """
         self._since_step += 1
         if self.in_context:
@@ -152,6 +170,13 @@ class AccumulationWindow:
             raise LoopError(self._describe_missing_step())
         self._backwards += 1
         self._advance()
+        if not self._is_own and self.steps > 1 and self._decided is None:
+            raise LoopError(
+                "backward() ran twice in one batch of the prepared loader, outside accumulate(), and "
+                f"gradient_accumulation_steps is {self.steps}: it cannot be told whether these are two micro-batches, "
+                "or two losses of one.\nWrap each micro-batch in `with accelerator.accumulate(model):`, with one "
+                "backward() inside where the loop cuts the loader's batches, or with all of a batch's losses inside."
+            )
 
     def count_stray(self) -> None:
         """Gradients came from a loss that is no micro-batch of this window's model: it only runs through it."""
@@ -197,6 +222,7 @@ class AccumulationWindow:
         """The gradients were dropped; inside `accumulate()` this micro-batch is the first of the window then."""
         self._since_step = 0
         if self._backwards:
+            self._dropped += self._backwards
             self._open()
             if self.in_context:
                 self._told_by_context = True
@@ -240,6 +266,9 @@ class AccumulationWindow:
 
     def _advance(self, *, is_new: bool = True) -> None:
         epoch = self._running_epoch()
+        if is_new:
+            self._is_own = self._count_batch(accumulates=self.steps > 1) or self._dropped > 0
+            self._dropped = max(0, self._dropped - 1)
         if epoch is not None:
             if self.steps > 1 and is_new:
                 self._ahead, self._fetches_ahead = self._look_ahead(epoch)
@@ -255,7 +284,7 @@ class AccumulationWindow:
                 )
             self._epoch, self._position = epoch, epoch.position
         self._batches += 1
-        self.ends_here = self._is_end(self._batches, self._size, self._most, is_counted=True)
+        self.ends_here = self._is_end(self._batches, self._size, self._most, epoch, is_counted=True)
 
     def _look_ahead(self, epoch: Epoch) -> tuple[int, bool]:
         """Batches fetched beyond those computed, the next micro-batch's included, and whether they will be computed.
@@ -271,12 +300,11 @@ class AccumulationWindow:
             fetched = epoch.position + 1
         return max(0, fetched - 1), self._fetches_ahead and epoch is self._epoch and fetched > 1
 
-    def _is_end(self, batches: int, size: int, most: int, *, is_counted: bool) -> bool:
+    def _is_end(self, batches: int, size: int, most: int, epoch: Epoch | None, *, is_counted: bool) -> bool:
         if self._decided is not None:
             return self._decided
         if batches >= most:
             return True
-        epoch = self._running_epoch()
         if epoch is None:
             return batches >= size
         if batches == 0 or not epoch.end_of_dataloader:

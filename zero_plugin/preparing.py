@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_plugin.accumulation import AccumulationWindow, Epoch
+from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.data.active import RunningLoops
 from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.memory.measuring import Prediction, watch_memory
 from zero_plugin.memory.planning import plan_open_fields
@@ -130,7 +131,7 @@ def begin_steps(
     training: Training,
     given: Optimizer | DummyOptim,
     held: AcceleratedOptimizer | None,
-    running_epoch: Callable[[], Epoch | None],
+    loops: RunningLoops,
     schedules: Sequence[Any],
     say: Callable[[str], None],
 ) -> AcceleratedOptimizer:
@@ -140,11 +141,11 @@ def begin_steps(
         training: whose.
         given: what was passed to `prepare`.
         held: what the user has for it already, from an earlier `prepare`.
-        running_epoch: the prepared loader that is being iterated.
+        loops: over prepared loaders.
         schedules: what comes for it in this `prepare`.
         say: prints a line.
     """
-    training.window = AccumulationWindow(training.resolved.accumulation, running_epoch)
+    training.window = AccumulationWindow(training.resolved.accumulation, loops.find_leader, loops.count_batch)
     assert training.session.optimizer is not None, "the session has just been given one"
     optimizer = AcceleratedOptimizer(training.session.optimizer) if held is None else held
     optimizer.run_in(training.session, training.window)

@@ -19,8 +19,8 @@ ROWS = [
     Row(
         "backwards are counted by hand",
         "accumulation.py",
-        "        self._backwards += 1\n        self._advance()\n\n",
-        "        self._backwards += 1\n\n",
+        "        self._backwards += 1\n        self._advance()\n        if not",
+        "        self._backwards += 1\n        if not",
         checks("loop", "backward_never_steps", "single", "ddp", "zero2"),
         "accelerator.sync_gradients is (i == 2)",
         processes=3,
@@ -44,6 +44,22 @@ ROWS = [
         processes=0,
     ),
     Row(
+        "two backwards in one batch",
+        "accumulation.py",
+        "        if not self._is_own and self.steps > 1 and self._decided is None:",
+        "        if False:",
+        checks("window", "two_losses_of_a_batch_by_hand", "single", "ddp", "zero2"),
+        "DID NOT RAISE",
+    ),
+    Row(
+        "the longest of several loaders ends windows",
+        "data/active.py",
+        "        return loaders[lengths.index(max(known))] if len(known) == len(lengths) else loaders[0]",
+        "        return loaders[-1]",
+        checks("window", "a_short_loader_that_is_cycled_beside_a_long_one", "single", "ddp", "zero2"),
+        "assert",
+    ),
+    Row(
         "the shorter window of a known length is divided up front",
         "accumulation.py",
         "self._size = self.steps if left is None else min(self.steps, self._ahead + left + 1)",
@@ -55,7 +71,7 @@ ROWS = [
     Row(
         "the end of the data ends its window",
         "accumulation.py",
-        "if batches == 0 or epoch is None or not epoch.end_of_dataloader:",
+        "if batches == 0 or not epoch.end_of_dataloader:",
         "if True:",
         parity("accumulate-stream-short-window", "ddp", "zero2"),
         "losses: off by",

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
-__all__ = ["RUNNING", "ActiveLoaders", "DataLoaderStateMixin"]
+from zero_plugin.announce import announce
+
+__all__ = ["RUNNING", "ActiveLoaders", "DataLoaderStateMixin", "RunningLoops"]
+
+_LOOPS = count(1)
+_TOLD_AFTER = 3  # micro-batches, when it is known which loops run side by side
+_ENCLOSING = 2  # micro-batches in a row that had none of a loop's batches: it is around another loop
 
 
 class DataLoaderStateMixin:
@@ -20,6 +28,8 @@ class DataLoaderStateMixin:
         batch_samples: samples in the current batch, repeated ones included; None where nobody counts.
         real_samples: samples, from the front of the current batch, that are not repeats; None for all.
         repeats_unseen: name of what shares the samples and may repeat some; None where repeats are known.
+        epoch_length: batches of a whole epoch; None where that is not known.
+        loop: number of the loop that runs, or ran last.
     """
 
     batch_size: int | None = None
@@ -29,6 +39,8 @@ class DataLoaderStateMixin:
     batch_samples: int | None = None
     real_samples: int | None = None
     repeats_unseen: str | None = None
+    epoch_length: int | None = None
+    loop: int = 0
 
     @property
     def batches_left(self) -> int | None:
@@ -63,6 +75,7 @@ class ActiveLoaders:
 
     def enter(self, loader: DataLoaderStateMixin) -> None:
         """A loop over `loader` begins."""
+        loader.loop = next(_LOOPS)
         self.loaders.append(loader)
 
     def leave(self, loader: DataLoaderStateMixin) -> None:
@@ -73,6 +86,103 @@ class ActiveLoaders:
 
 
 RUNNING = ActiveLoaders()
+
+
+@dataclass
+class _Seen:
+    """What the micro-batches of a window have had of a loop.
+
+    Attributes:
+        position: of the loop's last batch, at the last micro-batch.
+        ahead: batches that the loop had fetched then beyond the one of that micro-batch.
+        rests: micro-batches in a row since then that had none of it.
+        encloses: whether the loop proved to be around another one, whose batches make the micro-batches.
+    """
+
+    position: int = -1
+    ahead: int = 0
+    rests: int = 0
+    encloses: bool = False
+
+
+class RunningLoops:
+    """The running loops that one model's micro-batches come from, and which of them ends accumulation windows.
+
+    Where several loaders are iterated side by side, as a short one that is begun again and again beside a long one, it
+    is the longest; with unknown or equal lengths the one begun first. A loop around another one is left out.
+
+    Args:
+        ends_windows: whether a loader's end ends a window at all.
+        running: the loops of this process.
+    """
+
+    def __init__(self, *, ends_windows: bool = True, running: ActiveLoaders = RUNNING) -> None:
+        self._running = running
+        self._ends_windows = ends_windows
+        # By the loop's number. One that runs already is around what is to come, or was left by an error whose traceback
+        # keeps it alive.
+        self._seen = {loader.loop: _Seen(loader.position, encloses=True) for loader in running.loaders}
+        self._side_by_side = 0  # micro-batches in a row of loops that end at different ones
+        self._is_told = False
+
+    def find_leader(self) -> DataLoaderStateMixin | None:
+        """The loader whose epoch's end ends the window."""
+        loaders = self._running.loaders
+        if not self._ends_windows or not loaders:
+            return None
+        return loaders[0] if len(loaders) == 1 else self._lead(self._beside(loaders))
+
+    def count_batch(self, *, accumulates: bool) -> bool:
+        """One more micro-batch. Whether it has a batch of its own of some loop, or there is none to have one of.
+
+        Args:
+            accumulates: whether windows have several, so that their ends matter.
+        """
+        loaders = self._running.loaders
+        self._seen = {loader.loop: self._seen.get(loader.loop) or _Seen() for loader in loaders}
+        is_own = all(seen.encloses for seen in self._seen.values())
+        for loader in loaders:
+            seen = self._seen[loader.loop]
+            fetched, seen.position = loader.position - seen.position, loader.position
+            if fetched > 0 or seen.ahead:
+                seen.ahead = fetched - 1 if fetched > 0 else seen.ahead - 1
+                seen.rests, is_own = 0, True
+            else:
+                seen.rests += 1
+                seen.encloses = seen.encloses or seen.rests >= _ENCLOSING
+        if accumulates and self._ends_windows and len(loaders) > 1 and not self._is_told:
+            self._tell(self._beside(loaders))
+        return is_own
+
+    def _beside(self, loaders: list[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
+        """Those that run side by side."""
+        beside = [loader for loader in loaders if not (self._seen.get(loader.loop) or _Seen()).encloses]
+        return beside or loaders
+
+    def _lead(self, loaders: list[DataLoaderStateMixin]) -> DataLoaderStateMixin:
+        lengths = [loader.epoch_length for loader in loaders]
+        known = [length for length in lengths if length is not None]
+        return loaders[lengths.index(max(known))] if len(known) == len(lengths) else loaders[0]
+
+    def _tell(self, loaders: list[DataLoaderStateMixin]) -> None:
+        """Once, where the loops that run side by side end at different batches."""
+        lengths = {loader.epoch_length for loader in loaders}
+        differ = len(loaders) > 1 and (len(lengths) > 1 or None in lengths)
+        self._side_by_side = self._side_by_side + 1 if differ else 0
+        if self._side_by_side >= _TOLD_AFTER:
+            self._is_told = True
+            leader = self._lead(loaders)
+            others = ", ".join(_describe(loader) for loader in loaders if loader is not leader)
+            announce(
+                f"several prepared loaders are iterated side by side: accumulation windows end with the epoch of "
+                f"{_describe(leader)}, not with that of {others}"
+            )
+
+
+def _describe(loader: Any) -> str:
+    length = loader.epoch_length
+    data = type(getattr(loader, "dataset", loader)).__name__
+    return f"the loader over {data} ({'of unknown length' if length is None else f'{length} batches'})"
 
 
 def _count_remainder(loader: Any) -> int:

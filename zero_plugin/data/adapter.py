@@ -138,6 +138,11 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         return len(self.dataset)
 
     @property
+    def epoch_length(self) -> int | None:  # type: ignore[override]
+        """Batches of a whole epoch; None where that is not known, as of a stream."""
+        return self._count_batches(self._skip)
+
+    @property
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the epoch's last, on all processes."""
         if self._is_last is None:

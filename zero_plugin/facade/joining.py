@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_plugin.accumulation import AccumulationWindow, Epoch
+from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.config.document import Document
-from zero_plugin.data.active import RUNNING
+from zero_plugin.data.active import RunningLoops
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.example import peek_batch
 from zero_plugin.errors import LoopError
@@ -142,7 +142,7 @@ class Joining:
             self._untrained.append(training)
             return
         ready[id(pair.optimizer)] = begin_steps(
-            training, pair.optimizer, held, self._running_epoch(), pair.schedules, self._say
+            training, pair.optimizer, held, self._running_loops(), pair.schedules, self._say
         )
         self._trained.append(training)
         self._window = training.window
@@ -209,10 +209,9 @@ class Joining:
     def _new_window(self) -> AccumulationWindow:
         """The window of what is prepared without an optimizer."""
         asked = self.document.deepspeed.value("gradient_accumulation_steps")
-        return AccumulationWindow(asked if isinstance(asked, int) else 1, self._running_epoch())
+        loops = self._running_loops()
+        return AccumulationWindow(asked if isinstance(asked, int) else 1, loops.find_leader, loops.count_batch)
 
-    def _running_epoch(self) -> Callable[[], Epoch | None]:
-        """The prepared loader that is being iterated, whose end ends a window."""
-        if not self.gradient_accumulation_plugin.sync_with_dataloader:
-            return lambda: None
-        return lambda: RUNNING.current
+    def _running_loops(self) -> RunningLoops:
+        """Those over prepared loaders, for one window."""
+        return RunningLoops(ends_windows=self.gradient_accumulation_plugin.sync_with_dataloader)
