@@ -20,10 +20,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dtypes
+from torch import Tensor, nn
 
+from zero_plugin.strategies.deepspeed.collective_order import CollectiveOrder, preceded
 from zero_plugin.strategies.finite import all_finite
 
 __all__ = ["EngineGradients", "engine_gradients"]
@@ -36,13 +38,31 @@ class EngineGradients(ABC):
     def before_backward(self, micro_batch: int) -> None:
         """Called before the `micro_batch`-th backward of the window, counted from 0."""
 
+    def after_backward(self) -> None:  # noqa: B027 - where nothing is sent before `finalize`, there is nothing to do
+        """Called after a backward that reached the model. Collective.
+
+        Raises:
+            LoopError: on every process, where they took different branches.
+        """
+
+    @abstractmethod
+    def has_reached(self, parameter: nn.Parameter) -> bool:
+        """Whether a backward of the window gave the parameter a gradient on this process; before `finalize`."""
+
     @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply the gradients of the window so far by `factor`; before `finalize`."""
 
     @abstractmethod
     def finalize(self) -> None:
-        """Reduce what is not reduced yet, and put the gradients where the step reads them."""
+        """Reduce what is not reduced yet, and put the gradients where the step reads them.
+
+        A parameter without a gradient on this process joins with zeros, in one order on every process. Where gradients
+        were reduced before, as they came, the processes compare what they reduced.
+
+        Raises:
+            LoopError: on every process, where they took different branches.
+        """
 
     @abstractmethod
     def norm(self) -> Tensor:
@@ -55,6 +75,9 @@ class EngineGradients(ABC):
     @abstractmethod
     def set_clipping(self, max_norm: float) -> None:
         """Clip the coming steps at `max_norm`; 0 for no clipping."""
+
+    def begin_window(self) -> None:  # noqa: B027 - where gradients are in `param.grad` alone, nothing tells of a window
+        """The window's gradients were applied, or dropped."""
 
     @abstractmethod
     def drop(self) -> None:
@@ -106,6 +129,12 @@ def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
     return measure.cache_clear
 
 
+def _order_of(engine: Any, groups: Any, number_of: Callable[[Any], int]) -> CollectiveOrder:
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    numbered = {number_of(p): names[id(p)] for group in groups for p in group}
+    return CollectiveOrder(numbered, engine.device, engine.zero_optimization_stage())
+
+
 class ReplicatedGradients(EngineGradients):
     """Stage 0: every process holds all gradients, in `param.grad`."""
 
@@ -122,6 +151,10 @@ class ReplicatedGradients(EngineGradients):
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
+
+    def has_reached(self, parameter: nn.Parameter) -> bool:
+        """See `EngineGradients.has_reached`."""
+        return parameter.grad is not None
 
     def scale(self, factor: float) -> None:
         """See `EngineGradients.scale`."""
@@ -172,10 +205,16 @@ class Bf16Stage1Gradients(EngineGradients):
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._wrapper: BF16_Optimizer = engine.optimizer
+        self._places = {id(p): (i, j) for i, group in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(group)}
         engine.enable_backward_allreduce = False
 
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
+
+    def has_reached(self, parameter: nn.Parameter) -> bool:
+        """See `EngineGradients.has_reached`."""
+        group, index = self._places[id(parameter)]
+        return bool(self._wrapper.fp32_groups_has_gradients[group][index])
 
     def scale(self, factor: float) -> None:
         """See `EngineGradients.scale`."""
@@ -185,6 +224,8 @@ class Bf16Stage1Gradients(EngineGradients):
         """See `EngineGradients.finalize`."""
         with _at_boundary(self._engine):
             self._engine.allreduce_gradients()
+        # The norm and the clipping are of what came on any process, not on this one: it is in the sum.
+        self._wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self._wrapper.bf16_groups]
 
     def norm(self) -> Tensor:
         """See `EngineGradients.norm`."""
@@ -210,6 +251,8 @@ class FlatGradients(EngineGradients):
         self._own = [p for group in self._wrapper.params_in_partition for p in group if p.requires_grad]
         if self._partitioned:
             self._wrapper.finalize_gradient_accumulation_boundary = lambda: None
+            self._order = _order_of(engine, self._wrapper.bit16_groups, self._wrapper.get_param_id)
+            self._wrapper.reduce_ipg_grads = preceded(self._wrapper.reduce_ipg_grads, self._note)
         else:
             engine.enable_backward_allreduce = False
         self._forget_norm = _measure_norm_once(self._wrapper, "scaled_global_norm")
@@ -220,6 +263,12 @@ class FlatGradients(EngineGradients):
             for param_id in self._sat_out():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
                     kept.zero_()
+
+    def has_reached(self, parameter: nn.Parameter) -> bool:
+        """See `EngineGradients.has_reached`."""
+        if self._partitioned:
+            return self._wrapper.get_param_id(parameter) in self._order.reduced
+        return self._wrapper.get_gradient_for_reduction(parameter) is not None
 
     def scale(self, factor: float) -> None:
         """See `EngineGradients.scale`."""
@@ -245,13 +294,15 @@ class FlatGradients(EngineGradients):
         self._forget_norm()
         with _at_boundary(self._engine):
             if self._partitioned:
+                self._order.compare()
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
             else:
+                self._join_with_zeros()
                 # Stage 1 reduces once a window, so there is nothing in host memory to add to, whatever the count of
                 # backwards says; the buffer that DeepSpeed would add holds the previous window.
                 wrapper.micro_step_id = -1
                 self._engine.allreduce_gradients()
-        if wrapper.cpu_offload:
+        if wrapper.cpu_offload and self._partitioned:
             for param_id in self._sat_out():
                 group, _, offset, count = wrapper.grad_position[param_id]
                 wrapper.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count).zero_()
@@ -266,6 +317,11 @@ class FlatGradients(EngineGradients):
     def set_clipping(self, max_norm: float) -> None:
         """See `EngineGradients.set_clipping`."""
         self._wrapper.clip_grad = max_norm
+
+    def begin_window(self) -> None:
+        """See `EngineGradients.begin_window`."""
+        if self._partitioned:
+            self._order.begin_window()
 
     def drop(self) -> None:
         """See `EngineGradients.drop`."""
@@ -291,12 +347,26 @@ class FlatGradients(EngineGradients):
         wrapper.clear_backward_seen_flag()
 
     def _sat_out(self) -> list[int]:
-        """Ids of this process' parameters without a gradient in the window so far (offloaded gradients only)."""
-        wrapper = self._wrapper
-        # Stage 1 copies at the boundary only, and notes the norm of each parameter that it copies.
-        seen = wrapper._offload_accumulated_param_ids if self._partitioned else wrapper.norm_for_param_grads.keys()
-        ids = [wrapper.get_param_id(p) for p in self._own]
+        """Ids of this process' parameters without a gradient in the window so far (stage 2, offloaded gradients)."""
+        seen = self._wrapper._offload_accumulated_param_ids
+        ids = [self._wrapper.get_param_id(p) for p in self._own]
         return [i for i in ids if i not in seen]
+
+    def _join_with_zeros(self) -> None:
+        """Stage 1 sums the gradients that are there, one group after another: those of a branch not taken too."""
+        wrapper = self._wrapper
+        kept_apart = wrapper.use_grad_accum_attribute
+        for group in wrapper.bit16_groups:
+            for p in group:
+                if kept_apart and p.grad_accum is None:
+                    p.grad_accum = torch.zeros_like(p, dtype=wrapper.gradient_accumulation_dtype)
+                elif not kept_apart and p.grad is None:
+                    p.grad = torch.zeros_like(p)
+
+    def _note(self, comm_dtype: Any = None) -> None:
+        buckets = self._wrapper.ipg_buckets
+        for dtype in sort_dtypes(buckets.keys()) if comm_dtype is None else [comm_dtype]:
+            self._order.note_reduction(number for _, _, number in buckets[dtype].params)
 
 
 class Stage3Gradients(EngineGradients):
@@ -314,12 +384,23 @@ class Stage3Gradients(EngineGradients):
             if p.requires_grad and p.partition_numel() * self._wrapper._get_param_partition_rank(p) < p.ds_numel
         }
 
+        self._order = _order_of(engine, self._wrapper.fp16_groups, lambda p: p.ds_id)
+        self._precede_collectives()
+
     def before_backward(self, micro_batch: int) -> None:
         """See `EngineGradients.before_backward`."""
         # DeepSpeed counts a backward when the next forward begins: a second one before that would overwrite the first.
         self._wrapper.micro_step_id = micro_batch
         if micro_batch > 0:
             self._clear_sat_out()
+
+    def after_backward(self) -> None:
+        """See `EngineGradients.after_backward`: DeepSpeed has just waited for the device, so it costs little."""
+        self._order.compare()
+
+    def has_reached(self, parameter: nn.Parameter) -> bool:
+        """See `EngineGradients.has_reached`."""
+        return parameter.ds_id in self._order.reduced  # type: ignore[attr-defined]
 
     def scale(self, factor: float) -> None:
         """See `EngineGradients.scale`."""
@@ -344,6 +425,10 @@ class Stage3Gradients(EngineGradients):
         """See `EngineGradients.set_clipping`."""
         self._wrapper.clip_grad = max_norm
 
+    def begin_window(self) -> None:
+        """See `EngineGradients.begin_window`."""
+        self._order.begin_window()
+
     def drop(self) -> None:
         """See `EngineGradients.drop`."""
         # The first backward of the next window overwrites what it reaches, and what sits out is cleared.
@@ -361,6 +446,24 @@ class Stage3Gradients(EngineGradients):
         wrapper.params_already_reduced = dict.fromkeys(wrapper.params_already_reduced, False)
         wrapper.parameter_offload.release_backward_leftovers()
         wrapper.clear_backward_seen_flag()
+
+    def _precede_collectives(self) -> None:
+        """Note what is reduced and gathered together, where DeepSpeed is about to do it."""
+        wrapper = self._wrapper
+        coordinator = wrapper.parameter_offload.get_param_coordinator()
+
+        def note_reduction(dtype: Any) -> None:
+            self._order.note_reduction(p.ds_id for p in wrapper.ipg_buckets[dtype].params)
+
+        def note_gathering(parameters: Any, *_: Any, **__: Any) -> None:
+            missing = ZeroParamStatus.NOT_AVAILABLE
+            self._order.note_gathering(p.ds_id for p in parameters if p.ds_status is missing)
+
+        for owner, name, note in (
+            (wrapper, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", note_reduction),
+            (coordinator, "_PartitionedParameterCoordinator__all_gather_params", note_gathering),
+        ):
+            setattr(owner, name, preceded(getattr(owner, name), note))
 
     def _clear_sat_out(self) -> None:
         seen = self._wrapper._offload_boundary_param_ids

@@ -162,8 +162,15 @@ class EngineSession(Session):
             return
         # Reducing where no gradient came fails at stages 1 and 2, and would count a micro-batch at 3.
         engine.__dict__["inside_no_sync_ctxt"] = not reached
-        self._leave()
-        engine.__dict__["inside_no_sync_ctxt"] = engine.__dict__["_running_engine_backward"] = False
+        try:
+            self._leave()
+            if reached:
+                self._gradients.after_backward()
+        except BaseException:
+            self.abandon_backward(reached=True)
+            raise
+        finally:
+            engine.__dict__["inside_no_sync_ctxt"] = engine.__dict__["_running_engine_backward"] = False
         if reached:
             engine.__dict__["_unmanaged_backward_count"] += 1
             self._micro_batches += 1
@@ -391,8 +398,12 @@ class EngineSession(Session):
 
     def _finalize(self) -> None:
         if not self._finalized:
-            with self._thawed():
-                self._gradients.finalize()
+            try:
+                with self._thawed():
+                    self._gradients.finalize()
+            except LoopError:
+                self.failed = True
+                raise
             self._finalized = True
 
     @contextmanager
@@ -426,6 +437,7 @@ class EngineSession(Session):
             p.grad = None
         self._micro_batches = 0
         self._finalized = False
+        self._gradients.begin_window()
 
 
 def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
