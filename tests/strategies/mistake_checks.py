@@ -56,6 +56,36 @@ def check_a_layer_is_unfrozen(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict())
 
 
+def check_a_layer_is_frozen(path: str) -> None:
+    """In step 2, without a gradient: it stays on one device; elsewhere an error names it. After its backward: stepped.
+
+    Under ZeRO its momentum and weight decay would go on, and DDP waits for its gradient.
+    """
+
+    def train(model: Any, layer: Any, optimizer: Any, backward: Any, batch: Any, steps: range) -> None:
+        for i in steps:
+            layer.requires_grad_(i < 3)
+            backward(loss_of(model, batch(i)))
+            layer.requires_grad_(i not in (1, 3))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def sgd_of(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    plain = make_net()
+    steps = range(4 if path == "single" else 3)
+    train(plain, plain[0], sgd_of(plain), lambda loss: loss.backward(), global_batch, steps)
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, sgd_of(net))
+        rest = functools.partial(train, model, net[0], optimizer, accelerator.backward, own_batch)
+        rest(steps)
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+        if path != "single":
+            raised(LoopError, "0.weight, 0.bias", "prepare()", by=lambda: rest(range(3, 4)))
+
+
 def check_clipping_comes_too_late(path: str) -> None:
     """After the step: named; what the configuration says of clipping, and the window's size, hold on."""
     with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:

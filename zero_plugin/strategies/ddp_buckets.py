@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["arrange_buckets", "bucket_names", "divides_anew", "numbered_names"]
+__all__ = ["arrange_buckets", "bucket_names", "divides_anew", "number_names", "numbered_names"]
 
 _NUMBERED: Final = "_zero_plugin_numbered_names"
 
@@ -25,6 +25,11 @@ def numbered_names(ddp: nn.parallel.DistributedDataParallel) -> list[str]:
         ignored = ddp.parameters_to_ignore
         found = [name for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
     return found
+
+
+def number_names(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Remember `numbered_names`: a parameter that is frozen later keeps its number."""
+    ddp.__dict__[_NUMBERED] = numbered_names(ddp)
 
 
 def divides_anew(ddp: nn.parallel.DistributedDataParallel) -> bool:

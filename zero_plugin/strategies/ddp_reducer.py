@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, divides_anew, numbered_names
+from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, divides_anew, number_names, numbered_names
 
 __all__ = ["DdpReducer"]
 
@@ -31,6 +31,7 @@ class DdpReducer:
         self._ddp = ddp
         self._buckets: list[list[str]] = []  # that DDP began with, where they were given
         self._divides_anew = divides_anew(ddp)
+        number_names(ddp)
         self._is_ready = False  # to reduce in the next backward
         self._hook: RemovableHandle | None = None
         _route_no_sync(ddp, no_sync)

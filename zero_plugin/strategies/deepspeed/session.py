@@ -398,6 +398,7 @@ class EngineSession(Session):
 
     def _finalize(self) -> None:
         if not self._finalized:
+            self._refuse_frozen()
             try:
                 with self._thawed():
                     self._gradients.finalize()
@@ -405,6 +406,24 @@ class EngineSession(Session):
                 self.failed = True
                 raise
             self._finalized = True
+
+    def _refuse_frozen(self) -> None:
+        """A parameter that was frozen after its gradient came is stepped, as in torch; one without would be too."""
+        idle = {id(p) for p in self.left_out}
+        frozen = {id(p) for p in self._trained if not p.requires_grad and p.numel() and id(p) not in idle}
+        if not frozen:
+            return
+        named = [(name, p) for name, p in self.module.named_parameters() if id(p) in frozen]
+        still = [name for name, p in named if not self._gradients.has_reached(p)]
+        if still:
+            shown = ", ".join(still[:4]) + (f" and {len(still) - 4} more" if len(still) > 4 else "")
+            raise LoopError(
+                f"{shown} of the {type(self.module).__name__} were frozen after prepare() and got no gradient: under "
+                "ZeRO the optimizer's momentum and weight decay would move them all the same.\n"
+                "Freeze before prepare(). To freeze later: accelerator.free_memory(), then prepare() the model again "
+                "with a new optimizer. A model that is frozen for another model's loss: leave out its optimizer's "
+                "step() then."
+            )
 
     @contextmanager
     def _thawed(self) -> Iterator[None]:
