@@ -178,32 +178,69 @@ def check_a_teacher_beside_a_student(path: str) -> None:
         assert_near(weights(accelerator, student), plain.state_dict(), 1e-5)
 
 
-def check_batch_norm(path: str) -> None:
-    """Running statistics are buffers: they move in training, come out whole, and are used in evaluation."""
+class Normed(nn.Module):
+    """Running statistics, a buffer that each process would draw for itself, and one that no checkpoint has."""
 
-    def build() -> nn.Module:
+    def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(8)
-        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        self.register_buffer("drawn", torch.full((), 2.0 + dist.get_rank(), dtype=torch.float64))
+        self.register_buffer("flags", torch.tensor([True, False, dist.get_rank() > 0]))
+        self.register_buffer("own", torch.tensor(dist.get_rank()), persistent=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.drawn.to(x.dtype)
+
+
+def _train_normed_plainly() -> Normed:
+    """As DDP does: each process normalises its own batch, and the statistics are those of the first process."""
+    model, world = Normed(), dist.get_world_size()
+    model.drawn.fill_(2.0)
+    optimizer = _sgd(model)
+    for i in range(3):
+        inputs, targets = global_batch(i)
+        for rank in reversed(range(world)):
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            batch = inputs.chunk(world)[rank], targets.chunk(world)[rank]
+            (loss_of(model, batch) / world).backward()
+            if rank > 0:
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(before[name])
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def check_batch_norm(path: str) -> None:
+    """Running statistics are the first process' everywhere, at once, and come out so; so are all persistent buffers.
+
+    At stages 0 to 2 a forward on one process alone works.
+    """
+    wanted = _train_normed_plainly()
     with running(path) as accelerator:
-        model, _ = _train(accelerator, build())
-        state = weights(accelerator, model)
-        assert int(state["1.num_batches_tracked"]) == 3
-        assert float(state["1.running_mean"].abs().sum()) > 0
-        copy = build()
-        copy.load_state_dict(state)
-        if accelerator.is_main_process:  # statistics are each process' own
-            copy.eval()
-            x = global_batch(9)[0]
-            model.eval()
-            wanted = copy(x)
-        else:
-            model.eval()
-            x = global_batch(9)[0]
-            wanted = None
+        net = Normed()
+        model, optimizer = accelerator.prepare(net, _sgd(net))
+        assert not path.startswith("zero") or int(net.own) == dist.get_rank()
+        for i in range(3):
+            accelerator.backward(loss_of(model, own_batch(i)))
+            if path in ("zero0", "zero1", "zero2") and accelerator.is_main_process:
+                with torch.no_grad():
+                    model.eval()(own_batch(7)[0])
+                    model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        x = global_batch(9)[0]
         with torch.no_grad():
-            found = model(x)
-        assert wanted is None or torch.allclose(found, wanted, atol=1e-5)
+            assert torch.allclose(model(x), wanted(x), atol=1e-5)
+        assert float(net.drawn) == 2.0
+        assert net.flags.tolist() == [True, False, False]
+        state = weights(accelerator, model)
+        assert int(state["layers.1.num_batches_tracked"]) == 3
+        plain = wanted.state_dict()
+        plain["flags"] = net.flags
+        assert_near({k: t.float() for k, t in state.items()}, {k: t.float() for k, t in plain.items()}, 1e-5)
 
 
 def check_16_bit_weights(path: str) -> None:

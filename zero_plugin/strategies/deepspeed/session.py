@@ -28,6 +28,7 @@ from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.leftovers import forget_module
 from zero_plugin.strategies.deepspeed.no_elements import fetch_empty
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
+from zero_plugin.strategies.deepspeed.shared_buffers import SharedBuffers
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
@@ -117,6 +118,8 @@ class EngineSession(Session):
         compute_in(engine, engine.get_data_types()[0])
         mend_swapping(engine)
         fetch_empty(engine)
+        self._buffers = SharedBuffers(self.module)
+        self._buffers.send()  # DeepSpeed sends the parameters only
 
     def go_on_from(self, states: GivenStates) -> None:
         """Take the states that the optimizer was given before it was partitioned. Collective.
@@ -241,6 +244,7 @@ class EngineSession(Session):
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
+        self._buffers.send()
         if self._written:
             self.take_masters_from_weights()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
