@@ -58,6 +58,7 @@ from zero_plugin.facade.weights import WeightCalls
 from zero_plugin.fewer_processes import find_intended_processes
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.handlers import sort_handlers
+from zero_plugin.last_calls import call_before_end
 from zero_plugin.memory.backing_off import accumulate_more, agree_on_cut
 from zero_plugin.memory.out_of_memory import explain_shortages
 from zero_plugin.memory.predicting import local_processes
@@ -240,6 +241,8 @@ class Accelerator(
         self._processes.hold(self.end_training)
         self.state, self.gradient_state = show_run(self, self.gradient_accumulation_plugin.to_kwargs())
         self._at_exit = call_at_exit(self.end_training)
+        call_before_end(self._finish_trackers)
+        call_before_end(self._background.wait_for_writing)
 
     def _find_configurations(
         self, config: Any, plugins: Mapping[str, DeepSpeedPlugin], overlay: Callable[[Document], Document]

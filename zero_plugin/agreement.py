@@ -1,29 +1,42 @@
-"""Watches that all processes come to the same collective calls: who is elsewhere, or gone, is named within seconds."""
+"""Watches that all processes come to the same collective calls: who is in another one, or gone, is named in seconds."""
 
 from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.errors import LoopError
-from zero_plugin.standing import Standing, issued_operations, script_line
+from zero_plugin.last_calls import end_process, print_line, within
+from zero_plugin.mismatch import Call, Waiting, describe_late, find_mismatch, overdue
+from zero_plugin.standing import ScriptView, Standing, publish, read_standings, script_line
 
-__all__ = ["Agreement", "Patience", "collective", "end_watching", "exchange", "start_watching", "tell_loss", "time_out"]
+__all__ = [
+    "CollectiveCheck",
+    "Patience",
+    "collective",
+    "end_watching",
+    "exchange",
+    "pass_together",
+    "start_watching",
+    "tell_loss",
+    "time_out",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_ANSWER_S: Final = 10.0  # for the store, which would never answer from behind a cut cable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,34 +44,44 @@ class Patience:
     """How long a process waits for the others, in seconds.
 
     Attributes:
-        tick: between two looks of the watching thread.
-        asks: inside one call, before the others are asked where they are.
+        tick: between two times that the watching thread tells where its process is.
+        asks: inside one call, between two looks at where the others are.
         late: before a process that has not come is named; then after twice as long, and so on.
+        builds: before a process that compiles says so; then after twice as long, and so on.
     """
 
     tick: float = 1.0
     asks: float = 3.0
-    late: float = 10.0
+    late: float = 60.0
+    builds: float = 10.0
 
 
-class Agreement:
-    """One process' part in the agreement of all about the order of collective calls.
+class CollectiveCheck:
+    """One process' part in the check that all make the same collective calls in the same order.
 
-    A call costs a few microseconds: it is counted here, and nothing is sent. A thread looks every `tick` seconds. Where
-    the process has been inside one call for long, the thread asks all others through the store of the process group,
-    their threads answer, and the answers decide:
+    A call costs a few microseconds: it is counted here, and nothing is sent. Once in a `tick` a thread tells the store
+    of the process group where its process is (`Standing`). So this is known of another one:
 
-    * one that is in a different call as its k-th, or has ended: an error;
-    * one that has not come to the k-th call, but has given the process groups more operations than this one had when it
-      came: it went on to another operation (a backward, say) which waits for this process: an error too;
-    * one that has merely not come: a warning. The process group's own time-out decides in the end.
+    * how many collective calls it has entered, and the name of the last;
+    * how many passes it has begun since: parts of the training that need all processes (a backward that averages, a
+      step of ZeRO, a forward that fetches partitioned weights);
+    * the line of its script, and how long it is there; what it imports, compiles or saves, and when it last did;
+    * that it is gone: it has said so at its end, or its process id is no more on this machine. On another machine only
+      what it has said counts. That it is silent never does.
+
+    Where processes have been inside one call for long, one of them at a time looks at the others. One rule ends a run:
+    this process is in its k-th call, and another one is gone without having come to it, or *is in another of our
+    collectives*: its k-th call has another name, or before it has come to its k-th call it has begun a pass that this
+    process has not, and that it needs this process in. What is found is looked at twice. Whatever else a process does
+    (operations of torch's that are none of our calls, a download, a debugger), it is merely late. A late one is named
+    in a warning, first when it has shown no import, no build and no save for `late` seconds, and the process group's
+    own time-out decides.
+
+    Time is counted in ticks that this process was awake for: one that is stopped and continued has not waited.
 
     Calls that are rare and long (`meets`) wait for each other in the store before they touch the process group. There
     an error is a `LoopError` in the script. In any other call the script sits in an operation of C++ that nothing can
-    interrupt, so the error is printed and the process ends with exit code 1.
-
-    gloo counts sends between two processes too, so that a script that sends on the default group of CPUs, and only on
-    some processes, has to do it in a group of its own.
+    interrupt, so the error is printed, last calls are made (`call_before_end`), and the process ends with exit code 1.
 
     Args:
         store: shared by all processes.
@@ -74,47 +97,50 @@ class Agreement:
         self._world_size = world_size
         self._patience = patience
         self._limit = limit
-        self._calls = 0
-        self._call = ""
-        self._since: float | None = None  # when the present call was entered
-        self._issued_before = 0
-        self._meeting = False  # the script waits in the store, where it can be told of an error
+        self._entered = 0
+        self._left = 0
+        self._name = ""  # of the last call
+        self._passes = 0  # since it was entered
+        self._now: Call | None = None
+        self._in_script = False  # whether the script can be told of an error: it waits in the store
         self._exchanges = 0
         self._error: str | None = None
-        self._answered = 0
-        self._silent = False  # the store has not answered a question in time
+        self._silent = False  # the store has not answered in time
         self._late = ""  # who has not come to the present call, as far as known
-        self._next_warning = 0.0
         self._script = threading.get_ident()
+        self._view = ScriptView(self._script, patience.builds)
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="zero_plugin agreement", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
 
-    def enter(self, call: str, *, meets: bool) -> bool:
+    def enter(self, name: str, *, meets: bool) -> bool:
         """The script comes to a collective call. False inside another one, which it is a part of.
 
         Raises:
-            LoopError: another process is in a different call, or gone, or has not come to a meeting in time.
+            LoopError: another process is in another call, or gone, or has not come to a meeting in time.
         """
-        if self._since is not None:
+        if self._now is not None:
             return False
-        self._issued_before = issued_operations()
-        self._calls += 1
-        self._call = call
-        self._next_warning = self._patience.late
-        self._late = ""
-        self._since = time.monotonic()
+        passes, self._passes = self._passes, 0
+        self._entered, self._name, self._late = self._entered + 1, name, ""
+        self._now = Call(self._entered, name, passes)
         if meets:
             try:
-                self._wait_for_all(f"met/{self._calls}/{call}")
+                self._wait_for_all(f"met/{self._entered}/{name}")
             except BaseException:
-                self._since = None
+                self._now = None
                 raise
         return True
 
-    def leave(self) -> None:
-        """The script has left the call."""
-        self._since = None
+    def leave(self, *, done: bool) -> None:
+        """The script has left the call, with its result or by an error."""
+        if done:
+            self._left = self._entered
+        self._now = None
+
+    def pass_together(self) -> None:
+        """The training comes to an operation that needs all processes, and that is not a call of its own."""
+        self._passes += 1
 
     def exchange(self, word: str) -> list[str]:
         """Inside a call: what every process says there, by rank; they wait for each other in the store.
@@ -132,205 +158,177 @@ class Agreement:
         """Raise what lies behind a backend's error; return if it is not that the processes disagree.
 
         Raises:
-            LoopError: another process is in a different call, or gone.
+            LoopError: another process is in another call, or gone.
         """
-        found: list[str | None] = []
-        if not self._answers_within(self._patience.late, lambda: found.append(self._look())):
-            _print(f"{self._here('got no answer')} from the machine of process 0: the connection to it seems lost.")
-        if found and found[0] is not None:
-            raise LoopError(found[0]) from error
+        found: list[str] = []
+        self._in_script = True
+        try:
+            if not self._answers(lambda: found.extend(self._find_soon())):
+                print_line(
+                    f"{self._here('got no answer')} from the machine of process 0: the connection to it seems lost."
+                )
+            if found:
+                raise LoopError(found[0]) from error
+        finally:
+            self._in_script = False
 
-    def stop(self) -> None:
-        """End the thread."""
+    def stop(self, *, ended: bool = False, gone: bool = False, failed: bool = False) -> None:
+        """End the thread; this is the last that the others hear, as in `Standing`."""
         self._stopping.set()
         self._thread.join(timeout=5)
-
-    def tell_end(self, *, failed: bool) -> None:
-        """Tell the others that this process ends: the answer to every question to come."""
-        last = Standing(sys.maxsize, self._calls, self._call, gone=True, failed=failed)
-        self._answers_within(self._patience.late, lambda: self._publish(last))
+        self._answers(lambda: self._tell(ended=ended, gone=gone, failed=failed))
 
     def tell_loss(self, how: str) -> None:
         """Have the others end, whatever they wait in: this process ends, and `how`."""
+        self._stopping.set()
+        self._answers(lambda: self._store.set("end", f"process {self._rank} {how}"))
 
-        def tell() -> None:
-            self._store.set("lost", f"process {self._rank} {how}")
-            self._store.add("asked", 1)  # which every thread looks for
-
-        self._answers_within(self._patience.late, tell)
-
-    def _answers_within(self, seconds: float, ask: Callable[[], None]) -> bool:
-        """Whether the store answered in time; a question to one behind a cut cable would never come back."""
+    def _answers(self, ask: Callable[[], None]) -> bool:
+        """Whether the store answered in time."""
 
         def asked() -> None:
             with suppress(RuntimeError):  # the store may be gone with the process that held it
                 ask()
 
-        if self._silent:
-            return False
-        asking = threading.Thread(target=asked, name="zero_plugin question", daemon=True)
-        asking.start()
-        asking.join(seconds)
-        self._silent = asking.is_alive()
+        if not self._silent:
+            self._silent = not within(_ANSWER_S, asked)
         return not self._silent
 
     def _wait_for_all(self, key: str) -> None:
         """Wait until every process has come to where it waits under the same key."""
-        self._meeting = True
-        deadline = time.monotonic() + self._limit
+        self._in_script = True
         try:
             come = self._store.add(key, 1)
-            pause = 0.0005
+            pause, waited, before = 0.0005, 0.0, time.monotonic()
             while come < self._world_size:
                 if self._error is not None:
                     raise LoopError(self._error)
-                if time.monotonic() > deadline:
-                    raise LoopError(self._overdue())
+                if waited > self._limit:
+                    raise LoopError(overdue(self._here("has waited"), self._limit, self._late))
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
                 come = self._store.add(key, 0)
+                now = time.monotonic()
+                waited, before = waited + min(now - before, 1.0), now
         finally:
-            self._meeting = False
+            self._in_script = False
 
     # ---- the watching thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        waiting = Waiting(None, self._patience.late)
+        before = time.monotonic()
         with suppress(RuntimeError, ValueError):  # the store or the group is gone
             while not self._stopping.wait(self._patience.tick):
-                self._answer()
-                since, call = self._since, self._calls
-                if since is None or time.monotonic() - since < self._patience.asks or self._error is not None:
-                    continue
-                found = self._look()
-                if found is None or self._calls != call or self._since is None:
-                    continue
-                self._store.set("error", found)
-                self._error = found
-                if not self._meeting:
-                    _end_process(found)
+                now = time.monotonic()
+                awake, before = min(now - before, 2 * self._patience.tick), now
+                self._view.look(awake, lambda line: print_line(f"process {self._rank} {line}"))
+                self._tell()
+                if self._store.check(["end"]):
+                    self._end_with_others()
+                    return
+                if waiting.call is not self._now:
+                    waiting = Waiting(self._now, self._patience.late)
+                elif waiting.call is not None and self._finds(waiting, awake):
+                    return
 
-    def _answer(self) -> None:
-        asked = self._store.add("asked", 0)
-        if asked != self._answered:
-            if self._store.check(["lost"]):
-                if self._stopping.wait(self._patience.asks):  # the launcher of one machine ends all by then
-                    return  # this process ends by itself, and may be telling why
-                _end_process(f"{self._store.get('lost').decode()}; process {self._rank} ends with it.")
-            self._answered = asked
-            line = script_line(self._script)
-            self._publish(Standing(asked, self._calls, self._call, issued_operations(), line))
+    def _tell(self, *, ended: bool = False, gone: bool = False, failed: bool = False) -> None:
+        standing = Standing(
+            **self._view.describe(),
+            calls=self._entered,
+            call=self._name,
+            left=self._left,
+            passes=self._passes,
+            ended=ended,
+            gone=gone,
+            failed=failed,
+        )
+        publish(self._store, self._rank, standing)
 
-    def _publish(self, standing: Standing) -> None:
-        self._store.set(f"at/{self._rank}", standing.dump())
+    def _end_with_others(self) -> None:
+        """Another process has found an error, or ends and has said so."""
+        told = self._store.get("end").decode()
+        self._error = told
+        # The launcher of one machine ends all by then; and this process may be telling why it ends by itself.
+        if not self._in_script and not self._stopping.wait(self._patience.asks):
+            end_process(told if told.endswith(".") else f"{told}; process {self._rank} ends with it.")
 
-    def _look(self) -> str | None:
-        """What is wrong with the others, as one message; None if nothing is, or nothing is known yet."""
-        if self._store.check(["error"]):  # of a process that has found one, and ends or has ended
-            return str(self._store.get("error").decode())
-        question = self._store.add("asked", 1)
-        time.sleep(1.5 * self._patience.tick)  # every other thread looks once
-        late: dict[int, Standing | None] = {}
-        for rank in range(self._world_size):
-            if rank == self._rank:
-                continue
-            key = f"at/{rank}"
-            standing = Standing.load(self._store.get(key)) if self._store.check([key]) else Standing()
-            if standing.answers < question:
-                late[rank] = None
-            elif standing.calls < self._calls:
-                if standing.gone:
-                    return self._left(rank, standing)
-                if standing.issued > self._issued_before:
-                    return self._elsewhere(rank, standing)
-                late[rank] = standing
-            elif standing.calls == self._calls and standing.call != self._call:
-                return self._different(rank, standing)
-        self._warn_of(late)
+    def _finds(self, waiting: Waiting, awake: float) -> bool:
+        """Look at the others, if this is the process to do so; whether the run ends."""
+        call = waiting.call
+        assert call is not None, "it waits"
+        waiting.seconds += awake
+        if waiting.seconds < (waiting.looks + 1) * self._patience.asks:
+            return False
+        waiting.looks += 1
+        if self._store.add(f"looks/{call.number}/{waiting.looks}", 1) > 1:
+            return False  # another one that waits here looks: of a thousand, one at a time
+        found = self._look(waiting)
+        # Twice: what was read may be older than this process' way out of the call.
+        if found is None or self._stopping.wait(2 * self._patience.tick) or self._now is not call:
+            return False
+        found = self._look(waiting)
+        if found is None or self._now is not call:
+            return False
+        self._error = found
+        self._store.set("end", found)
+        if not self._in_script:
+            end_process(found)
+        return True
+
+    def _find_soon(self) -> list[str]:
+        """What is wrong with the others, for a call that has failed: the others have a moment to say where they are."""
+        waiting = Waiting(self._now, float("inf"))
+        assert waiting.call is not None, "asked inside a call"
+        for _ in range(max(2, round(self._patience.asks / self._patience.tick))):
+            time.sleep(self._patience.tick)
+            if self._store.check(["end"]):  # of a process that has found it, and ends or has ended
+                return [self._store.get("end").decode()]
+            if (found := self._look(waiting)) is not None:
+                return [found]
+        return []
+
+    def _look(self, waiting: Waiting) -> str | None:
+        """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
+        assert waiting.call is not None, "it waits"
+        others = read_standings(self._store, [r for r in range(self._world_size) if r != self._rank])
+        found = find_mismatch(waiting.call, others)
+        if found is not None:
+            return f"{self._here()}, but {found}"
+        self._late, quiet = describe_late(waiting, others)
+        if quiet >= waiting.warns_at:
+            # Once, of all that wait.
+            if self._store.add(f"warned/{waiting.call.number}/{waiting.warns_at:g}", 1) == 1:
+                until = "" if self._limit == float("inf") else f" ({self._limit:.0f} s)"
+                print_line(
+                    f"{self._here('has waited')} for {waiting.seconds:.0f} s: {self._late}. "
+                    f"It waits until the process group's time-out{until}."
+                )
+            waiting.warns_at *= 2
         return None
 
-    # ---- sentences -------------------------------------------------------------------------------------------------
-
-    def _warn_of(self, late: dict[int, Standing | None]) -> None:
-        waited = 0.0 if self._since is None else time.monotonic() - self._since
-        if late:
-            self._late = "; ".join(
-                f"process {rank} does not answer"
-                if standing is None
-                else f"process {rank} is at {standing.line}, its last such call was {standing.last_call}"
-                for rank, standing in late.items()
-            )
-        if not late or waited < self._next_warning:
-            return
-        self._next_warning = 2 * waited
-        told = self._late
-        _print(f"{self._here('has waited')} for {waited:.0f} s: {told}. It waits until the process group's time-out.")
-
-    def _overdue(self) -> str:
-        told = self._late or "other processes have not come"
-        return (
-            f"{self._here('has waited')} for {self._limit:.0f} s, the process group's time-out: {told}.\n"
-            "Where a process may take that long, raise it: "
-            "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
-        )
-
     def _here(self, state: str = "is") -> str:
-        return f"process {self._rank} {state} in {self._call}() ({script_line(self._script)})"
-
-    def _different(self, rank: int, standing: Standing) -> str:
-        line = "" if standing.gone else f" ({standing.line})"
-        return (
-            f"{self._here()}, but process {rank} is in {standing.call}(){line}.\n"
-            "Both are collective: every process has to make the same calls in the same order."
-        )
-
-    def _elsewhere(self, rank: int, standing: Standing) -> str:
-        fix = (
-            "Every process has to take the same number of steps, and to come to the end."
-            if self._call == "end_training"
-            else f"{self._call}() is collective: call it on every process, not under "
-            "`if accelerator.is_main_process:`. What one process alone may do, it does there by itself."
-        )
-        return (
-            f"{self._here()}, but process {rank} did not come: it went on, and waits for this process at "
-            f"{standing.line}.\n{fix}"
-        )
-
-    def _left(self, rank: int, standing: Standing) -> str:
-        how = "failed" if standing.failed else "ended"
-        return (
-            f"{self._here()}, but process {rank} has {how}; its last such call was {standing.last_call}.\n"
-            f"{self._call}() is collective: every process has to come to it."
-        )
+        return f"process {self._rank} {state} in {self._name}() ({script_line(self._script)})"
 
 
-def _print(line: str) -> None:
-    print(f"zero_plugin: {line}", file=sys.stderr, flush=True)  # noqa: T201 - on whichever process sees it
+# ---- this process' check ---------------------------------------------------------------------------------------------
 
-
-def _end_process(message: str) -> NoReturn:
-    _print(f"error: {message}")
-    sys.stdout.flush()
-    os._exit(1)
-
-
-# ---- this process' agreement ---------------------------------------------------------------------------------------
-
-_agreement: Agreement | None = None
+_check: CollectiveCheck | None = None
 _watched_group: Any = None
 _groups_watched = 0
 
 
 def start_watching(patience: Patience | None = None) -> None:
     """Watch the calls of the default process group, if it has several processes and is not watched yet."""
-    global _agreement, _watched_group, _groups_watched
+    global _check, _watched_group, _groups_watched
     group = c10d._get_default_group()
     if group.size() == 1 or group is _watched_group:
         return
     end_watching()
     _groups_watched += 1  # groups may follow one another in the same store
     store = c10d.PrefixStore(f"zero_plugin/agreement/{_groups_watched}", c10d._get_default_store())
-    patience = patience or Patience()
-    _agreement = Agreement(store, dist.get_rank(), group.size(), patience, time_out(group))
+    patience = patience or Patience(tick=max(1.0, group.size() / 500))  # the store has a thousand visitors a second
+    _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
     atexit.unregister(_tell_end)
     atexit.register(_tell_end)
@@ -345,17 +343,16 @@ def time_out(group: Any) -> float:
 
 
 def end_watching() -> None:
-    """All processes have come to their end; nothing is left to agree on."""
-    global _agreement, _watched_group
-    if _agreement is not None:
-        _agreement.stop()
-    _agreement = _watched_group = None
+    """All processes have come to their end; nothing is left to check."""
+    global _check, _watched_group
+    if _check is not None:
+        _check.stop(ended=True)
+    _check = _watched_group = None
 
 
 def _tell_end() -> None:
-    if _agreement is not None:
-        _agreement.stop()
-        _agreement.tell_end(failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
+    if _check is not None:
+        _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
 
 
 def exchange(word: str) -> list[str]:
@@ -364,14 +361,19 @@ def exchange(word: str) -> list[str]:
     Raises:
         LoopError: another process does not come to it.
     """
-    return [word] if _agreement is None else _agreement.exchange(word)
+    return [word] if _check is None else _check.exchange(word)
+
+
+def pass_together() -> None:
+    """Count an operation of the training that returns, or ends its step, only when all processes have come to it."""
+    if _check is not None:
+        _check.pass_together()
 
 
 def tell_loss(how: str) -> None:
     """Have the other processes end within seconds, whatever they wait in: this one ends, and `how`."""
-    if _agreement is not None:
-        _agreement.stop()
-        _agreement.tell_loss(how)
+    if _check is not None:
+        _check.tell_loss(how)
 
 
 def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -384,18 +386,21 @@ def collective(name: str, *, meets: bool = False) -> Callable[[Callable[P, R]], 
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
-        def agreed(*args: P.args, **kwargs: P.kwargs) -> R:
-            agreement = _agreement
-            if agreement is None or not dist.is_initialized() or not agreement.enter(name, meets=meets):
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            check = _check
+            if check is None or not dist.is_initialized() or not check.enter(name, meets=meets):
                 return function(*args, **kwargs)
+            done = False
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                done = True
             except RuntimeError as error:  # backends raise one when they are given different operations
-                agreement.explain(error)
+                check.explain(error)
                 raise
             finally:
-                agreement.leave()
+                check.leave(done=done)
+            return result
 
-        return agreed
+        return checked
 
     return decorate

@@ -1,86 +1,217 @@
-"""Where a process stands among its collective calls, as it tells the others."""
+"""Where a process is among its collective calls, and what it does, as it tells the others."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import socket
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Standing", "issued_operations", "script_line"]
+__all__ = ["ScriptView", "Standing", "publish", "read_standings", "script_line"]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where one process stands.
+    """Where one process is. What it says of calls and passes, and that it is gone, stays true for good.
 
     Attributes:
-        answers: number of the question that this answers; an older answer says nothing about now.
+        beat: counts up with each time that it is told; one that stays says nothing about now.
         calls: collective calls entered so far.
         call: name of the last one entered, "" for none.
-        issued: operations that it has given to the process groups of all processes so far.
+        left: collective calls left so far.
+        passes: parts of the training that need all processes, entered since that call.
         line: where its script is, `file:line`.
-        gone: whether the process has ended.
-        failed: whether it ended with an error.
+        since: seconds that it is there.
+        busy: what it imports, compiles or saves there, "" for nothing of these.
+        quiet: seconds since it last did.
+        machine: whose process ids `pid` is one of.
+        pid: of the process.
+        ended: whether it has come to its end with all others.
+        gone: whether it ends without them.
+        failed: whether it does so with an error.
     """
 
-    answers: int = 0
+    beat: int = 0
     calls: int = 0
     call: str = ""
-    issued: int = 0
+    left: int = 0
+    passes: int = 0
     line: str = ""
+    since: float = 0.0
+    busy: str = ""
+    quiet: float = float("inf")
+    machine: str = ""
+    pid: int = 0
+    ended: bool = False
     gone: bool = False
     failed: bool = False
-
-    def dump(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def load(cls, text: bytes) -> Standing:
-        """From `dump`'s text."""
-        return cls(**json.loads(text))
 
     @property
     def last_call(self) -> str:
         """The last call, for sentences."""
         return f"{self.call}()" if self.call else "none"
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is sure that the process makes no more calls, and it has not come to a common end."""
+        return self.gone or (not self.ended and self.process_state == "gone")
 
-def issued_operations() -> int:
-    """Operations that this process has given to the groups that all processes are in."""
-    world = dist.get_world_size()
-    return sum(_issued_to(group) for group in list(c10d._world.pg_map) if group.size() == world)
+    @property
+    def process_state(self) -> str:
+        """`gone`, `stopped` or `alive`; "" where that cannot be known for sure, as on another machine."""
+        if not self.pid or self.machine != _machine():
+            return ""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return "gone"
+        except OSError:  # of another user
+            return "alive"
+        with suppress(OSError):
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
+        return "alive"
 
 
-def _issued_to(group: Any) -> int:
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # of several backends, each counts its own
-        served = {id(b): b for b in (group._get_backend(device) for device in group._device_types)}
-        return sum(int(backend._get_sequence_number_for_group()) for backend in served.values())
+def publish(store: Any, rank: int, standing: Standing) -> None:
+    """Tell the other processes where this one is."""
+    store.set(f"at/{rank}", json.dumps(asdict(standing)))
 
 
-# Frames of these folders are not the script's: this package, torch, whatever else is installed, and Python itself.
-_LIBRARIES = (
-    *(f"{Path(place).resolve().parent}/" for place in (__file__, torch.__file__)),
-    *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")),
-    "<",
-)
+def read_standings(store: Any, ranks: Sequence[int]) -> dict[int, Standing]:
+    """Where other processes are, as they have told; one that has not is nowhere yet."""
+    keys = [f"at/{rank}" for rank in ranks]
+    if store.check(keys):
+        told = store.multi_get(keys)
+    else:  # it would wait for those that are missing
+        told = [store.get(key) if store.check([key]) else b"{}" for key in keys]
+    return {rank: Standing(**json.loads(text)) for rank, text in zip(ranks, told, strict=True)}
+
+
+@functools.cache
+def _machine() -> str:
+    """Names what gives process ids: two processes that tell the same see each other's."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            str(Path("/proc/self/ns/pid").readlink()),
+        ]
+    return " ".join(parts)
+
+
+# Frames of these are not the script's: this package, torch, whatever else is installed, and Python itself.
+_PACKAGE = f"{Path(__file__).resolve().parent}/"
+_TORCH = f"{Path(torch.__file__).resolve().parent}/"
+_LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path
+
+# What runs for long and is no sign of a mistake, by the file that is on the stack as long as it does.
+_BUSY = {
+    "<frozen importlib._bootstrap>": "imports",
+    f"{_TORCH}utils/cpp_extension.py": "compiles",
+    f"{_TORCH}utils/file_baton.py": "waits for the build of",
+    f"{_TORCH}_dynamo/convert_frame.py": "compiles",
+    f"{_TORCH}_inductor/compile_fx.py": "compiles",
+    f"{_TORCH}serialization.py": "saves or loads",
+}
+_BUSY_FOLDERS = {f"{_PACKAGE}checkpoint/": "saves or loads", "/safetensors/": "saves or loads"}
 
 
 def script_line(thread: int) -> str:
     """`file:line` of the script in a thread: its innermost frame that is in no library."""
+    return _line_of(next((frame for frame in _frames(thread) if not _is_library(frame)), None))
+
+
+def _what_runs(thread: int) -> tuple[str, str]:
+    """`script_line`, and what the script imports, compiles, or saves or loads there; "" for nothing of these."""
+    done, name = "", ""
+    script: FrameType | None = None
+    for frame in _frames(thread):
+        if not _is_library(frame):
+            script = script or frame
+            if done or frame.f_code.co_name != "<module>":
+                break
+            continue  # a module's own lines run as long as it is imported
+        kind = _kind_of(frame.f_code.co_filename)
+        # A lock that is waited for is inside the build that it belongs to; else the outermost says most.
+        if kind and not (done.startswith("waits") and kind == "compiles"):
+            done, name = kind, ""
+        if kind:
+            name = _named_in(frame) or name
+    return _line_of(script), f"{done} {name}".strip()
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
     frame = sys._current_frames().get(thread)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES):
-            return f"{name}:{frame.f_lineno}"
+        yield frame
         frame = frame.f_back
-    return "its end"
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARIES) or any(folder in name for folder in _INSTALLED)
+
+
+def _line_of(frame: FrameType | None) -> str:
+    return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _kind_of(file: str) -> str:
+    return _BUSY.get(file) or next((kind for folder, kind in _BUSY_FOLDERS.items() if folder in file), "")
+
+
+def _named_in(frame: FrameType) -> str:
+    """What a frame of an import or of a build is about, by its argument `name`."""
+    if frame.f_code.co_name not in ("_find_and_load", "_jit_compile", "load"):
+        return ""
+    name = frame.f_locals.get("name")
+    return name if isinstance(name, str) else ""
+
+
+class ScriptView:
+    """What this process' script does, looked at once in a tick.
+
+    Args:
+        script: the script's thread.
+        builds: seconds of compiling after which it is said; then after twice as long, and so on.
+    """
+
+    def __init__(self, script: int, builds: float) -> None:
+        self.beat = 0
+        self.line, self.busy = "", ""
+        self.since = 0.0
+        self.quiet = float("inf")
+        self._script = script
+        self._builds = builds
+        self._built = 0.0  # seconds that it compiles
+        self._says_at = builds
+
+    def describe(self) -> dict[str, Any]:
+        """What `Standing` tells of it, and of this process."""
+        known = {"beat": self.beat, "line": self.line, "since": self.since, "busy": self.busy, "quiet": self.quiet}
+        return known | {"machine": _machine(), "pid": os.getpid()}
+
+    def look(self, awake: float, say: Callable[[str], None]) -> None:
+        """Look, `awake` seconds after the last time; say what is compiled, where it takes long."""
+        line, busy = _what_runs(self._script)
+        self.since = self.since + awake if line == self.line else 0.0
+        self.quiet = 0.0 if busy else self.quiet + awake
+        self._built = self._built + awake if busy.startswith("compiles ") else 0.0
+        self.beat, self.line, self.busy = self.beat + 1, line, busy
+        if not self._built:
+            self._says_at = self._builds
+        elif self._built >= self._says_at:
+            self._says_at *= 2
+            say(f"{busy}, for {self._built:.0f} s so far ({line}); other processes wait for it.")

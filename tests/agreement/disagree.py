@@ -7,11 +7,16 @@ FOLDER/PATH-HOW-RANK.log, the exit codes to FOLDER/codes.json.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,9 +24,11 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch
 import torch.distributed as dist
+from torch.utils import cpp_extension
 
 from zero_plugin import Accelerator
 from zero_plugin.agreement import Patience, start_watching
+from zero_plugin.tracking import GeneralTracker
 
 
 def script(folder: Path, path: str, how: str, rank: int) -> None:
@@ -30,10 +37,11 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     store = f"file://{folder}/{path}-{how}.store"
     limit = timedelta(seconds=10 if how == "overdue" else 60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
-    start_watching(Patience(tick=0.2, asks=0.6, late=1.0))
+    start_watching(Patience(tick=0.2, asks=0.6, late=1.0, builds=1.0))
     zero = {"stage": int(path[-1]), "stage3_param_persistence_threshold": 0} if path.startswith("zero") else None
     config = {"use_cpu": True, "distributed_type": "DEEPSPEED" if zero else "MULTI_CPU"}
-    accelerator = Accelerator(config=config | ({"deepspeed_config": {"zero_optimization": zero}} if zero else {}))
+    config |= {"deepspeed_config": {"zero_optimization": zero}} if zero else {}
+    accelerator = Accelerator(config=config, log_with=Notes(folder / f"{path}-{how}.notes"))
     model = torch.nn.Linear(4, 4)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -45,11 +53,16 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     def gather() -> None:
         accelerator.gather(torch.ones(1))
 
+    def gather_alone() -> None:
+        if first:
+            gather()
+        train()
+
+    first = accelerator.is_main_process
     for _ in range(2):
         train()
         gather()
     (folder / f"{path}-{how}-{rank}.trained").touch()
-    first = accelerator.is_main_process
     if how == "save_alone":
         if first:
             accelerator.save_model(model, folder / "saved")
@@ -68,9 +81,7 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
             accelerator.load_state(folder / "before")
         train()
     elif how == "gather_alone":
-        if first:
-            gather()
-        train()
+        gather_alone()
     elif how == "wait_alone":
         if first:
             accelerator.wait_for_everyone()
@@ -104,6 +115,141 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
             if not first:
                 time.sleep(3)
             call()
+    elif how == "vanishes":
+        if not first:
+            time.sleep(1)
+            os._exit(0)
+        accelerator.get_state_dict(model)
+    elif how == "flushes":
+        accelerator.init_trackers("run")
+        pauses = [3.0]
+        os.fsync = lambda _: time.sleep(pauses.pop() if pauses else 0)  # the save goes on when the mistake is found
+        accelerator.save_state(folder / "behind", asynchronous=True)
+        gather_alone()
+    elif how == "healthy":
+        for step in (sends, own_group, uneven, goes_first, imports, saves, compiles, stops):
+            print(f"== {step.__name__}", file=sys.stderr, flush=True)
+            todo = step(accelerator, model, folder)
+            next(todo, None)
+            gather()
+            next(todo, None)
+        print("== end", file=sys.stderr, flush=True)
+    elif how == "evaluates":
+        with gathered(model), torch.no_grad():
+            for _ in range(6 if first else 0):
+                model(torch.ones(2, 4))
+                time.sleep(0.5)
+            accelerator.wait_for_everyone()
+
+
+# ---- what a script may do for three seconds before a collective call, which comes where it yields ------------------
+
+
+def sends(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A send on the group of all, received after the call."""
+    if accelerator.is_main_process:
+        yield
+        dist.recv(torch.ones(1), 1)
+    else:
+        sent = torch.ones(1)
+        work = dist.isend(sent, 0)
+        time.sleep(3)
+        yield
+        work.wait()
+
+
+def own_group(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A sum in a group of the script's own, which one process begins before the call, and the other after it."""
+    group, numbers = dist.new_group(), torch.ones(1)
+    if accelerator.is_main_process:
+        yield
+        dist.all_reduce(numbers, group=group)
+    else:
+        work = dist.all_reduce(numbers, group=group, async_op=True)
+        time.sleep(3)
+        yield
+        work.wait()
+
+
+def uneven(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """More backwards on one process, joined by the other."""
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for _ in range(1 if accelerator.is_main_process else 3):
+            accelerator.backward(model(torch.ones(2, 4)).square().sum())
+    if not accelerator.is_main_process:
+        time.sleep(3)
+    yield
+
+
+def goes_first(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A download on the main process, say."""
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            time.sleep(3)
+    yield
+
+
+def imports(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A module that takes long."""
+    if not accelerator.is_main_process:
+        (folder / "slow_module.py").write_text("import time\ntime.sleep(3)\n")
+        sys.path.insert(0, str(folder))
+        importlib.import_module("slow_module")
+    yield
+
+
+def saves(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A `torch.save` by hand, to a slow disk: a pipe that is read after three seconds."""
+    if not accelerator.is_main_process:
+        pipe = folder / "pipe"
+        os.mkfifo(pipe)
+        threading.Timer(3, pipe.read_bytes).start()
+        torch.save({"weight": torch.ones(1)}, pipe, _use_new_zipfile_serialization=False)
+    yield
+
+
+def compiles(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A C++ op, by a compiler that takes long, and fails."""
+    if not accelerator.is_main_process:
+        compiler = folder / "compiler"
+        compiler.write_text("#!/bin/sh\nsleep 3\nexit 1\n")
+        compiler.chmod(0o755)
+        (folder / "slow_op.cpp").touch()
+        os.environ.update(CXX=str(compiler), TORCH_DONT_CHECK_COMPILER_ABI="1")
+        os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja's
+        with suppress(RuntimeError):
+            cpp_extension.load("slow_op", str(folder / "slow_op.cpp"), build_directory=str(folder))
+    yield
+
+
+def stops(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A process that is stopped by a signal, and continued."""
+    if not accelerator.is_main_process:
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    yield
+
+
+def gathered(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """All parameters of a model at stage 3, as DeepSpeed offers it to scripts."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
+class Notes(GeneralTracker):
+    """Writes what it was given when it is finished, and not before."""
+
+    name = "notes"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def finish(self) -> None:
+        self.file.write_text("finished")
 
 
 def fork(folder: Path, path: str, how: str, rank: int) -> int:

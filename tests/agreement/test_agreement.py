@@ -30,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("agreement")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     here = [item for item in request.session.items if item.path == Path(__file__)]
-    scripts = [item.callspec.params["script"] for item in here]
+    scripts = sorted({item.callspec.params["script"] for item in here})
     subprocess.run([sys.executable, SCRIPT, folder, *scripts, "250"], env=environment, check=True, timeout=290)
     return folder
 
@@ -155,3 +155,63 @@ def test_a_meeting_ends_with_the_time_out(folder: Path, script: str) -> None:
     assert "in get_state_dict()" in run.outputs[0]
     assert "for 10 s, the process group's time-out: process 1 is at" in run.outputs[0]
     assert "InitProcessGroupKwargs(timeout=" in run.outputs[0]
+
+
+@pytest.mark.parametrize("script", ["ddp:vanishes"])
+def test_a_process_that_ended_without_a_word(folder: Path, script: str) -> None:
+    """`os._exit(0)`, or a signal: nothing is told of it, but its process id is gone."""
+    run = ended(folder, script)
+    assert run.codes == [1, 0]
+    assert "LoopError" in run.outputs[0]
+    assert "process 0 is in get_state_dict()" in run.outputs[0]
+    assert "process 1 has ended" in run.outputs[0]
+
+
+@pytest.mark.parametrize("script", ["ddp:flushes"])
+def test_what_can_be_kept_is_kept(folder: Path, script: str) -> None:
+    """Where the check ends a process, its trackers are finished, and a save in the background is completed before."""
+    run = ended(folder, script)
+    assert run.codes == [1, 1]
+    assert "zero_plugin: error: process 0 is in gather()" in run.outputs[0]
+    assert (folder / "ddp-flushes.notes").read_text() == "finished"
+    assert (folder / "behind" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("script", ["ddp:healthy"])
+def test_what_a_script_does_by_itself_ends_nothing(folder: Path, script: str) -> None:
+    """Operations of torch's that are none of our calls, and work of one process alone: a warning at most."""
+    run = ended(folder, script)
+    assert run.codes == [0, 0], run.outputs
+    for step in ("sends", "own_group", "uneven", "goes_first"):
+        assert "error" not in during(step, run.outputs[0]) + during(step, run.outputs[1])
+    assert "process 1 has waited in main_process_first()" in during("goes_first", run.outputs[1])
+
+
+@pytest.mark.parametrize("script", ["zero3:evaluates"])
+def test_an_evaluation_alone_ends_nothing(folder: Path, script: str) -> None:
+    """At stage 3, with gathered weights: forwards that no other process makes, and that need none."""
+    run = ended(folder, script)
+    assert run.codes == [0, 0], run.outputs
+    assert "process 1 has waited in wait_for_everyone()" in run.outputs[1]
+
+
+@pytest.mark.parametrize("script", ["ddp:healthy"])
+def test_who_imports_compiles_or_saves_is_not_late(folder: Path, script: str) -> None:
+    """Not a word of it, however long it takes; but who compiles says so itself."""
+    run = ended(folder, script)
+    for step in ("imports", "saves", "compiles"):
+        assert "has waited" not in during(step, run.outputs[0])
+    assert "process 1 compiles slow_op" in during("compiles", run.outputs[1])
+
+
+@pytest.mark.parametrize("script", ["ddp:healthy"])
+def test_a_process_that_is_stopped(folder: Path, script: str) -> None:
+    """By SIGSTOP or a debugger: it is late, and the warning says why; it goes on, and has not waited meanwhile."""
+    run = ended(folder, script)
+    assert "its process is stopped" in during("stops", run.outputs[0])
+    assert "has waited" not in during("stops", run.outputs[1])
+
+
+def during(step: str, output: str) -> str:
+    """What a healthy script's process has said while it did that."""
+    return output.partition(f"== {step}\n")[2].partition("== ")[0]

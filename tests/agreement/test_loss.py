@@ -9,33 +9,32 @@ import pytest
 import torch.distributed as dist
 
 from zero_plugin import agreement
-from zero_plugin.agreement import Agreement, Patience
+from zero_plugin.agreement import CollectiveCheck, Patience
 
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What processes were ended with."""
     ended: list[str] = []
-    monkeypatch.setattr(agreement, "_end_process", ended.append)
+    monkeypatch.setattr(agreement, "end_process", ended.append)
     return ended
 
 
 @pytest.fixture
-def lose(ended: list[str]) -> Callable[[float], Agreement]:
+def lose(ended: list[str]) -> Callable[[float], CollectiveCheck]:
     """Process 0, which hears that process 1 is lost and gives the launcher so many seconds."""
 
-    def lose(seconds: float) -> Agreement:
+    def lose(seconds: float) -> CollectiveCheck:
         store = dist.HashStore()
-        watching = Agreement(store, 0, 2, Patience(tick=0.01, asks=seconds))
-        store.set("lost", "process 1 ran out of memory")
-        store.add("asked", 1)
+        watching = CollectiveCheck(store, 0, 2, Patience(tick=0.01, asks=seconds))
+        store.set("end", "process 1 ran out of memory")
         time.sleep(0.3)
         return watching
 
     return lose
 
 
-def test_it_ends_with_the_lost_one(lose: Callable[[float], Agreement], ended: list[str]) -> None:
+def test_it_ends_with_the_lost_one(lose: Callable[[float], CollectiveCheck], ended: list[str]) -> None:
     """Where no launcher did so in time, with what the lost one has said."""
     watching, deadline = lose(0.05), time.monotonic() + 10
     while not ended and time.monotonic() < deadline:
@@ -44,7 +43,7 @@ def test_it_ends_with_the_lost_one(lose: Callable[[float], Agreement], ended: li
     assert ended == ["process 1 ran out of memory; process 0 ends with it."]
 
 
-def test_one_that_ends_by_itself_is_left_to_it(lose: Callable[[float], Agreement], ended: list[str]) -> None:
+def test_one_that_ends_by_itself_is_left_to_it(lose: Callable[[float], CollectiveCheck], ended: list[str]) -> None:
     """Its watch was stopped while it waited: it may be in the midst of its own report."""
     lose(60).stop()
     assert ended == []

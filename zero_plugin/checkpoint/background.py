@@ -101,6 +101,11 @@ class BackgroundWriter:
             raise
         return target
 
+    def wait_for_writing(self) -> None:
+        """Wait until the thread has written what it can, whatever comes of it; not collective."""
+        if self._running is not None:
+            wait([self._running[1]])
+
     def close(self) -> None:
         """Wait, and let go of thread, process group and memory.
 

@@ -52,6 +52,11 @@ class DdpReducer:
 
         self._hook = self._ddp.register_forward_pre_hook(set_reduction)
 
+    @property
+    def joins_uneven(self) -> bool:
+        """Whether processes that have run out of batches are stood in for: no backward needs all of them then."""
+        return bool(self._ddp._join_config.enable)
+
     def prepare(self, loss: Tensor) -> None:
         """A backward from `loss` is about to run, and is to average."""
         finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
@@ -88,7 +93,7 @@ class DdpReducer:
         DDP does so in the next forward; a checkpoint that is saved before has to tell of it. Not where uneven processes
         are joined: one that has run out of batches would wait for another operation.
         """
-        if self._divides_anew and not self._ddp._join_config.enable:
+        if self._divides_anew and not self.joins_uneven:
             self._divides_anew = not self._ddp.reducer._rebuild_buckets()
 
     def state(self) -> list[list[str]]:

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from zero_plugin.agreement import collective, end_watching, start_watching
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import CheckpointError, LaunchError, LoopError
+from zero_plugin.last_calls import make_last_calls
 from zero_plugin.probe.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
 from zero_plugin.probe.scheduler import find_place, own_gpu
 from zero_plugin.probe.tpu import find_tpu
@@ -315,7 +316,8 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
     """Call `end`, which is collective, when the process ends without an error; returns what `atexit` is given.
 
     Where another process is not at its end, or a save in the background has failed, the process ends with exit code 1.
-    After an error the other processes will not come to a barrier; they are ended by the launcher.
+    After an error the other processes will not come to a barrier; they are ended by the launcher. What has to be
+    called before such an end is called (`call_before_end`).
     """
 
     def leave() -> None:
@@ -324,7 +326,10 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
                 end()
             except (LoopError, CheckpointError) as error:  # for which Python would exit with 0
                 print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                make_last_calls()
                 os._exit(1)
+        else:
+            make_last_calls()
 
     atexit.register(leave)
     return leave

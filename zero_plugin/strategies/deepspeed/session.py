@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.optim import Optimizer
 
+from zero_plugin.agreement import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
@@ -106,8 +108,11 @@ class EngineSession(Session):
         self._guard = StepGuard(runs.values())
         self._hooks.append(self._guard)
         self._passed = False  # the running backward has come through the model's outputs
+        self._reduces_in_backward = engine.zero_optimization_partition_gradients()
         if engine.zero_optimization_partition_weights():
             self._hooks += refuse_partitioned_states(self.module)
+            self._fetched = [p for p in self.module.parameters() if hasattr(p, "ds_id") and not p.ds_persist]
+            self._hooks.append(engine.register_forward_pre_hook(self._note_fetch))
         # A backward is opened and closed here, once, whatever of the model runs in it and how often. DeepSpeed would do
         # so in every output's hook, and divide what comes in by the accumulation steps.
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
@@ -382,6 +387,11 @@ class EngineSession(Session):
             dist.barrier()  # another process may still be writing the last step's states
             remove_swap_folders(self._swap_folders)
 
+    def _note_fetch(self, *_: Any) -> None:
+        """A forward that has to fetch all its weights needs the other processes; one that finds some may not."""
+        if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
+            pass_together()
+
     def _note_written(self) -> None:
         self._written = True
 
@@ -403,6 +413,7 @@ class EngineSession(Session):
     def _finalize(self) -> None:
         if not self._finalized:
             self._refuse_frozen()
+            pass_together()
             try:
                 with self._thawed():
                     self._gradients.finalize()
@@ -444,6 +455,8 @@ class EngineSession(Session):
     def _refuse_direct_backward(self) -> None:
         """The engine's hook on the model's outputs: a backward that was not opened must not end in the parameters."""
         if self.engine._running_engine_backward:
+            if self._reduces_in_backward and not self._passed:
+                pass_together()
             self._passed = True
             return
         if any(map(_is_reached, self._trained)):

@@ -230,7 +230,7 @@ class DeepSpeedStrategy(Strategy):
         return isinstance(stage, int) and stage == 3
 
     def _build_plain_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """One without an engine: without an optimizer there is nothing to shard below stage 3, and DeepSpeed refuses."""
+        """Without an engine: there is nothing to shard without an optimizer below stage 3, and DeepSpeed refuses it."""
         resolved = request.resolved
         module = _cast_parameters(request.model, resolved.precision)
         if request.is_placed:

@@ -1,0 +1,89 @@
+"""The rule by which a run is ended, and what is known of those that are merely late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from zero_plugin.agreement import Patience
+from zero_plugin.mismatch import Call, Waiting, describe_late, find_mismatch
+from zero_plugin.standing import ScriptView, Standing
+
+CALL = Call(number=5, name="gather", passes=2)
+HERE = Standing(calls=4, call="gather", left=4, passes=2, **ScriptView(0, 10.0).describe())
+
+
+@pytest.fixture(scope="module")
+def ended_pid() -> int:
+    """Of a process that has ended, and was waited for."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_one_that_has_come_is_no_mismatch() -> None:
+    """In the same call, or already behind it; or before it, with as many passes."""
+    for other in (replace(HERE, calls=5), replace(HERE, calls=9, call="reduce"), HERE, replace(HERE, passes=0)):
+        assert find_mismatch(CALL, {1: other}) is None
+
+
+def test_another_call_of_the_same_number_is_one() -> None:
+    """Whatever the process does meanwhile."""
+    found = find_mismatch(CALL, {1: HERE, 3: replace(HERE, calls=5, call="reduce")})
+    assert found is not None
+    assert "process 3 is in reduce()" in found
+
+
+def test_a_pass_that_this_process_has_not_begun_is_one() -> None:
+    """But only where both have made the same calls before: else they are counted from elsewhere."""
+    assert "process 1 did not come: it went on" in str(find_mismatch(CALL, {1: replace(HERE, passes=3)}))
+    assert find_mismatch(CALL, {1: replace(HERE, calls=3, passes=3)}) is None
+
+
+def test_who_is_gone(ended_pid: int) -> None:
+    """By its own word, or by its process id on this machine; silence alone, or a pid of another machine, is none."""
+    assert "process 1 has failed" in str(find_mismatch(CALL, {1: replace(HERE, gone=True, failed=True)}))
+    vanished = replace(HERE, pid=ended_pid)
+    assert "process 1 has ended" in str(find_mismatch(CALL, {1: vanished}))
+    assert find_mismatch(CALL, {1: replace(vanished, machine="another")}) is None
+    assert find_mismatch(CALL, {1: Standing()}) is None  # has said nothing yet
+
+
+def test_who_is_gone_after_the_call(ended_pid: int) -> None:
+    """It had left the call, or all have come to the end together; gone in the midst of the call it is missed."""
+    gone = replace(HERE, calls=5, pid=ended_pid)
+    assert "process 1 has ended" in str(find_mismatch(CALL, {1: gone}))
+    assert find_mismatch(CALL, {1: replace(gone, left=5)}) is None
+    assert find_mismatch(CALL, {1: replace(gone, ended=True)}) is None
+
+
+def test_the_first_warning_comes_after_a_minute_of_quiet() -> None:
+    """Counted from the last import, build or save that the late process has shown; and through its silence."""
+    assert Patience().late == 60
+    waiting = Waiting(CALL, 60)
+    waiting.seconds = 100.0
+    assert describe_late(waiting, {1: HERE})[1] == 100  # it has shown none
+    assert describe_late(waiting, {1: replace(HERE, quiet=7.0)})[1] == 7
+    waiting.seconds = 130.0
+    told, quiet = describe_late(waiting, {1: replace(HERE, quiet=7.0)})  # the same beat: no word for 30 s
+    assert quiet == 37
+    assert "(silent for 30 s, though its process is alive)" in told
+    assert describe_late(waiting, {1: replace(HERE, quiet=7.0, beat=1)})[1] == 7
+
+
+def test_a_thousand_late_processes_are_one_line() -> None:
+    """Some are named, with their lines."""
+    told, _ = describe_late(Waiting(CALL, 60), dict.fromkeys(range(1, 1000), replace(HERE, line="train.py:7")))
+    assert told.count("is at train.py:7") == 4
+    assert told.endswith("and 995 more")
+
+
+def test_what_is_said_of_a_process_that_is_busy() -> None:
+    """What it imports, compiles or saves."""
+    told, _ = describe_late(
+        Waiting(CALL, 60), {1: replace(HERE, line="train.py:7", busy="compiles cpu_adam", since=9.0)}
+    )
+    assert told == "process 1 is at train.py:7 for 9 s, where it compiles cpu_adam; its last such call was gather()"
