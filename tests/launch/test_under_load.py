@@ -1,0 +1,64 @@
+"""Healthy runs on a machine that has too much to do say nothing of late, silent or lost processes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.campaign, pytest.mark.timeout(1200)]
+
+SCRIPT = Path(__file__).parent / "train_and_save.py"
+LOAD, RUNS = 20, 5  # busy loops, and runs at the same time beside them
+CONFIGS = {
+    "ddp": "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n",
+    "zero2": "distributed_type: DEEPSPEED\nuse_cpu: true\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n",
+}
+# All that the collective check, and whoever is ended by it, can say.
+ALARM = re.compile(
+    r"has waited|not said yet|silent for|is stopped|compiles|error|[A-Z]\w*Error|Traceback|lost", re.ASCII
+)
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """Loops that take all of the machine's time; nothing of them is left."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(LOAD)]
+    yield
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+
+
+@pytest.mark.parametrize("series", [1, 2])
+@pytest.mark.parametrize("path", CONFIGS)
+def test_no_false_alarm(
+    busy: None, start: Callable[..., subprocess.Popen[str]], tmp_path: Path, path: str, series: int
+) -> None:
+    """Start, three steps, a save, the end: in the whole output of all runs, no process is called late or lost."""
+    folders = [tmp_path / f"{path}-{series}-{number}" for number in range(RUNS)]
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIGS[path])
+    began = time.monotonic()
+    launchers = [start("--config_file", str(config), str(SCRIPT), str(folder)) for folder in folders]
+    outputs: dict[int, str] = {}
+
+    def read(number: int) -> None:
+        outputs[number] = "".join(launchers[number].communicate(timeout=1100))
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(RUNS)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    print(f"{path}: {RUNS} runs beside {LOAD} busy loops took {time.monotonic() - began:.0f} s")
+    for number, folder in enumerate(folders):
+        assert launchers[number].returncode == 0, outputs[number]
+        assert (folder / "manifest.json").exists()
+        assert ALARM.findall(outputs[number]) == [], outputs[number]
