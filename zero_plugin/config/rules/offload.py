@@ -96,3 +96,6 @@ def _aio(asked: Asked) -> Iterator[Problem]:
         for key in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"):
             if asked.says_something(f"aio.{key}"):
                 yield asked.no_effect(f"aio.{key}", "nothing is offloaded to nvme")
+    elif asked.is_on("aio.use_gds") and asked.document.launch.value("use_cpu") is True:
+        use_cpu = asked.document.launch.entries["use_cpu",].origin.where
+        yield asked.error("aio.use_gds", f"true needs a GPU, but use_cpu is true at {use_cpu}", "Keep one of the two.")

@@ -37,6 +37,11 @@ def _machines(asked: Asked) -> Iterator[Problem]:
     if counted and is_count(machines) and rank is not None and isinstance(rank.value, int) and rank.value >= machines:
         message = f"{rank.value}, but num_machines is {machines} and ranks count from 0"
         yield Problem(rank.origin.where, "machine_rank", message, f"Write at most {machines - 1}.")
+    backend = launch.get("rdzv_backend")
+    if rank is not None and rank.value and backend is not None and backend.value in ("c10d", "etcd", "etcd-v2"):
+        why = f"has no effect: {backend.value} at {backend.origin.where} numbers machines as they arrive"
+        fix = "Delete it, or write rdzv_backend: static."
+        yield Problem(rank.origin.where, "machine_rank", why, fix, show(rank.value), "warning")
     if processes is not None and is_count(machines) and is_count(processes.value) and processes.value % machines:
         message = f"{processes.value} processes do not divide among {machines} machines"
         yield Problem(processes.origin.where, "num_processes", message, f"Write a multiple of {machines}.")

@@ -69,6 +69,9 @@ def _of_the_other(asked: Asked) -> Iterator[Problem]:
     for key, why in idle_keys(asked.precision) if asked.precision else ():
         if asked.says_something(key):
             yield asked.no_effect(key, why)
+    key = "bf16.immediate_grad_update"
+    if asked.precision in (None, "bf16") and asked.stage in (2, 3) and asked.says_something(key):
+        yield asked.no_effect(key, f"only stages 0 and 1 read it, and {asked.stage_said}")
 
 
 def _loss_scale(asked: Asked) -> Iterator[Problem]:

@@ -55,7 +55,7 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
     **{
         f"tensor_parallel.{key}": ("only tensor_parallel.autotp_size above 1 reads it, which is not supported", _DELETE)
         for key in (
-            *("dtype", "tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "preset_model"),
+            *("tp_overlap_comm", "vocab_parallel_lm_head", "vocab_parallel_ce_backend", "preset_model"),
             *("injection_policy_tuple", "partition_config", "keep_module_on_host", "tp.tp_grain_size"),
             *("kernel_inject", "replace_with_kernel_inject"),
         )
@@ -141,6 +141,9 @@ def _engine(asked: Asked) -> Iterator[Problem]:
     if asked.is_on("autotuning.enabled"):
         message = "true, with which DeepSpeed's engine leaves the process after a few profiled steps"
         yield asked.error("autotuning.enabled", message, "Delete it: only `deepspeed --autotuning` starts a search.")
+    if isinstance(asked.value("tensor_parallel.dtype"), str):
+        fix = "Delete it: it follows from the precision."
+        yield asked.error("tensor_parallel.dtype", "DeepSpeed takes no name here, but an object of Python", fix)
     key = "managed_gradient_accumulation"
     if asked.is_on(key):
         message = "true, but then DeepSpeed decides inside backward() when parameters change"
