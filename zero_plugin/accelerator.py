@@ -227,6 +227,7 @@ class Accelerator(
         self._trained: list[Training] = []  # those with an optimizer
         self._untrained: list[Training] = []
         self._waiting: list[AcceleratedOptimizer] = []  # for their models
+        self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []  # the script's own, known by their schedules
         self._background = BackgroundWriter(self._say)
         self._lineages = Lineages()
         self._must_resume = launch_settings(self.document).auto_resume  # before it trains

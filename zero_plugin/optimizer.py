@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.announce import announce
@@ -16,6 +18,7 @@ from zero_plugin.collectives import num_processes
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.lone import LoneOptimizer
+from zero_plugin.strategies.step_guard import has_step_hooks
 
 if TYPE_CHECKING:
     from zero_plugin.scheduler import AcceleratedScheduler
@@ -70,10 +73,16 @@ class AcceleratedOptimizer(Optimizer):
         self._corrected = False
         self._told_of_skips = False
         self._after_step: list[Callable[[], None]] = []
+        # Those of the script that the running optimizer does not call itself.
+        self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
+        self._post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
 
     def run_in(self, session: Session | LoneOptimizer, window: AccumulationWindow) -> None:
         """Step with `session` from now on, where `window` ends."""
         self.session, self._window = session, window
+        if isinstance(session, Session):
+            self._pre_hooks.update(session.step_hooks[0])
+            self._post_hooks.update(session.step_hooks[1])
 
     @property
     def waits(self) -> bool:
@@ -181,6 +190,9 @@ class AcceleratedOptimizer(Optimizer):
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
         culprit = self.session.first_nonfinite() if last_chance else None
         self._await_copy()
+        for hook in tuple(self._pre_hooks.values()):
+            if hook(self, (), {}) is not None:
+                raise LoopError("a step_pre_hook returned other arguments for step(), which takes none here.")
         self._is_overflow = not self.session.step()
         self._corrected = False
         if self._is_overflow:
@@ -188,6 +200,8 @@ class AcceleratedOptimizer(Optimizer):
             return
         self.skipped_in_a_row = 0
         self.applied_steps += 1
+        for hook in tuple(self._post_hooks.values()):
+            hook(self, (), {})
         for call in self._after_step:
             call()
 
@@ -266,6 +280,25 @@ class AcceleratedOptimizer(Optimizer):
         """Take the loss scale out of the coming step's gradients, where the script can see them."""
         if self.session.whole_gradients and self.session.loss_scale != 1.0 and not self._window.is_applied:
             self.clip(float("inf"), norm_type=2.0, only=None)
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As torch's: `hook(optimizer, args, kwargs)` before each step that is taken.
+
+        Where the optimizer's own `step` runs by partitions, several times for one step, it runs once, before all.
+        """
+        return self._register(hook, self._pre_hooks, "register_step_pre_hook")
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As torch's: `hook(optimizer, args, kwargs)` after each applied step; under ZeRO once."""
+        return self._register(hook, self._post_hooks, "register_step_post_hook")
+
+    def _register(self, hook: Callable[..., Any], hooks: dict[int, Any], method: str) -> RemovableHandle:
+        if self.session.whole_gradients and has_step_hooks(self.optimizer):
+            handle: RemovableHandle = getattr(self.optimizer, method)(hook)
+            return handle
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def call_after_step(self, call: Callable[[], None]) -> None:
         """Run `call` after every applied step."""

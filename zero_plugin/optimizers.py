@@ -136,10 +136,11 @@ def describe_optimizer(optimizer: Optimizer) -> OptimizerFacts:
     """What resolution may know of a real torch optimizer: its algorithm's name, its defaults, its groups' rates."""
     name = type(optimizer).__name__.lower()
     name = _DEEPSPEED_CLASSES.get(name, name)
-    decoupled = optimizer.defaults.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", False)
+    # A wrapper that does not call Optimizer.__init__ may have no defaults.
+    given = {key: _plain(value) for key, value in getattr(optimizer, "defaults", {}).items()}
+    decoupled = given.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", False)
     if name == "adam" and decoupled:
         name = "adamw"
-    given = {key: _plain(value) for key, value in optimizer.defaults.items()}
     lrs = tuple(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
     return OptimizerFacts(name=name, given=given, group_lrs=lrs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from zero_plugin.bigmodel.align import has_offloaded_params
 from zero_plugin.errors import LoopError
 from zero_plugin.placeholders import DummyOptim
 
-__all__ = ["Pair", "holds_any", "pair_models", "parameters_left_out"]
+__all__ = ["Pair", "holds_any", "pair_models", "parameters_left_out", "refuse_closure"]
 
 
 class Pair(NamedTuple):
@@ -55,6 +56,21 @@ def pair_models(
         for model in models
         for optimizer in (owners.get(id(model)),)
     ]
+
+
+def refuse_closure(optimizer: Any) -> None:
+    """Refuse an optimizer that computes losses within its step, such as LBFGS.
+
+    Raises:
+        LoopError: its step cannot be called without a closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise LoopError(
+            f"prepare() got a {type(optimizer).__name__}, whose step() computes the loss itself, several times, in a "
+            "closure: here gradients come from accelerator.backward(loss), once for each step.\nUse an optimizer that "
+            "steps without a closure, such as AdamW; or train by plain torch on one device, without prepare()."
+        )
 
 
 def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:

@@ -136,3 +136,14 @@ def test_weights_are_gathered_on_save_at_stage_3_only(resolved, stage):
     """`auto` asks for what saving needs."""
     config = {"zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": "auto"}}
     assert zero(resolved(config), "stage3_gather_16bit_weights_on_model_save") is (stage == 3)
+
+
+@pytest.mark.parametrize(
+    "key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"]
+)
+def test_quantized_partitions_need_a_gpu(resolved, key):
+    """Also where no key says that the run is on a CPU: the kernels would fail to build inside the engine."""
+    config = {"zero_optimization": {"stage": 3, key: True}}
+    with pytest.raises(ConfigError, match=rf"zero_optimization.{key}: true, but this run is on a CPU(.|\n)*Delete it"):
+        resolved(config, machine=CPU)
+    assert zero(resolved(config, machine=GPU), key) is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import types
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from paths import (
     assert_near,
     checks_on,
     global_batch,
+    is_zero,
     loss_of,
     make_net,
     own_batch,
@@ -21,6 +23,7 @@ from paths import (
     running,
     weights,
 )
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -172,6 +175,186 @@ def check_a_schedule_is_prepared_once(path: str) -> None:
             _, _, prepared = accelerator.prepare(net, sgd, schedule)
             assert accelerator.prepare(prepared) is prepared
             raised(LoopError, "returned", by=functools.partial(accelerator.prepare, schedule))
+
+
+def check_a_loss_that_is_none(path: str) -> None:
+    """A dict, a tuple, a number, several elements, no graph: each is named with what to pass; nothing is counted."""
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for given, words in (
+            (lambda loss: {"loss": loss}, ("a dict", 'output["loss"]')),
+            (lambda loss: types.SimpleNamespace(loss=loss), ("a SimpleNamespace", "the tensor itself")),
+            (lambda loss: (loss, loss), ("a tuple", "the sum of several losses")),
+            (lambda loss: loss.item(), ("a float", "before item()")),
+            (lambda loss: loss * torch.ones(3), ("shape (3,)", "loss.mean() or loss.sum()", "gradient=")),
+            (lambda loss: loss.detach(), ("without a graph", "detach()")),
+            (lambda loss: loss.detach().long(), ("torch.int64", "floating")),
+        ):
+            loss = given(loss_of(model, own_batch(0)))
+            raised(LoopError, "backward()", *words, by=functools.partial(accelerator.backward, loss))
+        for i in range(2):
+            accelerator.backward(loss_of(model, own_batch(i)).reshape(1))
+            optimizer.step()
+        assert optimizer.applied_steps == 1
+
+
+def check_an_optimizer_that_needs_a_closure(path: str) -> None:
+    """LBFGS computes losses within its step: refused where it is prepared, before anything is built."""
+    for through_schedule in (False, True):
+        with running(path) as accelerator:
+            net = make_net()
+            lbfgs = torch.optim.LBFGS(net.parameters())
+            given: list[Any] = [LambdaLR(lbfgs, lambda step: 1.0)] if through_schedule else [net, lbfgs]
+            raised(LoopError, "LBFGS", "closure", "AdamW", by=functools.partial(accelerator.prepare, *given))
+
+
+def check_sparse_gradients(path: str) -> None:
+    """DeepSpeed has none: refused at `prepare`, naming the layer. Elsewhere they train; a frozen one is no matter."""
+    for trained in (True, False):
+        with running(path) as accelerator:
+            net = nn.Sequential(nn.Embedding(10, 8, sparse=True), make_net())
+            net[0].requires_grad_(trained)
+            sgd = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+            if is_zero(path) and trained:
+                words = ("0 is Embedding(sparse=True)", "sparse=False")
+                raised(LoopError, *words, by=functools.partial(accelerator.prepare, net, sgd))
+                continue
+            model, optimizer = accelerator.prepare(net, sgd)
+            accelerator.backward(model(torch.tensor([1, 2])).square().mean())
+            optimizer.step()
+            assert optimizer.applied_steps == 1
+
+
+def check_the_schedule_comes_first_the_optimizer_last(path: str) -> None:
+    """In three calls, schedule, model, optimizer: the schedule has told of the optimizer, which its call returns."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    schedule: Any = LambdaLR(sgd, lambda step: 0.5**step)
+    for i in range(3):
+        loss_of(plain, global_batch(i)).backward()
+        sgd.step()
+        schedule.step()
+        sgd.zero_grad()
+    with running(path) as accelerator:
+        net = make_net()
+        own = torch.optim.SGD(net.parameters(), lr=0.1)
+        schedule = accelerator.prepare(LambdaLR(own, lambda step: 0.5**step))
+        model = accelerator.prepare(net)
+        optimizer = accelerator.prepare(own)
+        for i in range(3):
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        assert abs(optimizer.param_groups[0]["lr"] - 0.1 * 0.125) < 1e-12
+        assert_near(weights(accelerator, model), plain.state_dict())
+        raised(LoopError, "returned", by=lambda: accelerator.prepare(own))
+
+
+def check_hooks_around_a_step(path: str) -> None:
+    """Registered on the optimizer before or after `prepare`, they run once for each step; post hooks not if skipped."""
+    for build in (torch.optim.SGD, torch.optim.AdamW):  # the second becomes a kernel of DeepSpeed's under offload
+        with running(path) as accelerator:
+            net = make_net()
+            first, second = list(net.parameters())[:2], list(net.parameters())[2:]
+            own = build([{"params": first}, {"params": second, "lr": 0.01}], lr=0.1)
+            calls: list[str] = []
+
+            def note(what: str, *_: Any, calls: list[str] = calls) -> None:
+                calls.append(what)
+
+            own.register_step_pre_hook(functools.partial(note, "before"))
+            own.register_step_post_hook(functools.partial(note, "after"))
+            model, optimizer = accelerator.prepare(net, own)
+            optimizer.register_step_pre_hook(functools.partial(note, "own before"))
+            handle = optimizer.register_step_post_hook(functools.partial(note, "own after"))
+            for i in range(2):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert calls == ["before", "own before", "after", "own after"] * 2, calls
+            handle.remove()
+            accelerator.backward(loss_of(model, own_batch(2), float("inf")))
+            optimizer.step()
+            assert optimizer.step_was_skipped
+            assert "after" not in calls[8:], calls
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As lookahead wrappers are written: what the inner optimizer has, and no call of `Optimizer.__init__`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def check_a_wrapper_without_torchs_constructor(path: str) -> None:
+    """It steps where the model is whole, hooks included; where ZeRO partitions it, it is refused by name."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss_of(plain, global_batch(0)).backward()
+    sgd.step()
+    with running(path) as accelerator:
+        net = make_net()
+        wrapped = Wrapped(torch.optim.SGD(net.parameters(), lr=0.1))
+        if is_zero(path) and path != "zero0":
+            raised(ConfigError, "Wrapped", "stage", by=lambda: accelerator.prepare(net, wrapped))
+            return
+        model, optimizer = accelerator.prepare(net, wrapped)
+        seen: list[Any] = []
+        optimizer.register_step_post_hook(lambda *given: seen.append(given))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        assert len(seen) == 1
+        assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def check_gradients_that_the_script_sets(path: str) -> None:
+    """`p.grad` set between backward and step is what DDP, one device and stages 0 and 1 step by; else an error."""
+    partitioned = path in ("zero2", "zero3", "zero2-cpu")
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        before = weights(accelerator, model)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        for p in net.parameters():
+            if path == "zero3":  # of which one process has no whole parameter
+                with contextlib.suppress(RuntimeError):
+                    p.grad = torch.ones_like(p)
+            else:
+                p.grad = torch.ones_like(p)
+        if partitioned:
+            raised(LoopError, "set a parameter's grad", "register_hook", by=optimizer.step)
+            return
+        optimizer.step()
+        after = weights(accelerator, model)
+        for name, weight in before.items():
+            assert torch.allclose(weight - after[name], torch.full_like(weight, 0.1), atol=1e-6), name
+        optimizer.zero_grad()
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        raised(LoopError, by=optimizer.step)  # no backward has told of them
+
+
+def check_an_optimizer_that_deepspeed_has_not_tested(path: str) -> None:
+    """`zero_allow_untested_optimizer: false` is obeyed: an error at the key that names the optimizer."""
+    if not is_zero(path) or path == "zero0":
+        return
+    with running(path, deepspeed={"zero_allow_untested_optimizer": False}) as accelerator:
+        net = make_net()
+        nadam = torch.optim.NAdam(net.parameters())
+        words = ("zero_allow_untested_optimizer", "false", "NAdam", "Delete the key")
+        raised(ConfigError, *words, by=lambda: accelerator.prepare(net, nadam))
+    with running(path, deepspeed={"zero_allow_untested_optimizer": False}) as accelerator:
+        net = make_net()
+        accelerator.prepare(net, torch.optim.Adagrad(net.parameters()))
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -18,7 +18,7 @@ from zero_plugin.data.example import peek_batch
 from zero_plugin.errors import LoopError
 from zero_plugin.first_steps import FirstSteps
 from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.pairing import Pair, holds_any, pair_models
+from zero_plugin.pairing import Pair, holds_any, pair_models, refuse_closure
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
 from zero_plugin.preparing import add_optimizer, begin_steps, prepare_schedule, start_training
@@ -57,6 +57,7 @@ class Joining:
     _trained: list[Training]
     _trainings: list[Training]
     _untrained: list[Training]
+    _unreturned: list[tuple[Any, AcceleratedOptimizer]]
     _waiting: list[AcceleratedOptimizer]  # for their models
     _window: AccumulationWindow  # of the model whose micro-batch runs, or ran last
 
@@ -165,6 +166,25 @@ class Joining:
         self._waiting.append(held)
         return held
 
+    def _hold_for_schedule(self, optimizer: Any) -> AcceleratedOptimizer:
+        """An optimizer that the script has not passed to `prepare`: its schedule came first."""
+        refuse_closure(optimizer)
+        held = self._hold(optimizer)
+        if held is not optimizer:
+            self._unreturned.append((optimizer, held))
+        return held
+
+    def _not_returned(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        """What the script gets for an optimizer that is prepared by now, since its schedule and its model came first.
+
+        Where its model has not come, it is held like any other.
+        """
+        for index, (given, held) in enumerate(self._unreturned):
+            if given is optimizer and not held.waits:
+                del self._unreturned[index]
+                return held
+        return None
+
     def _held(self, optimizer: Any) -> AcceleratedOptimizer | None:
         """The one among those that wait that is, or stands for, `optimizer`."""
         return next((held for held in self._waiting if optimizer is held or optimizer is held.optimizer), None)
@@ -201,7 +221,7 @@ class Joining:
         once = self.document.launch.value("scheduler_counts") == "steps" or self.dataloader_config.split_batches
         return AcceleratedScheduler(
             schedule,
-            held or self._hold(optimizer),
+            held or self._hold_for_schedule(optimizer),
             self.step_scheduler_with_optimizer,
             times=1 if once else self._intended,
         )

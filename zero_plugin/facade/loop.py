@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -109,9 +109,11 @@ class LoopCalls:
             **kwargs: as for `Tensor.backward`: `gradient`, `retain_graph`, `create_graph`, `inputs`.
 
         Raises:
-            LoopError: gradients came from elsewhere; the loss reaches a module that was not prepared, or no prepared
-                one; with accumulation and without `accumulate`, it reaches several models.
+            LoopError: it is no tensor, has several elements or no graph; gradients came from elsewhere; the loss
+                reaches a module that was not prepared, or no prepared one; with accumulation and without `accumulate`,
+                it reaches several models.
         """
+        _expect_loss(loss, has_gradient=any(kwargs.get(name) is not None for name in ("gradient", "grad_tensors")))
         if "gradient" in kwargs:  # torch.autograd.backward, which takes losses of any session, calls it otherwise
             kwargs["grad_tensors"] = kwargs.pop("gradient")
         looks = self._first_steps
@@ -181,3 +183,31 @@ class LoopCalls:
                 raise LoopError(f"accumulate() got a {type(model).__name__} that is not prepared.")
         named = [training for training in self._trained if any(map(training.is_of_model, models))]
         return named or self._trained
+
+
+def _expect_loss(loss: Any, *, has_gradient: bool) -> None:
+    """Refuse what has no gradient, with what to pass in its place.
+
+    Args:
+        loss: what `backward` was given.
+        has_gradient: whether the script says what to multiply it by, which a loss of several elements needs.
+    """
+    kind = type(loss).__name__
+    if not isinstance(loss, Tensor):
+        fix = "the tensor itself, before item() or float() is taken of it"
+        if isinstance(loss, Mapping):
+            fix = "its loss, e.g. backward(output.loss)" if hasattr(loss, "loss") else 'its loss, e.g. output["loss"]'
+        elif isinstance(loss, list | tuple):
+            fix = "one tensor: the element that is the loss, or the sum of several losses"
+        raise LoopError(f"backward() got a {kind}, where it takes the loss as a tensor.\nPass {fix}.")
+    if loss.numel() != 1 and not has_gradient:
+        raise LoopError(
+            f"backward() got a loss of shape {tuple(loss.shape)}, where it takes one number: a mean and a sum differ.\n"
+            "Pass loss.mean() or loss.sum(), or backward(loss, gradient=…) with a tensor of the loss's shape."
+        )
+    if not loss.requires_grad:
+        raise LoopError(
+            f"backward() got a loss ({loss.dtype}) without a graph: no parameter that requires gradients has led to "
+            "it.\nCompute it outside torch.no_grad(), without detach() or item(), from a model whose parameters "
+            "require gradients, in a floating dtype."
+        )

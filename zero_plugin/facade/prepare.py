@@ -19,6 +19,7 @@ from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import LoopError
 from zero_plugin.facade.joining import Joining
 from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.pairing import refuse_closure
 from zero_plugin.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.preparing import join_loaders
 from zero_plugin.probe.loop import probe_loop, surely_train
@@ -117,6 +118,7 @@ class PrepareCalls(Joining):
             held.session.close()
         for prepared in (self._trainings, self._trained, self._untrained, self._waiting, self._dataloaders):
             prepared.clear()
+        self._unreturned.clear()
         self._background.memory.release()
         self._loop = LoopFacts()
         self._first_steps.begin()
@@ -157,7 +159,11 @@ class PrepareCalls(Joining):
         models: list[nn.Module] = []
         optimizers: list[Optimizer | DummyOptim] = []
         schedules: list[Any] = []
+        ready: dict[int, Any] = {}
         for position, o in enumerate(objects):
+            if (held := self._not_returned(o)) is not None:
+                ready[id(o)] = held
+                continue
             if self._is_prepared(o):
                 if isinstance(o, AcceleratedOptimizer) and o.waits and self._may_follow(o):
                     optimizers.append(o.optimizer)
@@ -169,8 +175,9 @@ class PrepareCalls(Joining):
                         raise LoopError(f"prepare() got one {type(o).__name__} twice; name each once.")
                     found.append(o)  # type: ignore[arg-type]  # each list holds its kind
                     break
+        for optimizer in optimizers:
+            refuse_closure(optimizer)
         expect_same_models(models, optimizers)
-        ready: dict[int, Any] = {}
         self._prepare_loaders(loaders, ready, left)
         self._prepare_models(models, optimizers, schedules, ready, left, only_evaluates=only_evaluates)
         for schedule in schedules:

@@ -63,6 +63,7 @@ def settle_engine(draft: Draft) -> None:
         if draft.is_unsettled(key):
             draft.put((key,), value, reason)
     _require_unmanaged(draft)
+    _require_gpu(draft)
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
@@ -92,6 +93,13 @@ def _require_unmanaged(draft: Draft) -> None:
             "true, but then DeepSpeed decides inside backward() when parameters change, and gradients would be wrong.",
             "Remove the key or write false.",
         )
+
+
+def _require_gpu(draft: Draft) -> None:
+    """ZeRO++ quantizes by kernels of CUDA's, whoever has chosen the device."""
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(_ZERO, key):
+            draft.refuse((_ZERO, key), "true, but this run is on a CPU, and its kernels need a GPU.", "Delete it.")
 
 
 def _settle_without_engine(draft: Draft) -> None:

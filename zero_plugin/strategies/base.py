@@ -35,6 +35,7 @@ __all__ = [
     "FAILED_BACKWARD",
     "LATE_BACKWARD",
     "LOSS_OF_OTHERS",
+    "OWN_GRADIENTS",
     "Saving",
     "Session",
     "SessionRequest",
@@ -44,6 +45,11 @@ __all__ = [
 DIRECT_BACKWARD = (
     "gradients came to this model from loss.backward().\n"
     "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."
+)
+OWN_GRADIENTS = (
+    "the script has set a parameter's grad, and optimizer.step() would not apply it: ZeRO steps by partitions of what "
+    "backward() has made.\nChange gradients where they are made, by p.register_hook(lambda gradient: …) before the "
+    "forward. DDP, one device and stage 0 step by a p.grad that is set between backward() and step()."
 )
 FAILED_BACKWARD = (
     "a backward of this model has failed and left a part of its gradients behind.\n"
@@ -112,6 +118,8 @@ class Session(ABC):
         whole_states: whether the optimizer's `state` has the user's own parameters as keys, as in plain torch.
         states_are: where else all its states are, so that `state_dict` has not them; "" where it has.
         left_out: parameters that get gradients and are in no group of the optimizer.
+        step_hooks: that the script has registered on its optimizer, before and after a step, where the optimizer that
+            runs does not call them once for each step.
         failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
         states_stay: whether optimizer states and masters lie in memory, unchanged, from one step to the next.
         before_change: called before a step, or anybody else, changes states or masters; a copy that is being made of
@@ -125,6 +133,7 @@ class Session(ABC):
     before_change: Callable[[], None] | None = None
     failed = False
     left_out: Sequence[nn.Parameter] = ()
+    step_hooks: tuple[Mapping[int, Any], Mapping[int, Any]] = ({}, {})
 
     model: nn.Module
     module: nn.Module

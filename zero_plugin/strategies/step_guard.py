@@ -9,19 +9,36 @@ from torch.optim import Optimizer
 
 from zero_plugin.errors import LoopError
 
-__all__ = ["StepGuard"]
+__all__ = ["StepGuard", "has_step_hooks", "take_step_hooks"]
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether torch's hooks around `step` work: not for a wrapper that does not call `Optimizer.__init__`."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")  # torch has no public way to ask
+
+
+def take_step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that the script has registered before and after `step`; the optimizer has none afterwards."""
+    if not has_step_hooks(optimizer):
+        return {}, {}
+    taken = []
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        taken.append(dict(hooks))
+        hooks.clear()
+    return taken[0], taken[1]
 
 
 class StepGuard:
     """Lets optimizers step while `is_open` only.
 
     Args:
-        optimizers: the one that runs, and the one that the script gave where it is another.
+        optimizers: the one that runs, and the one that the script gave where it is another; one without torch's hooks
+            is not watched.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self.is_open = False
-        self._hooks = [optimizer.register_step_pre_hook(self._refuse) for optimizer in optimizers]
+        self._hooks = [o.register_step_pre_hook(self._refuse) for o in optimizers if has_step_hooks(o)]
 
     def remove(self) -> None:
         """Let them step."""

@@ -38,6 +38,7 @@ _KERNEL_OPTIONS: Final[Mapping[type[Optimizer], set[str]]] = {
     Lion: {"lr", "betas", "weight_decay"},
 }
 _SPEED_OPTIONS: Final = ("foreach", "fused", "capturable")  # how the same numbers are computed
+_UNTESTED: Final = "zero_allow_untested_optimizer"
 _FORCE: Final = "zero_force_ds_cpu_optimizer"
 _RATIO: Final = ("zero_optimization", "offload_optimizer", "ratio")
 
@@ -236,12 +237,15 @@ class FlatAdagrad(Optimizer):
 
 def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None:
     """Steps of the same optimizer on a small matrix, and apart on the halves of its flattened copy, must agree."""
-    allowed = resolved.tree.get("zero_allow_untested_optimizer")
+    allowed, name = resolved.tree.get(_UNTESTED), type(optimizer).__name__
     if allowed is not None and allowed.value is True and allowed.origin.typed_by_user:
         return
     if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
         return  # torch's and DeepSpeed's own, of which some run on a GPU only
-    name = type(optimizer).__name__
+    if allowed is not None and allowed.value is False:
+        message = f"false, and {name} is not among the optimizers that DeepSpeed has tested with ZeRO"
+        fix = "Delete the key: this package tries the optimizer on partitions itself. Or use Adam, AdamW or Adagrad."
+        raise ConfigError([Problem(allowed.origin.where, _UNTESTED, message, fix)])
     try:
         same = _updates_elementwise(optimizer)
         why = "its update depends on the shape or norm of whole tensors, and ZeRO updates flat pieces of them"

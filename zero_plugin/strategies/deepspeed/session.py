@@ -23,6 +23,7 @@ from zero_plugin.strategies.base import (
     FAILED_BACKWARD,
     LATE_BACKWARD,
     LOSS_OF_OTHERS,
+    OWN_GRADIENTS,
     Session,
 )
 from zero_plugin.strategies.deepspeed.casting import compute_in
@@ -97,6 +98,9 @@ class EngineSession(Session):
             self.states_are = "on NVMe"
         elif self.optimizer is not None and engine.zero_optimization_partition_weights():
             self.states_are = "in sub-groups of stage 3, of which the parameter groups do not know"
+        # Stage 1 reduces what is in `p.grad`, as long as it adds up there; later stages have taken it away by then.
+        stage = engine.zero_optimization_stage()
+        self._steps_by_grad = stage == 0 or (stage == 1 and not wrapper.use_grad_accum_attribute)
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
         self._written = False  # the weights, by the script: the masters follow before they are used
@@ -246,6 +250,8 @@ class EngineSession(Session):
     def step(self) -> bool:
         """See `Session.step`."""
         self._refuse_failed()
+        if not (self._steps_by_grad and self._micro_batches) and any(p.grad is not None for p in self._trained):
+            raise LoopError(OWN_GRADIENTS)
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()

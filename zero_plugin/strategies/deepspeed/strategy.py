@@ -20,7 +20,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.tree import Tree
 from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import MachineError
+from zero_plugin.errors import LoopError, MachineError
 from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.probe.machine import probe_machine
@@ -36,6 +36,7 @@ from zero_plugin.strategies.experts import find_expert_layers, reach_every_exper
 from zero_plugin.strategies.fragments import Fragment
 from zero_plugin.strategies.given_states import take_states
 from zero_plugin.strategies.processes import Processes
+from zero_plugin.strategies.step_guard import take_step_hooks
 from zero_plugin.strategies.torch_session import TorchSession
 
 __all__ = ["DeepSpeedStrategy"]
@@ -105,6 +106,8 @@ class DeepSpeedStrategy(Strategy):
         resolved = request.resolved
         if request.optimizer is None and resolved.zero_stage < 3:
             return self._build_plain_session(request, processes)
+        if request.optimizer is not None:
+            _refuse_sparse_gradients(request.model)
         if not request.is_placed:
             request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
         given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
@@ -116,7 +119,9 @@ class DeepSpeedStrategy(Strategy):
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
         states = None if given is None else take_states(given, request.model, joins_groups=resolved.zero_stage > 0)
-        config = resolved.deepspeed_config() | {"zero_force_ds_cpu_optimizer": False}  # which `engine_optimizer` obeys
+        # What these two keys say `engine_optimizer` obeys; the engine would count our own classes among the others.
+        obeyed = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        config = resolved.deepspeed_config() | obeyed
         swap_folders = give_own_swap_folders(config, processes)
         _cast_parameters(request.model, resolved.precision)
         if resolved.zero_stage == 3:
@@ -154,7 +159,9 @@ class DeepSpeedStrategy(Strategy):
             _undo_first_step(engine)
         if self.handlers.compiles:
             compile_in_place(engine.module, self.handlers.compiler)
+        hooks = take_step_hooks(given)  # it runs by partitions, or another in its place
         session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
+        session.step_hooks = hooks
         if states is not None:
             session.go_on_from(states)
         return session
@@ -284,6 +291,18 @@ def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
         if p.is_floating_point():
             p.data = p.data.to(_DTYPES[precision])
     return model
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    """Refuse embeddings whose gradients are sparse tensors, which no partition of DeepSpeed's can hold."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            kind = type(module).__name__
+            raise LoopError(
+                f"prepare() got a {type(model).__name__} whose {name or 'whole'} is {kind}(sparse=True): its gradients "
+                "are sparse tensors, and DeepSpeed partitions dense ones.\n"
+                f"Build the {kind} with sparse=False, or train without DeepSpeed (distributed_type: MULTI_GPU)."
+            )
 
 
 def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> Any:
