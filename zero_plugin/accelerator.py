@@ -302,6 +302,8 @@ class Accelerator(
     def end_training(self) -> None:
         """Close every session and the process group; collective. It also runs at the end of the process.
 
+        What cannot be closed does not keep the rest open, nor the other processes waiting: its exception comes last.
+
         Raises:
             CheckpointError: a save in the background has failed; all is closed nevertheless.
         """
@@ -314,18 +316,20 @@ class Accelerator(
 
     @collective("end_training", meets=True)
     def _close(self) -> None:
-        try:
-            self._background.close()
-        finally:
-            self._stop.forget()
-            self._finish_trackers()
-            self._loading.close()
-            for training in self._trained:
-                for line in training.describe_end():
-                    self._say(line)
-            for training in self._trainings:
-                training.session.close()
-            self._processes.stop(self.end_training, self._strategy.destroy_process_group)
+        with ExitStack() as ends:  # the last one first
+            ends.callback(self._processes.stop, self.end_training, self._strategy.destroy_process_group)
+            for training in reversed(self._trainings):
+                ends.callback(training.session.close)
+            ends.callback(self._describe_end)
+            ends.callback(self._loading.close)
+            ends.callback(self._finish_trackers)
+            ends.callback(self._stop.forget)
+            ends.callback(self._background.close)
+
+    def _describe_end(self) -> None:
+        for training in self._trained:
+            for line in training.describe_end():
+                self._say(line)
 
     def _say(self, line: str) -> None:
         if self.is_main_process:

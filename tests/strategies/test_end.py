@@ -99,6 +99,69 @@ def test_an_error_on_one_process_ends_both(torchrun: Torchrun, path: str, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+FAILS_AT_ITS_END = """
+import os, sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_plugin import Accelerator
+from zero_plugin.trackers.base import GeneralTracker
+
+def fail(*_, **__):
+    raise ConnectionError("at the end")
+
+class Tracker(GeneralTracker):
+    name, requires_logging_directory, tracker = "failing", False, None
+    store_init_configuration = log = lambda *_, **__: None
+    if "tracker" in sys.argv:
+        finish = fail
+
+accelerator = Accelerator(cpu=True, log_with=Tracker())
+accelerator.init_trackers("run")
+model = nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+if "group" in sys.argv:
+    dist.destroy_process_group = fail
+if "session" in sys.argv:
+    accelerator._trainings[0].session.close = fail
+if "exit" in sys.argv:
+    accelerator._trainings[0].session.close = lambda: sys.exit(0)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        *(("python", what) for what in ("tracker", "group", "session", "exit")),
+        ("torchrun", "group"),
+        ("launch", "tracker"),
+    ],
+)
+def test_an_exception_at_the_end_is_a_failure(
+    start: str, what: str, run_launcher: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Of any kind, at the exit of a script that did not call end_training(): Python by itself would exit with 0.
+
+    A tracker fails on process 0 alone, whose peer still ends as it would have.
+    """
+    (tmp_path / "script.py").write_text(FAILS_AT_ITS_END)
+    launch = [sys.executable, "-m", "zero_plugin", "launch", "--cpu", "--num_processes", "2", "--tee", "3"]
+    command = {"python": [sys.executable], "torchrun": TORCHRUN, "launch": launch}[start]
+    run = run_launcher([*command, tmp_path / "script.py", what], seconds=200, env=ENVIRONMENT)
+    assert run.returncode == 1, run.stderr
+    assert "ConnectionError: at the end" in run.stderr or what == "exit"
+    assert run.stdout.count("trained") == (1 if start == "python" else 2)
+    if what == "tracker" and start == "launch":
+        assert "rank 0 failed first" in run.stderr
+        assert "[default1]:Traceback" not in run.stderr
+        assert "[default1]:zero_plugin: error" not in run.stderr
+
+
 @pytest.fixture
 def start_job() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
     """Start a job of one process that waits in the middle of its training; none outlives the test."""

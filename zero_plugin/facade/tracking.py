@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from zero_plugin.announce import announce
@@ -119,6 +120,7 @@ class TrackingCalls:
         return values | self._meter.read(units, unit)
 
     def _finish_trackers(self) -> None:
-        for tracker in self.trackers:
-            tracker.finish()
-        self.trackers = []
+        trackers, self.trackers = self.trackers, []
+        with ExitStack() as ends:  # each of them, though another fails
+            for tracker in reversed(trackers):
+                ends.callback(tracker.finish)

@@ -8,6 +8,7 @@ import gc
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.agreement import collective, end_watching, start_watching
 from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import CheckpointError, LaunchError, LoopError
+from zero_plugin.errors import LaunchError, LoopError, ZeroPluginError
 from zero_plugin.last_calls import make_last_calls
 from zero_plugin.probe.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
 from zero_plugin.probe.scheduler import find_place, own_gpu
@@ -315,17 +316,24 @@ def refuse_shared_gpu(store: Any, rank: int, gpu: str) -> None:
 def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
     """Call `end`, which is collective, when the process ends without an error; returns what `atexit` is given.
 
-    Where another process is not at its end, or a save in the background has failed, the process ends with exit code 1.
-    After an error the other processes will not come to a barrier; they are ended by the launcher. What has to be
-    called before such an end is called (`call_before_end`).
+    Whatever it raises (another process is not at its end, a save in the background or a tracker has failed) ends the
+    process with exit code 1, where Python by itself would print it and exit with 0. After an error of the script the
+    other processes will not come to a barrier; they are ended by the launcher. What has to be called before such an
+    end is called (`call_before_end`).
     """
 
     def leave() -> None:
         if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
             try:
                 end()
-            except (LoopError, CheckpointError) as error:  # for which Python would exit with 0
-                print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            except BaseException as error:  # noqa: BLE001 - the outermost frame
+                with suppress(OSError, ValueError):  # a stream that nobody reads any more
+                    sys.stdout.flush()
+                    if isinstance(error, ZeroPluginError):
+                        print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                    else:
+                        traceback.print_exception(error)
+                        sys.stderr.flush()
                 make_last_calls()
                 os._exit(1)
         else:
