@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -270,7 +271,10 @@ def test_a_closed_terminal_does_not_end_a_run_under_nohup(start: Start, tmp_path
 def test_a_signal_while_machines_are_awaited(
     start: Start, tmp_path: Path, number: signal.Signals, free_port: Callable[[], int]
 ) -> None:
-    """Ctrl-C and SIGTERM end a launcher at once that waits for another machine, without a traceback."""
+    """Ctrl-C and SIGTERM end a launcher at once that waits for another machine, without a traceback.
+
+    It listens at the address that all machines know it by, and at no other.
+    """
     port = free_port()
     several = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
     (tmp_path / "a.py").write_text("")
@@ -278,6 +282,7 @@ def test_a_signal_while_machines_are_awaited(
     deadline = time.monotonic() + 60
     while port_is_free(port) and time.monotonic() < deadline:
         time.sleep(0.05)
+    socket.create_server(("127.0.0.2", port)).close()
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == -number

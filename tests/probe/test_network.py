@@ -6,7 +6,15 @@ import socket
 
 import pytest
 
-from zero_plugin.probe.network import address_towards, host_of, interface_towards, is_loopback, is_own_address
+from zero_plugin.probe.network import (
+    address_towards,
+    host_of,
+    interface_towards,
+    is_loopback,
+    is_own_address,
+    listening_socket,
+    own_address,
+)
 
 
 def test_this_machine_reaches_itself_by_its_loopback() -> None:
@@ -15,6 +23,7 @@ def test_this_machine_reaches_itself_by_its_loopback() -> None:
     assert interface_towards("localhost") in ("lo", "lo0")
     assert is_own_address("127.0.0.1")
     assert is_loopback("localhost")
+    assert own_address("127.0.0.1") == own_address("localhost") == "127.0.0.1"
 
 
 def test_a_name_that_nobody_has() -> None:
@@ -24,6 +33,9 @@ def test_a_name_that_nobody_has() -> None:
     assert not is_own_address("no-such-host.invalid")
     assert not is_loopback("no-such-host.invalid")
     assert not is_own_address("192.0.2.1")  # reserved for documentation
+    assert own_address("no-such-host.invalid") is own_address("192.0.2.1") is None
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        listening_socket("no-such-host.invalid", 0)
 
 
 def test_a_name_of_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +45,23 @@ def test_a_name_of_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address_towards("my-name") is None
     assert interface_towards("my-name") is None
     assert is_own_address("my-name")
+    assert own_address("my-name") is None
+
+
+def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may try them in another order: nothing listens at one of them alone."""
+    both = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in ("127.0.0.1", "127.0.0.2")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    assert own_address("my-name") is None
+
+
+def test_a_socket_listens_at_one_address() -> None:
+    """Others of this machine stay free at its port, which is taken there."""
+    with listening_socket("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        listening_socket("127.0.0.2", port).close()
+        with pytest.raises(OSError, match="Address already in use"):
+            listening_socket("localhost", port)
 
 
 @pytest.mark.parametrize(
