@@ -64,6 +64,7 @@ def settle_engine(draft: Draft) -> None:
             draft.put((key,), value, reason)
     _require_unmanaged(draft)
     _require_gpu(draft)
+    _require_whole_expert_groups(draft)
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
@@ -100,6 +101,24 @@ def _require_gpu(draft: Draft) -> None:
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(_ZERO, key):
             draft.refuse((_ZERO, key), "true, but this run is on a CPU, and its kernels need a GPU.", "Delete it.")
+
+
+def _require_whole_expert_groups(draft: Draft) -> None:
+    """Experts are divided among groups of processes of one size."""
+    sizes = ("autoep_size", "expert_tensor_parallel_size")
+    each, processes = [draft.value("expert_parallel", key, default=1) for key in sizes], draft.facts.machine.processes
+    if not (draft.facts.complete and draft.value("expert_parallel", "enabled")) or not all(
+        isinstance(size, int) for size in each
+    ):
+        return
+    if processes % (width := each[0] * each[1]):
+        divisors = [str(size) for size in range(1, processes + 1) if processes % size == 0]
+        times = "" if each[1] == 1 else f" × expert_tensor_parallel_size {each[1]} = {width}"
+        draft.refuse(
+            ("expert_parallel", "autoep_size"),
+            f"{each[0]}{times}, which does not divide the run's {processes} processes.",
+            f"Write a size of which this is {' or '.join(divisors)}, or start another number of processes.",
+        )
 
 
 def _settle_without_engine(draft: Draft) -> None:

@@ -20,7 +20,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.tree import Tree
 from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import LoopError, MachineError
+from zero_plugin.errors import ConfigError, LoopError, MachineError, Problem
 from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.probe.machine import probe_machine
@@ -99,13 +99,14 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.build_session`.
 
         Raises:
-            ConfigError: the optimizer cannot run on flat partitions.
-            LoopError: it has a state that cannot be partitioned.
+            ConfigError: the optimizer cannot run on flat partitions; see `engine_optimizer`.
+            LoopError: it has a state that cannot be partitioned, or gradients would be sparse.
             MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
         """
         resolved = request.resolved
         if request.optimizer is None and resolved.zero_stage < 3:
             return self._build_plain_session(request, processes)
+        _refuse_writer(resolved)
         if request.optimizer is not None:
             _refuse_sparse_gradients(request.model)
         if not request.is_placed:
@@ -291,6 +292,16 @@ def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
         if p.is_floating_point():
             p.data = p.data.to(_DTYPES[precision])
     return model
+
+
+def _refuse_writer(resolved: Resolved) -> None:
+    """Refuse DeepSpeed's fast writer where the engine, which is built with it, would not find its machines."""
+    writer = ("checkpoint", "writer")
+    leaf = next((entry for path, entry in resolved.tree.entries.items() if path[:2] == writer), None)
+    if leaf is not None and leaf.value is not None and "CROSS_SIZE" not in os.environ:
+        message = "reads the number of machines from CROSS_SIZE, which only DeepSpeed's own launcher sets"
+        fix = "Delete it: save_state() writes checkpoints itself, each process its part."
+        raise ConfigError([Problem(leaf.origin.where, ".".join(writer), message, fix)])
 
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:
