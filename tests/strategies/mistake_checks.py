@@ -318,7 +318,21 @@ def check_a_wrapper_without_torchs_constructor(path: str) -> None:
 
 
 def check_gradients_that_the_script_sets(path: str) -> None:
-    """`p.grad` set between backward and step is what DDP, one device and stages 0 and 1 step by; else an error."""
+    """`p.grad` set between backward and step is what DDP, one device and stages 0 and 1 step by; else an error.
+
+    What the error advises, a hook that returns the gradient, counts on every path.
+    """
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        before = weights(accelerator, model)
+        for p in net.parameters():
+            p.register_hook(torch.ones_like)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        after = weights(accelerator, model)
+        for name, weight in before.items():
+            assert torch.allclose(weight - after[name], torch.full_like(weight, 0.1), atol=1e-6), name
     partitioned = path in ("zero2", "zero3", "zero2-cpu")
     with running(path) as accelerator:
         net = make_net()
