@@ -72,6 +72,8 @@ class AcceleratedOptimizer(Optimizer):
         self._is_overflow = False  # Accelerate's name, which tests of schedules set
         self._corrected = False
         self._told_of_skips = False
+        self._is_cleared = True  # zero_grad() was called since the last applied step
+        self._mentioned: set[str] = set()
         self._after_step: list[Callable[[], None]] = []
         # Those of the script that the running optimizer does not call itself.
         self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
@@ -183,9 +185,12 @@ class AcceleratedOptimizer(Optimizer):
         if closure is not None:
             raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
         _ = self.optimizer  # raises once training has ended
+        is_again, has_gradients = self._window.is_applied, self._window.holds_gradients
         self.acted = self._window.count_step()
         if not self.acted:
             return
+        if not self._is_cleared and not self.waits:
+            self._mention_kept_gradients(is_again=is_again)
         self._correct()
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
         culprit = self.session.first_nonfinite() if last_chance else None
@@ -202,6 +207,7 @@ class AcceleratedOptimizer(Optimizer):
         self.applied_steps += 1
         for hook in tuple(self._post_hooks.values()):
             hook(self, (), {})
+        self._is_cleared = self._is_cleared and not has_gradients
         for call in self._after_step:
             call()
 
@@ -237,6 +243,7 @@ class AcceleratedOptimizer(Optimizer):
         Args:
             set_to_none: accepted as torch's; gradients are always set to None.
         """
+        self._is_cleared = True
         if self.session.failed or self._window.dropping_is_meant:
             self.session.drop_gradients()
             self._corrected = False
@@ -307,6 +314,19 @@ class AcceleratedOptimizer(Optimizer):
     def stop_calling(self, call: Callable[[], None]) -> None:
         """Undo `call_after_step`."""
         self._after_step.remove(call)
+
+    def _mention_kept_gradients(self, *, is_again: bool) -> None:
+        """Say once of each kind where plain torch would apply gradients that it has applied before."""
+        what = (
+            "optimizer.step() was called twice, without a backward() between: the second one applies nothing. Plain "
+            "torch applies the same gradients again"
+            if is_again
+            else "zero_grad() was not called since the last applied step: its gradients were dropped all the same. "
+            "Plain torch adds the next ones to them"
+        )
+        if what not in self._mentioned:
+            self._mentioned.add(what)
+            announce(f"{what}. Call optimizer.zero_grad() after each step().")
 
     def _count_skip(self, culprit: str | None) -> None:
         self.skipped_in_a_row += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from typing import Any
 
@@ -61,6 +63,31 @@ def check_a_step_without_a_backward_changes_nothing(path: str) -> None:
         after = weights(accelerator, model)
         optimizer.step()
         assert same(weights(accelerator, model), after)
+
+
+def check_gradients_that_the_loop_never_clears(path: str) -> None:
+    """They are dropped after each step, and a second `step()` applies nothing; a line says either, once."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for i in range(3):
+        loss_of(plain, global_batch(i)).backward()
+        sgd.step()
+        sgd.zero_grad()
+    for never in (True, False):
+        with running(path) as accelerator, contextlib.redirect_stderr(io.StringIO()) as said:
+            model = make_net()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            for i in range(3):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                if not never:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    optimizer.step()  # as in plain torch, after zero_grad() there is nothing
+            assert_near(weights(accelerator, model), plain.state_dict())
+            if accelerator.is_main_process:
+                assert said.getvalue().count("zero_grad() was not called since the last applied step") == never
+                assert said.getvalue().count("step() was called twice, without a backward() between") == (not never)
 
 
 def check_direct_backward_is_refused(path: str) -> None:
