@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
-from zero_plugin import Accelerator
+from zero_plugin import Accelerator, DistributedDataParallelKwargs
 from zero_plugin.agreement import Patience, start_watching
 from zero_plugin.tracking import GeneralTracker
 
@@ -41,8 +41,14 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     zero = {"stage": int(path[-1]), "stage3_param_persistence_threshold": 0} if path.startswith("zero") else None
     config = {"use_cpu": True, "distributed_type": "DEEPSPEED" if zero else "MULTI_CPU"}
     config |= {"deepspeed_config": {"zero_optimization": zero}} if zero else {}
-    accelerator = Accelerator(config=config, log_with=Notes(folder / f"{path}-{how}.notes"))
-    model = torch.nn.Linear(4, 4)
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if how == "branches" else []
+    notes = Notes(folder / f"{path}-{how}.notes")
+    accelerator = Accelerator(config=config, log_with=notes, kwargs_handlers=handlers)
+    model: torch.nn.Module = torch.nn.Linear(4, 4)
+    if how == "wait_alone":  # DDP broadcasts its buffers in a forward
+        model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(4))
+    elif how == "branches":
+        model = Branches()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def train() -> None:
@@ -134,6 +140,11 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
             gather()
             next(todo, None)
         print("== end", file=sys.stderr, flush=True)
+    elif how == "branches":
+        train()
+        if first:
+            time.sleep(3)
+        gather()
     elif how == "evaluates":
         with gathered(model), torch.no_grad():
             for _ in range(6 if first else 0):
@@ -235,6 +246,17 @@ def gathered(model: torch.nn.Module) -> AbstractContextManager[None]:
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
+class Branches(torch.nn.Module):
+    """The main process goes through one layer, the others through another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.main if dist.get_rank() == 0 else self.other)(x)
 
 
 class Notes(GeneralTracker):

@@ -187,6 +187,14 @@ def test_what_a_script_does_by_itself_ends_nothing(folder: Path, script: str) ->
     assert "process 1 has waited in main_process_first()" in during("goes_first", run.outputs[1])
 
 
+@pytest.mark.parametrize("script", ["ddp:branches"])
+def test_branches_that_differ_end_nothing(folder: Path, script: str) -> None:
+    """Both have made the same backward, whichever of the parameters it came to here."""
+    run = ended(folder, script)
+    assert run.codes == [0, 0], run.outputs
+    assert "process 1 has waited in gather()" in run.outputs[1]
+
+
 @pytest.mark.parametrize("script", ["zero3:evaluates"])
 def test_an_evaluation_alone_ends_nothing(folder: Path, script: str) -> None:
     """At stage 3, with gathered weights: forwards that no other process makes, and that need none."""

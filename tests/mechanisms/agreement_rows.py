@@ -19,9 +19,9 @@ ROWS = [
     ),
     Row(
         "what uneven processes do for each other is no pass",
-        "strategies/torch_session.py",
-        " and not self._reducer.joins_uneven:",
-        ":",
+        "strategies/ddp_reducer.py",
+        "        if not self._ddp._join_config.enable:\n",
+        "        if True:\n",
         (f"{AGREEMENT}::test_what_a_script_does_by_itself_ends_nothing[ddp:healthy]",),
         "[0, 0]",
         processes=1,

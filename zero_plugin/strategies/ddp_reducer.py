@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from zero_plugin.agreement import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.ddp_buckets import arrange_buckets, bucket_names, divides_anew, number_names, numbered_names
 
@@ -46,19 +47,17 @@ class DdpReducer:
 
         def set_reduction(ddp: nn.Module, _: Any) -> None:
             if ddp is self._ddp:  # not a copy
+                if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                    self._count_pass()
                 reduces = averages()
                 ddp.require_backward_grad_sync = reduces
                 self._is_ready |= reduces and torch.is_grad_enabled()
 
         self._hook = self._ddp.register_forward_pre_hook(set_reduction)
 
-    @property
-    def joins_uneven(self) -> bool:
-        """Whether processes that have run out of batches are stood in for: no backward needs all of them then."""
-        return bool(self._ddp._join_config.enable)
-
     def prepare(self, loss: Tensor) -> None:
         """A backward from `loss` is about to run, and is to average."""
+        self._count_pass()
         finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
         if not self._is_ready or finds_unused:
             # DDP gets ready in a forward, for one backward. Where several forwards came before it, or the window's end
@@ -93,7 +92,7 @@ class DdpReducer:
         DDP does so in the next forward; a checkpoint that is saved before has to tell of it. Not where uneven processes
         are joined: one that has run out of batches would wait for another operation.
         """
-        if self._divides_anew and not self.joins_uneven:
+        if self._divides_anew and not self._ddp._join_config.enable:
             self._divides_anew = not self._ddp.reducer._rebuild_buckets()
 
     def state(self) -> list[list[str]]:
@@ -104,6 +103,11 @@ class DdpReducer:
         """Go on with the buckets of a `state`. Collective."""
         if state and arrange_buckets(self._ddp, state):
             self._buckets, self._is_ready, self._divides_anew = state, False, False
+
+    def _count_pass(self) -> None:
+        # Where uneven processes are joined, one that has run out of batches follows the others without a forward.
+        if not self._ddp._join_config.enable:
+            pass_together()
 
 
 def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_plugin.agreement import pass_together
 from zero_plugin.collectives import num_processes, process_index
 from zero_plugin.compilation import compile_in_place
 from zero_plugin.errors import LoopError
@@ -101,7 +100,6 @@ class TorchSession(Session):
         self._local_only = False
         self.recorder = recorder
         self._averages = False  # gradients of the running backward are averaged over the processes
-        self._meets = False  # its first gradient, which has not come yet, brings the processes together
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
         self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
@@ -132,7 +130,6 @@ class TorchSession(Session):
                 raise LoopError(DIRECT_BACKWARD)
         self._is_open = True
         self._averages = ends_window and not self._local_only
-        self._meets = self._averages and self._reducer is not None and not self._reducer.joins_uneven
         if self._reducer is not None and self._averages:
             self._reducer.prepare(loss)
 
@@ -382,21 +379,13 @@ class TorchSession(Session):
 
 
 def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
-    """A hook that fails where a gradient comes outside of an opened backward; it does not keep the session.
-
-    The first gradient of a backward that averages counts as an operation of all processes.
-    """
+    """A hook that fails where a gradient comes outside of an opened backward; it does not keep the session."""
 
     def refuse(_: Tensor) -> None:
         session = reference()
-        if session is None:
-            return
-        if not session._is_open:
+        if session is not None and not session._is_open:
             session.failed = True  # the window holds a part of these gradients now
             raise LoopError(DIRECT_BACKWARD)
-        if session._meets:
-            session._meets = False
-            pass_together()
 
     return refuse
 
