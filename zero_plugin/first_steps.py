@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from zero_plugin.accumulation import Epoch
 from zero_plugin.errors import LoopError
@@ -27,7 +34,7 @@ class FirstSteps:
     """Finds losses that train what is not prepared, and loops that never step.
 
     Looked at are the first backwards that reach each trained model, those that begin the first epochs, one in a hundred
-    otherwise, and those that follow after a parameter was unfrozen.
+    otherwise, and those that follow after a parameter was unfrozen, or a layer or parameter put into a trained model.
 
     Args:
         trainings: all prepared models; the caller adds to it.
@@ -46,6 +53,8 @@ class FirstSteps:
         self._starts = 0  # of epochs, that were looked at
         self._new: list[Training] = []  # those not looked at often enough
         self._frozen: list[nn.Parameter] = []  # parameters of trained models that are not trained
+        self._parts: frozenset[int] = frozenset()  # ids of the trained models' modules and parameters
+        self._has_changed = False  # something was put into one of them
         self._said = self._said_loose = False
         self._mentioned = 0  # of those that wait
 
@@ -55,12 +64,24 @@ class FirstSteps:
         trained = [training for training in self._trainings if training.optimizer is not None]
         self._new = [training for training in trained if training.looks < _FIRST]
         known = {id(p) for training in trained for p in training.parameters}
-        self._frozen = [p for training in trained for p in training.session.module.parameters() if id(p) not in known]
+        modules = [training.session.module for training in trained]
+        self._frozen = [p for module in modules for p in module.parameters() if id(p) not in known]
+        self._parts = frozenset(id(o) for m in modules for parts in (m.modules(), m.parameters()) for o in parts)
+        self._has_changed = False
+        if modules:
+            _LIVE.add(self)
+            _follow_registrations()
+
+    def note(self, module: nn.Module, part: nn.Module | nn.Parameter | None) -> None:
+        """A layer or a parameter is put into a module."""
+        if id(module) in self._parts and id(part) not in self._parts:
+            new = [part] if isinstance(part, nn.Parameter) else () if part is None else part.parameters()
+            self._has_changed |= any(p.requires_grad for p in new)
 
     def is_due(self) -> bool:
         """Whether the backward that is about to run is one to `look_at`; counts it."""
         self._backwards += 1
-        if self._backwards >= self._next:
+        if self._backwards >= self._next or self._has_changed:
             return True
         if self._starts < _STARTS:
             epoch = self._running_epoch()
@@ -99,6 +120,7 @@ class FirstSteps:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
         found = [leaf for leaf in find_leaves(loss) if isinstance(leaf, nn.Parameter)]
         self._refuse_strangers([p for p in found if not any(id(p) in training.ids for training in trained)])
+        self._has_changed = False
         self._mention(waiting)
         ids = {id(p) for p in found}
         for training in [training for training in self._new if not training.ids.isdisjoint(ids)]:
@@ -159,3 +181,18 @@ class FirstSteps:
             "If it is to be trained, prepare it with its optimizer. If not: requires_grad_(False) before its forward, "
             "or torch.no_grad() around it."
         )
+
+
+_LIVE: Final[weakref.WeakSet[FirstSteps]] = weakref.WeakSet()
+
+
+@functools.cache  # once in a process
+def _follow_registrations() -> None:
+    """Have every `FirstSteps` note what is put into modules: torch's own hook, called where that happens."""
+
+    def note(module: nn.Module, _: str, part: nn.Module | nn.Parameter | None) -> None:
+        for looks in tuple(_LIVE):
+            looks.note(module, part)
+
+    register_module_module_registration_hook(note)
+    register_module_parameter_registration_hook(note)

@@ -183,6 +183,28 @@ def check_a_backward_that_reaches_no_trained_parameter(path: str) -> None:
         assert_near(weights(accelerator, model), _trained_plainly([0]))
 
 
+def check_a_direct_backward_past_the_engine(path: str) -> None:
+    """Under ZeRO it fails too where it reaches some parameters only, through no output; `zero_grad` drops the rest."""
+    if not is_zero(path):
+        return
+    for precision in ("no", "bf16"):
+        with running(path, gradient_accumulation_steps=2, mixed_precision=precision) as accelerator:
+            model, optimizer = _prepared(accelerator)
+            own = accelerator.unwrap_model(model)
+            part = own[2](torch.ones(2, 16, dtype=own[2].weight.dtype)).sum()
+            for i in range(2):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, own_batch(i)))
+                    if i == 0:
+                        raised(LoopError, "loss.backward()", by=part.backward)
+                        raised(LoopError, "zero_grad()", by=lambda: accelerator.backward(loss_of(model, own_batch(0))))  # noqa: B023
+                        optimizer.zero_grad()
+                        accelerator.backward(loss_of(model, own_batch(i)))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_near(weights(accelerator, model), _trained_plainly([0, 1]), 1e-5 if precision == "no" else 1e-2)
+
+
 def check_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
     """The user's own parameters show them: of this process inside `no_sync` and the window, of all at its end."""
     if is_zero(path):

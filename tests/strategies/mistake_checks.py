@@ -90,6 +90,28 @@ def check_a_layer_is_frozen(path: str) -> None:
             raised(LoopError, "0.weight, 0.bias", "prepare()", by=lambda: rest(range(3, 4)))
 
 
+def check_a_layer_is_replaced(path: str) -> None:
+    """After step 11: refused in the first backward that reaches the new one; so is a new parameter."""
+
+    def replace(net: Any) -> None:
+        net[2] = torch.nn.Linear(16, 4)
+
+    def renew(net: Any) -> None:
+        net[2].bias = torch.nn.Parameter(torch.zeros(4))
+
+    for change in (replace, renew) if path != "zero3" else (replace,):  # there the forward fails before
+        with running(path) as accelerator:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for i in range(11):  # more than the first ones, which are all looked at
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+                optimizer.zero_grad()
+            change(net)
+            for _ in range(2):
+                raised(LoopError, "come since", by=lambda: accelerator.backward(loss_of(model, own_batch(11))))  # noqa: B023
+
+
 def check_clipping_comes_too_late(path: str) -> None:
     """After the step: named; what the configuration says of clipping, and the window's size, hold on."""
     with running(path, deepspeed={"gradient_clipping": 0.01}) as accelerator:

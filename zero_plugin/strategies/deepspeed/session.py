@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
@@ -27,6 +30,7 @@ from zero_plugin.strategies.base import (
     Session,
 )
 from zero_plugin.strategies.deepspeed.casting import compute_in
+from zero_plugin.strategies.deepspeed.collective_order import preceded
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.leftovers import forget_module
 from zero_plugin.strategies.deepspeed.no_elements import fetch_empty
@@ -125,6 +129,7 @@ class EngineSession(Session):
         engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
+        self._watch_parameters()
         mend_swapping(engine)
         fetch_empty(engine)
         self._buffers = SharedBuffers(self.module)
@@ -474,6 +479,21 @@ class EngineSession(Session):
                 "of gradients (a gradient penalty)."
             )
 
+    def _watch_parameters(self) -> None:
+        """Have a backward that was not opened fail in the first parameter that it reaches, past the model's outputs."""
+        wrapper = self.engine.optimizer
+        if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
+            # DeepSpeed's own hook on each parameter begins with it.
+            wrapper.reenter_backward_if_needed = preceded(wrapper.reenter_backward_if_needed, self._refuse_unopened)
+            return
+        for p in self._trained:
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._refuse_unopened))
+
+    def _refuse_unopened(self, *_: Tensor) -> None:
+        if not self.engine.__dict__["_running_engine_backward"] and not _runs_forward(self.engine):
+            self.failed = True
+            raise LoopError(DIRECT_BACKWARD)
+
     def _start_window(self) -> None:
         for p in self.left_out:
             p.grad = None
@@ -496,6 +516,17 @@ def _is_reached(parameter: Tensor) -> bool:
     with torch.enable_grad():
         node = _get_grad_fn_or_grad_acc(parameter)
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def _runs_forward(engine: Any) -> bool:
+    """Whether a forward of the engine runs: a function in it may make gradients by itself, of a loss in tiles, say."""
+    for frame in sys._current_frames().values():  # a device's gradients come in a thread of their own
+        inner: FrameType | None = frame
+        while inner is not None:
+            if inner.f_code.co_name == "forward" and inner.f_locals.get("self") is engine:
+                return True
+            inner = inner.f_back
+    return False
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
