@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -76,6 +78,7 @@ from zero_plugin.resolve.facts import LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.same_everywhere import expect_same_run
 from zero_plugin.state import AcceleratorState, show_run
+from zero_plugin.strategies.base import Session, Strategy
 from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
 from zero_plugin.trackers.base import GeneralTracker
@@ -188,7 +191,6 @@ class Accelerator(
         self.rng_types = choose_rng_types(rng_types)
         self.project_configuration = choose_project(project_config, project_dir)
         self.log_with = choose_trackers(log_with, self.project_configuration.logging_dir)
-        self.trackers: list[GeneralTracker] = []
         self._handlers = sort_handlers(kwargs_handlers)
         self._shard_iterable: ShardIterable = shard_iterable
         self._configurations = self._find_configurations(
@@ -205,6 +207,11 @@ class Accelerator(
         compiler = choose_compiler(dynamo_backend, dynamo_plugin, self._configurations.document)
         self._handlers = replace(self._handlers, compiler=compiler)
         self._processes = self._join_processes()
+        self._say = functools.partial(_say, is_main=self._processes.rank == 0)
+        self._background = BackgroundWriter(self._say)
+        self._end = _End(self, self._processes, self._background)
+        self.trackers: list[GeneralTracker] = self._end.trackers
+        self._loading, self._stop, self._leaving_files = self._end.loading, self._end.stop, self._end.leaving_files
         world = self._processes.world_size
         self._intended = find_intended_processes(world, os.environ)
         expect_same_run(self._configurations.document, self._processes)
@@ -215,7 +222,6 @@ class Accelerator(
         self.device = self._processes.device
         self._meter = Meter(self._processes.world_size, self.device)
         self._told: set[str] = set()
-        self._loading = ExitStack()
         self._host_bytes = memory_available_bytes(torch.device("cpu"))
         self._use_configuration(self._configurations.document)
         if self._intended != world:
@@ -228,32 +234,25 @@ class Accelerator(
         self._untrained: list[Training] = []
         self._waiting: list[AcceleratedOptimizer] = []  # for their models
         self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []  # the script's own, known by their schedules
-        self._background = BackgroundWriter(self._say)
         self._lineages = Lineages()
         self._must_resume = launch_settings(self.document).auto_resume  # before it trains
-        self._stop = StopRequest()
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, LoadHook] = OrderedDict()
         self._window = self._loose = self._new_window()
         self._first_steps = FirstSteps(self._trainings, lambda: RUNNING.current, self._say)
-        self._explains_shortages = explain_shortages(self._explain_shortage)
-        self._ended = False
-        self._processes.hold(self.end_training)
+        self._end.begin(explain_shortages(self._explain_shortage))
         self.state, self.gradient_state = show_run(self, self.gradient_accumulation_plugin.to_kwargs())
-        self._at_exit = call_at_exit(self.end_training)
-        call_before_end(self._finish_trackers)
-        call_before_end(self._background.wait_for_writing)
 
     def _find_configurations(
         self, config: Any, plugins: Mapping[str, DeepSpeedPlugin], overlay: Callable[[Document], Document]
     ) -> Configurations:
-        newest: Accelerator | None = AcceleratorState._shared_state.get("_run")
+        newest: _End | None = AcceleratorState._shared_state.get("_end")
         is_open = config is None and not plugins
-        if is_open and newest is not None and not newest._ended and newest._configurations.in_code:
+        if is_open and newest is not None and newest.configurations is not None and newest.configurations.in_code:
             # Scripts that train several models make an Accelerator for each, and pass the plugins to the first.
-            newest._configurations.overlay(overlay)
-            return newest._configurations
+            newest.configurations.overlay(overlay)
+            return newest.configurations
         return Configurations(find_document(config, os.environ), plugins, overlay)
 
     def _join_processes(self) -> Processes:
@@ -273,7 +272,7 @@ class Accelerator(
         """Set up what follows from a document: the strategy, and how transformers builds models."""
         self.document = document
         selection = select_strategy(document, launch_settings(document), self._processes)
-        self._strategy = selection.strategy
+        self._strategy = self._end.strategy = selection.strategy
         self.distributed_type = selection.strategy.distributed_type
         notes = (str(note) if note.severity == "warning" else note.headline for note in document.notes)
         for line in (selection.reason, *notes, *self._strategy.accept(self._handlers)):
@@ -307,33 +306,111 @@ class Accelerator(
         Raises:
             CheckpointError: a save in the background has failed; all is closed nevertheless.
         """
-        if not self._ended:
-            self._ended = True
-            atexit.unregister(self._at_exit)
-            self._explains_shortages()
-            self._first_steps.say_if_none()
-            self._close()
+        self._end()
+
+
+class _End:
+    """The end of a run, which is due also where the script has dropped its `Accelerator`: that is freed then.
+
+    Garbage is collected at other times on each process, so that what is freed communicates nothing, and what the end
+    communicates is the same whether the `Accelerator` is still there or not.
+
+    Args:
+        accelerator: it is not kept.
+        processes: this process and its peers.
+        background: writes its checkpoints.
+
+    Attributes:
+        configurations: those of the `Accelerator`, once it is complete, until the end.
+        trackers: those that are started.
+        loading: how transformers builds models meanwhile.
+        stop: whether the process is asked to stop.
+        leaving_files: sessions that have files to remove, which is collective.
+        strategy: the one in use.
+    """
+
+    def __init__(self, accelerator: Accelerator, processes: Processes, background: BackgroundWriter) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._processes = processes
+        self._background = background
+        self._is_due = False
+        self._undo_explaining: Callable[[], None] = lambda: None
+        self.configurations: Configurations | None = None
+        self.trackers: list[GeneralTracker] = []
+        self.loading = ExitStack()
+        self.stop = StopRequest()
+        self.leaving_files: list[Session] = []
+        self.strategy: Strategy | None = None
+
+    def begin(self, undo_explaining: Callable[[], None]) -> None:
+        """The `Accelerator` is complete; from now on its run has to end."""
+        accelerator = self._accelerator()
+        assert accelerator is not None, "it calls"
+        self.configurations = accelerator._configurations
+        self._undo_explaining = undo_explaining
+        self._is_due = True
+        self._processes.hold(self)
+        self._at_exit = call_at_exit(self)
+        call_before_end(self.finish_trackers)
+        call_before_end(self._background.wait_for_writing)
+        weakref.finalize(accelerator, self._forget_dropped).atexit = False
+
+    def _forget_dropped(self) -> None:
+        """The `Accelerator` is gone; as garbage, whenever it is collected, so that nothing here communicates."""
+        self._background.forget()
+        assert self.strategy is not None, "a complete Accelerator has one"
+        self.strategy.forget_dropped()
+
+    def __call__(self) -> None:
+        """See `Accelerator.end_training`."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        self.configurations = None
+        atexit.unregister(self._at_exit)
+        self._undo_explaining()
+        if (accelerator := self._accelerator()) is not None:
+            accelerator._first_steps.say_if_none()
+        self._close()
 
     @collective("end_training", meets=True)
     def _close(self) -> None:
         with ExitStack() as ends:  # the last one first
-            ends.callback(self._processes.stop, self.end_training, self._strategy.destroy_process_group)
-            for training in reversed(self._trainings):
-                ends.callback(training.session.close)
+            assert self.strategy is not None, "a complete Accelerator has one"
+            ends.callback(self._processes.stop, self, self.strategy.destroy_process_group)
+            for session in self._sessions():
+                ends.callback(session.close)
             ends.callback(self._describe_end)
-            ends.callback(self._loading.close)
-            ends.callback(self._finish_trackers)
-            ends.callback(self._stop.forget)
+            ends.callback(self.loading.close)
+            ends.callback(self.finish_trackers)
+            ends.callback(self.stop.forget)
             ends.callback(self._background.close)
+        self.leaving_files.clear()
+
+    def finish_trackers(self) -> None:
+        """Have all of them write what they keep, though one fails."""
+        with ExitStack() as ends:
+            for tracker in reversed(self.trackers):
+                ends.callback(tracker.finish)
+            self.trackers.clear()
+
+    def _sessions(self) -> list[Session]:
+        """Those to close, the last one first; of an `Accelerator` that was dropped, what has to be removed by all."""
+        accelerator = self._accelerator()
+        trainings = [] if accelerator is None else accelerator._trainings
+        sessions = {id(session): session for session in [*(t.session for t in trainings), *self.leaving_files]}
+        return list(reversed(sessions.values()))
 
     def _describe_end(self) -> None:
-        for training in self._trained:
-            for line in training.describe_end():
-                self._say(line)
+        if (accelerator := self._accelerator()) is not None:
+            for training in accelerator._trained:
+                for line in training.describe_end():
+                    accelerator._say(line)
 
-    def _say(self, line: str) -> None:
-        if self.is_main_process:
-            print(f"zero_plugin: {line}", file=sys.stderr, flush=True)  # noqa: T201 - before any logging is set up
+
+def _say(line: str, *, is_main: bool) -> None:
+    if is_main:
+        print(f"zero_plugin: {line}", file=sys.stderr, flush=True)  # noqa: T201 - before any logging is set up
 
 
 def newest_accelerator() -> Accelerator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -35,6 +36,7 @@ class Run(Protocol):
 
     device: torch.device
     distributed_type: DistributedType
+    _end: Any
     _handlers: Handlers
     _processes: Processes
 
@@ -170,7 +172,6 @@ class AcceleratorState(ProcessCalls):
         LoopError: there is no `Accelerator`, or it was told otherwise.
     """
 
-    _run: Run
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **settings: Any) -> None:
@@ -188,6 +189,14 @@ class AcceleratorState(ProcessCalls):
                 f"AcceleratorState({typed}): the newest Accelerator was told otherwise, and this only shows it.\n"
                 f"Write Accelerator({typed}), and AcceleratorState()."
             )
+
+    @property
+    def _run(self) -> Run:
+        shown = self._shared_state.get("_run")
+        run: Run | None = None if shown is None else shown()
+        if run is None:
+            raise LoopError("AcceleratorState shows the newest Accelerator, and the script has dropped that.")
+        return run
 
     @property
     def initialized(self) -> bool:
@@ -291,7 +300,8 @@ class GradientState:
 
     @property
     def _run(self) -> Run | None:
-        return self._shared_state.get("_run")
+        shown = self._shared_state.get("_run")
+        return None if shown is None else shown()  # the state does not keep it
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
@@ -377,7 +387,8 @@ class GradientState:
 
 def is_initialized() -> bool:
     """Whether there is an `Accelerator` that the states show."""
-    return "_run" in AcceleratorState._shared_state
+    shown = AcceleratorState._shared_state.get("_run")
+    return shown is not None and shown() is not None
 
 
 def show_run(run: Run, plugin_kwargs: Mapping[str, Any]) -> tuple[AcceleratorState, GradientState]:
@@ -389,10 +400,11 @@ def show_run(run: Run, plugin_kwargs: Mapping[str, Any]) -> tuple[AcceleratorSta
     """
     processes, device, distributed_type = run._processes, run.device, run.distributed_type
     PartialState._show(processes, device, distributed_type, cpu=device.type == "cpu" and torch.cuda.is_available())
+    shown = weakref.ref(run)
     AcceleratorState._shared_state.update(
-        _run=run, _processes=processes, device=device, distributed_type=distributed_type
+        _run=shown, _end=run._end, _processes=processes, device=device, distributed_type=distributed_type
     )
-    GradientState._shared_state.update(_run=run, plugin_kwargs=dict(plugin_kwargs))
+    GradientState._shared_state.update(_run=shown, plugin_kwargs=dict(plugin_kwargs))
     return AcceleratorState(), GradientState()
 
 

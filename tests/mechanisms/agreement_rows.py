@@ -128,7 +128,7 @@ ROWS = [
     Row(
         "a script's end is the training's",
         "accelerator.py",
-        "        self._at_exit = call_at_exit(self.end_training)",
+        "        self._at_exit = call_at_exit(self)",
         "        self._at_exit = lambda: None",
         (f"{AGREEMENT}::test_more_steps_on_one_process[ddp:more_steps]",),
         "[1, 1]",

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from still_group import is_staging
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero_plugin import Accelerator
@@ -135,10 +134,6 @@ def alive(model: Any, optimizer: Any) -> dict[str, int]:
             if isinstance(tensor, Tensor) and (at := tensor.untyped_storage().data_ptr()) not in seen:
                 seen.add(at)
                 found[name] = found.get(name, 0) + tensor.untyped_storage().nbytes()
-    if isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view:
-        data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call] # its buckets are no tensors of Python's
-        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-        found["other"] = found.get("other", 0) + sum(map(int, sizes.split(",")))
     return found
 
 

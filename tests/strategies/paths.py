@@ -32,11 +32,10 @@ def is_zero(path: str) -> bool:
     return path.startswith("zero")
 
 
-@contextmanager
-def running(
+def start(
     path: str, *, deepspeed: dict[str, Any] | None = None, counts: str = "steps", **arguments: Any
-) -> Iterator[Accelerator]:
-    """An Accelerator on `path`, ended in the end.
+) -> Accelerator:
+    """An Accelerator on `path`.
 
     Args:
         path: one of those above.
@@ -47,7 +46,13 @@ def running(
     section = {**({"zero_optimization": (ZERO | FURTHER)[path]} if is_zero(path) else {}), **(deepspeed or {})}
     kind = "DEEPSPEED" if is_zero(path) else "MULTI_CPU" if path == "ddp" else "NO"
     config = {"distributed_type": kind, "use_cpu": True, "scheduler_counts": counts, "deepspeed_config": section}
-    accelerator = Accelerator(config=config, **arguments)
+    return Accelerator(config=config, **arguments)
+
+
+@contextmanager
+def running(path: str, **arguments: Any) -> Iterator[Accelerator]:
+    """What `start` makes, ended in the end."""
+    accelerator = start(path, **arguments)
     try:
         yield accelerator
     finally:

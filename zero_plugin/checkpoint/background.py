@@ -121,6 +121,20 @@ class BackgroundWriter:
             self._disconnect()
             self.memory.release()
 
+    def forget(self) -> None:
+        """The script has dropped what saves by this: give memory back, once nothing is being written. Not collective.
+
+        A save that is running is waited for, and its failure told, by `close`.
+        """
+        if self._running is None:
+            self._release()
+        else:
+            self._running[1].add_done_callback(lambda _: self._release())
+
+    def _release(self) -> None:
+        self._let_go()
+        self.memory.release()
+
     def _let_go(self, copied: Event | None = None) -> None:
         """Let the sessions change what was copied, once it is."""
         if copied is not None:

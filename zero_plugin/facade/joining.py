@@ -26,7 +26,7 @@ from zero_plugin.probe.machine import accelerator_kind, probe_machine
 from zero_plugin.resolve.facts import Facts, LoopFacts
 from zero_plugin.resolve.resolved import Resolved
 from zero_plugin.scheduler import AcceleratedScheduler
-from zero_plugin.strategies.base import Strategy
+from zero_plugin.strategies.base import Session, Strategy
 from zero_plugin.strategies.processes import Processes
 from zero_plugin.training import Training
 
@@ -58,6 +58,7 @@ class Joining:
     _trainings: list[Training]
     _untrained: list[Training]
     _unreturned: list[tuple[Any, AcceleratedOptimizer]]
+    _leaving_files: list[Session]  # kept until they have removed them
     _waiting: list[AcceleratedOptimizer]  # for their models
     _window: AccumulationWindow  # of the model whose micro-batch runs, or ran last
 
@@ -138,6 +139,8 @@ class Joining:
 
     def _add(self, training: Training, pair: Pair, held: AcceleratedOptimizer | None, ready: dict[int, Any]) -> None:
         self._trainings.append(training)
+        if training.session.leaves_files:
+            self._leaving_files.append(training.session)
         self.resolved = training.resolved
         if pair.optimizer is None:
             self._untrained.append(training)

@@ -116,7 +116,8 @@ class PrepareCalls(Joining):
             training.session.close()
         for held in self._waiting:
             held.session.close()
-        for prepared in (self._trainings, self._trained, self._untrained, self._waiting, self._dataloaders):
+        of_models: tuple[list[Any], ...] = (self._trainings, self._trained, self._untrained, self._leaving_files)
+        for prepared in (*of_models, self._waiting, self._dataloaders):
             prepared.clear()
         self._unreturned.clear()
         self._background.memory.release()

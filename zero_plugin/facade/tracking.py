@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 from zero_plugin.announce import announce
@@ -118,9 +117,3 @@ class TrackingCalls:
             behind = f"_{number}" if number else ""
             values.update({f"{name}{behind}": value for name, value in training.measure().items()})
         return values | self._meter.read(units, unit)
-
-    def _finish_trackers(self) -> None:
-        trackers, self.trackers = self.trackers, []
-        with ExitStack() as ends:  # each of them, though another fails
-            for tracker in reversed(trackers):
-                ends.callback(tracker.finish)

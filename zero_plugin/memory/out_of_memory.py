@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,18 +124,22 @@ def explain_shortages(explain: Callable[[BaseException], Shortage]) -> Callable[
     The launcher is told, which says it once; where there is none it is printed here, below the traceback. The other
     processes, which may wait in an operation for this one, are told to end.
 
+    Args:
+        explain: a method, whose object is not kept.
+
     Returns:
         What undoes it.
     """
     before = sys.excepthook
-    _explaining.append(explain)
+    explaining = weakref.WeakMethod(explain)
+    _explaining.append(explaining)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         _explain(error)
 
     def undo() -> None:
-        _explaining.remove(explain)
+        _explaining.remove(explaining)
         if sys.excepthook is hook:
             sys.excepthook = before
 
@@ -143,7 +148,7 @@ def explain_shortages(explain: Callable[[BaseException], Shortage]) -> Callable[
 
 
 # Of all Accelerators that have not ended; the newest one speaks.
-_explaining: Final[list[Callable[[BaseException], Shortage]]] = []
+_explaining: Final[list[weakref.WeakMethod[Callable[[BaseException], Shortage]]]] = []
 _explained: BaseException | None = None
 
 
@@ -173,10 +178,11 @@ def _shortage_of(error: BaseException | None) -> Shortage | None:
     global _explained
     while error is not None and not is_out_of_memory(error):
         error = error.__cause__
-    if error is None or error is _explained or not _explaining:
+    explaining = [explain for reference in _explaining if (explain := reference()) is not None]
+    if error is None or error is _explained or not explaining:
         return None
     _explained = error
-    return _explaining[-1](error)
+    return explaining[-1](error)
 
 
 def _lines(shortage: Shortage) -> list[str]:

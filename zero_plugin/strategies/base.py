@@ -122,6 +122,7 @@ class Session(ABC):
             runs does not call them once for each step.
         failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
         states_stay: whether optimizer states and masters lie in memory, unchanged, from one step to the next.
+        leaves_files: whether `close` has files to remove, and is collective.
         before_change: called before a step, or anybody else, changes states or masters; a copy that is being made of
             them sets it.
     """
@@ -130,6 +131,7 @@ class Session(ABC):
     whole_states = True
     states_are = ""
     states_stay = True
+    leaves_files = False
     before_change: Callable[[], None] | None = None
     failed = False
     left_out: Sequence[nn.Parameter] = ()
@@ -442,6 +444,9 @@ class Strategy(ABC):
                 {"stage": 2, "offload_optimizer": "cpu"},
             ),
         )
+
+    def forget_dropped(self) -> None:  # noqa: B027 - most keep nothing
+        """The script has dropped its `Accelerator`: let go of what a library keeps of its models. Not collective."""
 
     def destroy_process_group(self) -> None:
         """End the process group, with whatever keeps hold of it."""

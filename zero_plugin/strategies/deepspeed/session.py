@@ -32,7 +32,7 @@ from zero_plugin.strategies.base import (
 from zero_plugin.strategies.deepspeed.casting import compute_in
 from zero_plugin.strategies.deepspeed.collective_order import preceded
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
-from zero_plugin.strategies.deepspeed.leftovers import forget_module
+from zero_plugin.strategies.deepspeed.leftovers import forget_module, loosen
 from zero_plugin.strategies.deepspeed.no_elements import fetch_empty
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
 from zero_plugin.strategies.deepspeed.shared_buffers import SharedBuffers
@@ -91,6 +91,7 @@ class EngineSession(Session):
         self.most_skips = allowed_skips(engine)
         self._clipping = clipping or 0.0
         self._swap_folders = swap_folders
+        self.leaves_files = bool(swap_folders)
         wrapper = engine.optimizer
         self.states_stay = not (
             getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False)
@@ -134,6 +135,7 @@ class EngineSession(Session):
         fetch_empty(engine)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed sends the parameters only
+        loosen(engine)
 
     def go_on_from(self, states: GivenStates) -> None:
         """Take the states that the optimizer was given before it was partitioned. Collective.
@@ -385,6 +387,8 @@ class EngineSession(Session):
 
     def close(self) -> None:
         """See `Session.close`."""
+        if self.engine is None:
+            return
         for hook in self._hooks:
             hook.remove()
         self.engine.destroy()

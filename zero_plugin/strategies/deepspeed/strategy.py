@@ -211,6 +211,14 @@ class DeepSpeedStrategy(Strategy):
 
         return gathered_parameters(partitioned, modifier_rank=0, forward_of=None)
 
+    def forget_dropped(self) -> None:
+        """See `Strategy.forget_dropped`: the roots and the caches of stage 3."""
+        if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
+            from zero_plugin.strategies.deepspeed.leftovers import forget_cached, loosen_stack
+
+            loosen_stack()
+            forget_cached()
+
     def destroy_process_group(self) -> None:
         """See `Strategy.destroy_process_group`: DeepSpeed remembers groups for its next engine."""
         super().destroy_process_group()
