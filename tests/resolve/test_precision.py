@@ -89,3 +89,37 @@ def test_an_overflow_check_that_stays_on_is_said(resolved, stage, said):
     config = {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": stage}}
     lines = resolved(config, machine=GPU, strategy="deepspeed").said_aloud
     assert any("check_grad_overflow = false has no effect" in line for line in lines) is said
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ({"fp16": {"hysteresis": 4}}, "fp16.hysteresis = 4 has no effect: fp16 is off."),
+        ({"bf16": {"immediate_grad_update": True}}, "bf16.immediate_grad_update = true has no effect: bf16 is off."),
+        (
+            {"data_types": {"buffer_dtype": "fp16"}},
+            'data_types.buffer_dtype = "fp16" has no effect: the model is in fp32',
+        ),
+    ],
+)
+def test_what_belongs_to_a_precision_that_nobody_chose_is_said(resolved, training, said):
+    """The document alone cannot tell that it has no effect: a flag or the script may still choose the precision."""
+    assert any(said in line for line in resolved(training, {}, machine=GPU).said_aloud)
+    assert not any(said in line for line in resolved(training, {"mixed_precision": "fp16"}, machine=GPU).said_aloud)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"fp16": {"auto_cast": True}}, "fp16.auto_cast: true, but fp16 is off"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype: bf16, but the model is in fp32"),
+        (
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+            "data_types.grad_accum_dtype: bf16 with a model in fp32 needs ZeRO",
+        ),
+    ],
+)
+def test_what_contradicts_the_precision_that_nobody_chose_is_refused(resolved, training, message):
+    """DeepSpeed would cast inputs, or refuse to start with words of its own."""
+    with pytest.raises(ConfigError, match=message):
+        resolved(training, {}, machine=GPU)

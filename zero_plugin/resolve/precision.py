@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.rules.precision import idle_keys
+from zero_plugin.config.rules.precision import CASTS_ALL_THE_SAME, idle_keys
 from zero_plugin.config.tree import AUTO, Entry
 from zero_plugin.config.validation import show
 from zero_plugin.resolve.defaults import deepspeed_default
@@ -60,6 +60,8 @@ def _check_halves(draft: Draft, precision: str) -> None:
         entry = draft.get(*path)
         if entry is not None and entry.origin.typed_by_user and (entry.value,) != deepspeed_default(path):
             draft.say(f"{key} = {show(entry.value)} has no effect: {why}.")
+    if draft.value("fp16", "auto_cast") and precision != "fp16":
+        draft.refuse(("fp16", "auto_cast"), f"{CASTS_ALL_THE_SAME}.", "Delete it, or write fp16.enabled: true.")
     model = {"no": "fp32"}.get(precision, precision)
     params, sums = ("data_types", "param_dtype"), ("data_types", "grad_accum_dtype")
     if draft.value(*params, default=model) != model:

@@ -9,7 +9,9 @@ from zero_plugin.config.rules.asked import Asked, is_number
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 
-__all__ = ["check_precision", "idle_keys"]
+__all__ = ["CASTS_ALL_THE_SAME", "check_precision", "idle_keys"]
+
+CASTS_ALL_THE_SAME: Final = "true, but fp16 is off, and DeepSpeed rounds the model's inputs to fp16 all the same"
 
 _DYNAMIC_SCALING: Final = (
     "initial_scale_power",
@@ -19,7 +21,7 @@ _DYNAMIC_SCALING: Final = (
     "min_loss_scale",
 )
 _OF_SECTION: Final = {
-    "fp16": ("auto_cast", "loss_scale", *_DYNAMIC_SCALING),
+    "fp16": ("loss_scale", *_DYNAMIC_SCALING),
     "bf16": ("immediate_grad_update", "check_grad_overflow"),
 }
 # Casts of the engine that a model in fp32 does not go through.
@@ -69,6 +71,8 @@ def _of_the_other(asked: Asked) -> Iterator[Problem]:
     for key, why in idle_keys(asked.precision) if asked.precision else ():
         if asked.says_something(key):
             yield asked.no_effect(key, why)
+    if asked.is_on("fp16.auto_cast") and asked.precision in ("no", "bf16"):
+        yield asked.error("fp16.auto_cast", CASTS_ALL_THE_SAME, "Delete it, or write fp16.enabled: true.")
     key = "bf16.immediate_grad_update"
     if asked.precision in (None, "bf16") and asked.stage in (2, 3) and asked.says_something(key):
         yield asked.no_effect(key, f"only stages 0 and 1 read it, and {asked.stage_said}")

@@ -48,9 +48,12 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
         ),
         (_ENGINE_SAVES, "Delete it; a checkpoint of save_state() is loaded at any stage, by any number of processes."),
     ),
-    _SAMPLING: (
-        "only the loader that DeepSpeed makes of training_data reads it, and the loop has one of its own",
-        "Delete it, and choose samples and batch sizes in a sampler or batch_sampler of the script's DataLoader.",
+    **dict.fromkeys(
+        ("data_efficiency.seed", _SAMPLING),
+        (
+            "only the loader that DeepSpeed makes of training_data reads it, and the loop has one of its own",
+            "Delete it, and choose samples and batch sizes in a sampler or batch_sampler of the script's DataLoader.",
+        ),
     ),
     **{
         f"tensor_parallel.{key}": ("only tensor_parallel.autotp_size above 1 reads it, which is not supported", _DELETE)
@@ -87,6 +90,9 @@ def check_sections(asked: Asked) -> Iterator[Problem]:
     yield from _forgotten_switches(asked)
     yield from _activation_checkpointing(asked)
     yield from _engine(asked)
+    quantized = "weight_quantization.quantized_initialization"
+    if asked.stage in (0, 1, 2) and asked.document.deepspeed.section(*quantized.split(".")).entries:
+        yield asked.no_effect(quantized, f"only stage 3 reads it, and {asked.stage_said}")
     refused = list(_data_sampling(asked))
     yield from refused
     for key, (why, fix) in _UNREAD.items():

@@ -1,0 +1,269 @@
+"""For each key of the schema the documents that set it, and what surrounds it there so that it could have an effect."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero_plugin.config.registry import deepspeed_schema, types_of, walk_keys
+from zero_plugin.config.tree import Path
+
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def stage(number: int, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration of this stage, with further keys of `zero_optimization`."""
+    return {"zero_optimization": {"stage": number, **more}, "optimizer": copy.deepcopy(OPTIMIZER)}
+
+
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "swap"}
+BF16 = {"bf16": {"enabled": True}}
+STAGES = {f"zero{number}": stage(number) for number in (0, 1, 2, 3)}
+SWITCHED = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "torch_autocast")
+ON = {name: {**stage(2), name: {"enabled": True}} for name in (*SWITCHED, "hybrid_engine", "expert_parallel")}
+
+# Where a key could do something, beside the four plain stages: prefix of keys -> configurations.
+SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
+    "zero_optimization.offload_param": [
+        stage(3, offload_param={**CPU}, offload_optimizer={**CPU}),
+        stage(3, offload_param={**NVME, "max_in_cpu": 0}, offload_optimizer={**CPU}),
+    ],
+    "zero_optimization.offload_optimizer": [
+        stage(2, offload_optimizer={**CPU}),
+        stage(3, offload_optimizer={**CPU}),
+        stage(3, offload_optimizer={**NVME}),
+    ],
+    "zero_optimization.zenflow": [stage(2, offload_optimizer={**CPU}, zenflow={"topk_ratio": 0.5})],
+    "zero_allow_untested_optimizer": [{**stage(1), "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}],
+    "zero_optimization.round_robin_gradients": [stage(2, offload_optimizer={**CPU})],
+    "bf16": [{**STAGES[name], **BF16} for name in STAGES],
+    **{
+        f"data_types.{key}": [{**STAGES[name], **BF16} for name in STAGES]
+        for key in ("grad_accum_dtype", "param_dtype")
+    },
+    "data_types.keep_in_fp32_modules": [{**STAGES[name], **BF16} for name in STAGES],
+    "data_types.buffer_dtype": [{**STAGES[name], **BF16, "data_types": {"buffer_dtype": "bf16"}} for name in STAGES],
+    "aio": [stage(3, offload_optimizer={**NVME})],
+    "activation_checkpointing": [{**stage(2), "activation_checkpointing": {"partition_activations": True}}],
+    "pipeline": [{**stage(1), "pipeline": {"stages": 1}}],
+    "checkpoint.writer": [{**stage(2), "checkpoint": {"writer": {"type": "PYTHON"}}}],
+    "data_efficiency": [{**stage(2), "data_efficiency": {"enabled": True}}],
+    "data_efficiency.data_sampling": [
+        {**stage(2), "data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}
+    ],
+    "data_efficiency.data_sampling.curriculum_learning": [
+        {
+            **stage(2),
+            "data_efficiency": {
+                "enabled": True,
+                "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}},
+            },
+        }
+    ],
+    "data_efficiency.data_sampling.dynamic_batching": [
+        {
+            **stage(2),
+            "data_efficiency": {
+                "enabled": True,
+                "data_sampling": {"enabled": True, "dynamic_batching": {"enabled": True, "max_tokens": 64}},
+            },
+        }
+    ],
+    "data_efficiency.data_routing": [
+        {**stage(2), "data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}
+    ],
+    "weight_quantization": [{**stage(3), "weight_quantization": {"enabled": True}}],
+    "tensor_parallel": [{**stage(1), "tensor_parallel": {"autotp_size": 1}}],
+    "compile": [],
+    "torch_autocast": [
+        {**STAGES[name], "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        for name in ("zero0", "zero2", "zero3")
+    ],
+    "sequence_parallel_size": [],
+    **{name: [section] for name, section in ON.items() if name not in ("torch_autocast", "wandb", "comet")},
+}
+
+# A value other than the default that asks for something, where the schema does not say one.
+VALUES: Mapping[str, Any] = {
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_param.nvme_path": "elsewhere",
+    "zero_optimization.offload_optimizer.nvme_path": "elsewhere",
+    "zero_optimization.offload_param.pin_memory": True,  # false is found on the CPU
+    "zero_optimization.offload_optimizer.pin_memory": True,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization.reduce_bucket_size": 64,
+    "zero_optimization.allgather_bucket_size": 64,
+    "zero_optimization.sub_group_size": 64,
+    "zero_optimization.leaf_module.classes": ["Linear"],
+    "zero_optimization.leaf_module.names": ["layers.0"],
+    "zero_optimization.leaf_module.name_suffixes": ["0"],
+    "torch_autocast.dtype": "float32",
+    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
+    "data_types.keep_in_fp32_modules": ["norm"],
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer.params": {"lr": 0.1},
+    "optimizer.type": "SGD",
+    "scheduler.type": "WarmupLR",
+    "scheduler.params": None,
+    "steps_per_print": 1,
+    "log_level": "debug",
+    "comms_logger.prof_ops": ["all_reduce"],
+    "tensor_parallel.partition_config.layer_specs": [{"patterns": ["q"], "partition_type": "row"}],
+    "weight_quantization.quantized_initialization": {
+        "num_bits": 8,
+        "group_size": 16,
+        "group_dim": 1,
+        "symmetric": True,
+    },
+    "vocabulary_size": 33,
+    "pipeline.partition": "uniform",
+    "activation_checkpointing.number_checkpoints": 2,
+}
+REQUIRED: Mapping[str, dict[str, Any]] = {  # parameters of schedulers that have no default
+    "WarmupDecayLR": {"total_num_steps": 8},
+    "WarmupCosineLR": {"total_num_steps": 8},
+    "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2},
+    "StepLR": {"step_size": 1},
+    "MultiStepLR": {"milestones": [1, 2]},
+    "ExponentialLR": {"gamma": 0.5},
+    "CosineAnnealingLR": {"T_max": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 2},
+    "CyclicLR": {"base_lr": 1e-3, "max_lr": 1e-2},
+    "OneCycleLR": {"max_lr": 1e-2, "total_steps": 8},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One key in one surrounding.
+
+    Attributes:
+        name: the key, for parameters with the type.
+        key: its path.
+        before, after: whole configurations, without it and with it.
+    """
+
+    name: str
+    key: Path
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def other_value(path: Path, schema: Mapping[str, Any]) -> Any:
+    """A legal value that is not the default; None where there is none."""
+    if ".".join(path) in VALUES:
+        return VALUES[".".join(path)]
+    default = schema.get("default")
+    for branch in schema.get("anyOf", [schema]):
+        for option in branch.get("enum", []):
+            if option not in (default, None, "none"):
+                return option
+        kinds = branch.get("type", [])
+        for kind in [kinds] if isinstance(kinds, str) else kinds:
+            found = _of_kind(kind, default, branch)
+            if found is not None:
+                return found
+    return None
+
+
+def _of_kind(kind: str, default: Any, branch: Mapping[str, Any]) -> Any:
+    least, most = branch.get("minimum", branch.get("exclusiveMinimum", 0)), branch.get("maximum", 10**9)
+    if kind == "boolean":
+        return not default
+    if kind == "integer":
+        return next((n for n in (3, 2, 1, 5) if n != default and least <= n <= most), None)
+    if kind == "number":
+        return next(
+            (n for n in (0.5, 0.25, 3.0) if n != default and least < n < branch.get("exclusiveMaximum", most)), None
+        )
+    if kind == "string":
+        return "other"
+    if kind == "array":
+        items, count = branch.get("items", {}), branch.get("minItems", 1)
+        if "enum" in items:
+            return items["enum"][:1]
+        if "integer" in str(items):
+            return [1, 2]
+        return [0.5, 0.75][:count] if "number" in str(items) else ["other"] * count
+    return {} if kind == "object" and default is not None else None
+
+
+def put(config: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+    """A copy of `config` with `value` at `path`."""
+    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    section = changed
+    for part in path[:-1]:
+        section[part] = section.get(part) or {}
+        section = section[part]
+    section[path[-1]] = value
+    return changed
+
+
+def _whole(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
+    return {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": copy.deepcopy(dict(deepspeed))}
+
+
+def surroundings(key: str) -> dict[str, dict[str, Any]]:
+    """The configurations in which a key is tried, by name."""
+    special = [
+        config for prefix, configs in SURROUNDINGS.items() if f"{key}.".startswith(f"{prefix}.") for config in configs
+    ]
+    if key == "zero_allow_untested_optimizer":  # elsewhere there is nothing to allow
+        return {f"own{n}": config for n, config in enumerate(special)}
+    staged = key.partition(".")[0] in ("zero_optimization", "bf16", "fp16", "data_types") or "." not in key
+    plain = STAGES if staged else {"zero2": STAGES["zero2"]}
+    return {**plain, **{f"own{n}": config for n, config in enumerate(special)}}
+
+
+def cases() -> Iterator[Case]:
+    """Every key of DeepSpeed's part in each of its surroundings."""
+    for path, schema in walk_keys(deepspeed_schema()):
+        key = ".".join(path)
+        parameter = path[0] in ("optimizer", "scheduler") and len(path) > 2
+        if path[:3] == ("tensor_parallel", "partition_config", "layer_specs") and len(path) > 3:
+            continue  # in the items of a list, which are tried together
+        if "curriculum_metrics" in path[:-1]:  # which holds metrics by names of the user's
+            path = (*path[:4], "seqlen", *path[4:])
+        if "properties" in schema or "x-renamed" in schema or parameter or path[:-1] == ("tensor_parallel", "tp_group"):
+            continue
+        value = other_value(path, schema)
+        if value is None:
+            continue
+        for name, config in surroundings(key).items():
+            if put(config, path, value) == config:
+                continue
+            yield Case(f"{key} [{name}]", path, _whole(config), _whole(put(config, path, value)))
+    yield from _parameters()
+
+
+def _parameters() -> Iterator[Case]:
+    for section in ("optimizer", "scheduler"):
+        for branch in deepspeed_schema()["properties"][section]["allOf"]:
+            kind = types_of(branch)[-1]
+            for name, schema in branch["then"]["properties"]["params"]["properties"].items():
+                path = (section, "params", name)
+                own = {"type": kind, "params": {"lr": 1e-3} if section == "optimizer" else dict(REQUIRED.get(kind, {}))}
+                value = other_value(path, schema)
+                if value is None or "x-renamed" in schema:
+                    continue
+                for around, config in _around(section, kind).items():
+                    before = {**config, section: own}
+                    yield Case(
+                        f"{section}.params.{name} of {kind} [{around}]",
+                        path,
+                        _whole(before),
+                        _whole(put(before, path, value)),
+                    )
+
+
+def _around(section: str, kind: str) -> dict[str, dict[str, Any]]:
+    if section == "scheduler":
+        return {"zero2": {**STAGES["zero2"], "optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}}
+    if kind in ("Lamb", "Adafactor", "LBFGS", "SparseAdam") or kind.startswith("Mu"):
+        return {"zero0": STAGES["zero0"]}
+    offloaded = {"zero2-cpu": stage(2, offload_optimizer={**CPU}), "zero3-cpu": stage(3, offload_optimizer={**CPU})}
+    return {"zero2": STAGES["zero2"], **(offloaded if kind in ("AdamW", "Adagrad", "Lion") else {})}

@@ -1,0 +1,340 @@
+"""Runs trainings with given configurations, each in a process of its own, and tells what two of them do differently.
+
+Reads lines of JSON, `[name, configuration, configuration]`, and answers each with a line `EFFECT` and JSON:
+`[name, what changed, what the second run said that the first did not, its error, the first one's error]`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
+# ruff: noqa: E402
+import cpuinfo
+
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+cpuinfo.get_cpu_info()
+import deepspeed
+import torch
+from torch import nn
+
+import zero_plugin
+from zero_plugin import Accelerator, DummyOptim, DummyScheduler
+
+_DEEPSPEED = str(Path(deepspeed.__file__).parent)
+_PACKAGE = str(Path(zero_plugin.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+# What reads the configuration, shows it, or hands it on: that it has another value there is no effect.
+_READERS = (
+    "config.py",
+    "config_utils.py",
+    "constants.py",
+    "utils/logging.py",
+    "config_v2.py",
+    "logger.py",
+    "build_lock.py",
+)
+_OF_PACKAGE = ("strategies/", "checkpoint/", "data/", "loop/", "memory/", "trackers/")
+_OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
+_COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
+_DESCRIPTIONS = ("resolved_config.json", "manifest.json")  # in a saved folder: what was configured
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size, torch.device)
+
+
+class Calls:
+    """Which functions ran with which plain arguments, and how often."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    @functools.cache  # noqa: B019 - one for the life of the process
+    def _place(self, file: str) -> str | None:
+        for root, kept in ((_DEEPSPEED, None), (_PACKAGE, _OF_PACKAGE), (_TORCH, _OF_TORCH)):
+            if file.startswith(root):
+                inside = file[len(root) + 1 :]
+                if inside.endswith(_READERS) or (kept is not None and not inside.startswith(kept)):
+                    return None
+                return f"{Path(root).name}/{inside}"
+        return None
+
+    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call"):
+            return
+        place = self._place(frame.f_code.co_filename)
+        if place is None:
+            return
+        if event == "c_call":
+            if place.startswith("deepspeed"):
+                self.seen[f"{place}:{frame.f_code.co_name} -> {argument.__name__}"] += 1
+            return
+        code = frame.f_code
+        if code.co_name == "_is_not_of_untested":  # runs where DeepSpeed logs
+            return
+        self.seen[f"{place}:{code.co_qualname if sys.version_info >= (3, 11) else code.co_name}"] += 1
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        for name in names:
+            value = frame.f_locals.get(name)
+            if name not in _COPIES and isinstance(value, (*_PLAIN, list, tuple)) and value is not None:
+                shown = plain(value)
+                if len(shown) < 120:
+                    self.seen[f"{place}:{code.co_name}({name}={shown})"] += 1
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A plain value as text; of others their type."""
+    if isinstance(value, _PLAIN):
+        return repr(value)[:200]
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {value.device} {digest(value)}"
+    if isinstance(value, list | tuple | set | frozenset) and depth < 4:
+        return [plain(child, depth + 1) for child in itertools.islice(value, 64)]
+    return f"<{type(value).__name__}>"
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """What tells a tensor's numbers from others."""
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.is_meta:
+        return ""
+    return f"{tensor.detach().double().sum().item():.9g}"
+
+
+def attributes(owner: Any, name: str, found: dict[str, Any], seen: set[int], depth: int = 0) -> None:
+    """The plain attributes of an object and of those that it holds; not of configurations."""
+    if depth > 7 or id(owner) in seen or len(found) > 60_000:
+        return
+    seen.add(id(owner))
+    if isinstance(owner, (*_PLAIN, torch.Tensor)):
+        found[name] = plain(owner)
+        if isinstance(owner, nn.Parameter):
+            for key, value in vars(owner).items():
+                attributes(value, f"{name}.{key}", found, seen, depth + 1)
+    elif isinstance(owner, dict):
+        for n, (key, value) in enumerate(itertools.islice(owner.items(), 200)):
+            said = key if isinstance(key, str | int) and not isinstance(key, bool) and n >= 0 else type(key).__name__
+            if said not in _COPIES and (not isinstance(said, int) or said < 10**6):
+                attributes(value, f"{name}[{said}]", found, seen, depth + 1)
+    elif isinstance(owner, list | tuple | set):
+        found[f"{name}#"] = len(owner)
+        for n, value in enumerate(itertools.islice(owner, 64)):
+            attributes(value, f"{name}[{n}]", found, seen, depth + 1)
+    elif isinstance(owner, types.FunctionType | types.MethodType | functools.partial | type):
+        found[name] = getattr(owner, "__qualname__", type(owner).__name__)
+    else:
+        kind = type(owner)
+        if "onfig" in kind.__name__ or "config" in kind.__module__.rpartition(".")[2]:
+            return
+        found[f"{name}:"] = kind.__qualname__
+        if not kind.__module__.startswith(("deepspeed", "torch.optim", "torch.nn", "__main__", "cprofile")):
+            return
+        for key, value in getattr(owner, "__dict__", {}).items():
+            if key not in _COPIES:
+                attributes(value, f"{name}.{key}", found, seen, depth + 1)
+
+
+def surroundings() -> dict[str, Any]:
+    """What a run may leave in the process: modules' switches, loggers, the garbage collector, environment."""
+    found: dict[str, Any] = {"gc": gc.isenabled(), "threads": torch.get_num_threads()}
+    found |= {f"level of {name}": logging.getLogger(name).level for name in ("DeepSpeed", "deepspeed")}
+    found |= {f"${name}": value for name, value in os.environ.items()}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("deepspeed") and "config" not in name and "constants" not in name:
+            for key, value in list(vars(module).items()):
+                if isinstance(value, _PLAIN) and not key.startswith("__"):
+                    found[f"{name}.{key}"] = plain(value)
+    for key, value in vars(deepspeed.comm.comm.comms_logger).items():
+        found[f"comms_logger.{key}"] = plain(value)
+    return found
+
+
+class Net(nn.Module):
+    """A model in which most keys can have an effect: layers of several sizes, a norm with buffers, an embedding."""
+
+    def __init__(self, with_buffer: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.norm = nn.LayerNorm(16)
+        self.last = nn.Linear(16, 4, bias=False)
+        if with_buffer:  # which a 16-bit model has to have cast
+            self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words).mean(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(self.norm(x.to(self.norm.weight.dtype)).to(self.last.weight.dtype)) * getattr(self, "scale", 1)
+
+
+def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
+    """Two windows and a half, a save, and what is to be seen of them."""
+    torch.manual_seed(1)
+    deepspeed_config = configuration.get("deepspeed_config", {})
+    swaps = ("offload_optimizer", "offload_param")
+    for part in swaps:  # the folder is this process' own
+        section = deepspeed_config.get("zero_optimization", {}).get(part)
+        if section and section.get("nvme_path"):
+            section["nvme_path"] = str(Path.cwd() / section["nvme_path"])
+    accelerator = Accelerator(config=configuration)
+    model = Net("buffer_dtype" in deepspeed_config.get("data_types", {}))
+    optimizer = DummyOptim(model.parameters())
+    data = torch.utils.data.TensorDataset(torch.arange(64).reshape(16, 4) % 32)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    scheduler = (
+        DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2) if "scheduler" in deepspeed_config else None
+    )
+    prepared = accelerator.prepare(model, optimizer, loader, *([scheduler] if scheduler else []))
+    model, optimizer, loader = prepared[:3]
+    rates = []
+    for n, (batch,) in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = (model(batch).float() - 1).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            if scheduler:
+                prepared[3].step()
+            rates += [group.get("lr") for group in optimizer.param_groups]
+            found[f"loss {n}"] = loss.item()
+            optimizer.zero_grad()
+        if n == 4:
+            break
+    sys.setprofile(None)
+    found["rates"] = rates
+    held = {key: value for key, value in vars(accelerator).items() if "session" in key}
+    attributes(getattr(model, "__dict__", {}), "engine", found, set())
+    for n, group in enumerate(optimizer.param_groups):
+        found |= {f"group {n} {key}": plain(value) for key, value in group.items() if key != "params"}
+    found |= {f"weight {key}": plain(value) for key, value in accelerator.get_state_dict(model).items()}
+    for name, module in model.named_modules():
+        hooks = {
+            k: [getattr(h, "__qualname__", type(h).__name__) for h in v.values()]
+            for k, v in vars(module).items()
+            if k.endswith("_hooks")
+        }
+        found |= {f"hooks {name}{key}": value for key, value in hooks.items() if value}
+    del held
+    found |= surroundings()
+    calls = Calls()
+    sys.setprofile(calls)
+    accelerator.save_state("saved")
+    sys.setprofile(None)
+    found["calls of save"] = dict(calls.seen)
+    accelerator.end_training()
+
+
+def record(configuration: dict[str, Any]) -> dict[str, Any]:
+    """Train in the working directory; what happened."""
+    found: dict[str, Any] = {}
+    calls, error = Calls(), ""
+    sys.setprofile(calls)
+    try:
+        train(configuration, found)
+    except BaseException as raised:  # noqa: BLE001 - whatever ends a run is what it says
+        sys.setprofile(None)
+        error = "".join(traceback.format_exception(raised)[-1:]) + (
+            ""
+            if type(raised).__module__.startswith("zero_plugin")
+            else "".join(traceback.format_exception(raised)[-4:])
+        )
+    sys.setprofile(None)
+    found["calls"] = dict(calls.seen)
+    found["files"] = {
+        str(p): p.stat().st_size for p in sorted(Path().rglob("*")) if p.is_file() and p.name not in _DESCRIPTIONS
+    }
+    sys.stdout.flush()
+    return {"found": found, "said": "", "error": error, "modules": list(sys.modules)}
+
+
+def forked(configuration: dict[str, Any], seconds: int = 300) -> dict[str, Any]:
+    """`record` in a child, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, process = Path(folder) / "result", os.fork()
+        if not process:
+            try:
+                work = Path("/dev/shm" if False else folder) / "work"
+                work.mkdir()
+                os.chdir(work)
+                sink = os.open(Path(folder) / "output", os.O_WRONLY | os.O_CREAT)
+                os.dup2(sink, 1)
+                os.dup2(sink, 2)
+                signal.alarm(seconds)
+                result.write_bytes(pickle.dumps(record(configuration)))
+            finally:
+                os._exit(0)
+        os.waitpid(process, 0)
+        output = (Path(folder) / "output").read_text(errors="replace")
+        if not result.exists():
+            return {"found": {}, "said": output, "error": f"ended\n{output[-500:]}"}
+        outcome = pickle.loads(result.read_bytes())
+        outcome["said"] += output
+        found = json.loads(json.dumps(outcome["found"], default=str).replace(folder, "FOLDER"))
+        return {**outcome, "found": found, "said": outcome["said"].replace(folder, "FOLDER")}
+
+
+def flat(found: dict[str, Any]) -> dict[str, Any]:
+    """One level of keys."""
+    flattened = {}
+    for key, value in found.items():
+        if isinstance(value, dict):
+            flattened |= {f"{key}: {name}": child for name, child in value.items()}
+        else:
+            flattened[key] = value
+    return flattened
+
+
+@functools.cache
+def base(configuration: str) -> tuple[dict[str, Any], dict[str, Any], set[str], set[str]]:
+    """A configuration run twice: the first outcome, flat; what differs between the two says nothing."""
+    one, other = (forked(json.loads(configuration)) for _ in range(2))
+    first, second = flat(one["found"]), flat(other["found"])
+    noise = {key for key in {*first, *second} if first.get(key) != second.get(key)}
+    return first, one, noise, {*one["said"].splitlines(), *other["said"].splitlines()}
+
+
+def compare(name: str, before: dict[str, Any], after: dict[str, Any]) -> list[Any]:
+    """What the second configuration does otherwise."""
+    first, outcome, noise, said = base(json.dumps(before, sort_keys=True))
+    run = forked(after)
+    then = flat(run["found"])
+    changed = [key for key in sorted({*first, *then}) if key not in noise and first.get(key) != then.get(key)]
+    new = [line for line in run["said"].splitlines() if line not in said]
+    shown = [f"{key}: {first.get(key)} -> {then.get(key)}"[:300] for key in changed if not run["error"]]
+    return [name, shown, new, run["error"], outcome["error"]]
+
+
+def warm_up(configuration: dict[str, Any]) -> None:
+    """Import here what a run imports, once for all of them; nothing else of a run happens in this process."""
+    for name in forked(configuration)["modules"]:
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> None:
+    """Answer line by line."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        if gc.get_freeze_count() == 0:
+            warm_up(json.loads(line)[1])
+        answers.write("EFFECT" + json.dumps(compare(*json.loads(line))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
