@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zero_plugin import Accelerator, collectives
+from zero_plugin import Accelerator, ProjectConfiguration, collectives
 from zero_plugin.checkpoint.ranges import RangeWriter
 from zero_plugin.errors import CheckpointError
 
@@ -203,6 +204,44 @@ def check_several_models(path: str, folder: Path) -> None:
         assert all(same(weights(accelerator, m), state) for m, state in zip(models, wanted, strict=True))
 
 
+def check_buffers_are_the_first_ones(path: str, folder: Path) -> None:
+    """Where running statistics differ between processes, whatever is saved has process 0's, and loading gives those."""
+    with running(path) as accelerator:
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        step(accelerator, model, optimizer, own_batch(0))
+        mean: Any = accelerator.unwrap_model(model)[1].running_mean
+        mean.fill_(dist.get_rank())
+        accelerator.save_state(folder / "state")
+        accelerator.save_state(folder / "behind", asynchronous=True)
+        accelerator.save_model(model, folder / "model")
+        saved = [load_file(folder / name / "model.safetensors") for name in ("state", "model")]
+        assert accelerator.wait_for_save() == folder / "behind"
+        saved.append(load_file(folder / "behind" / "model.safetensors"))
+        saved.append(weights(accelerator, model))
+        assert [float(state["1.running_mean"].abs().max()) for state in saved] == [0.0] * 4
+        accelerator.load_state(folder / "state")
+        assert float(mean.abs().max()) == 0.0
+
+
+def check_a_machine_that_came_back(path: str, folder: Path) -> None:
+    """Its launcher knows of no run before: the other one's does, for both, and then it does too."""
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for attempt, launches in enumerate([("one", "other"), ("new", "other"), ("new", "newer")]):
+            place = folder / launches[dist.get_rank()] / "none_0" / f"attempt_{attempt}" / "0"
+            place.mkdir(parents=True)
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(place / "error.json"))
+            with running(path, project_config=project) as accelerator:
+                prepare(accelerator)
+                report = accelerator.resume()
+                assert (report is None) == (attempt == 0)
+                assert accelerator.save_state().name == f"checkpoint_{attempt}"
+            dist.barrier()
+        runs = {json.loads(file.read_text())["run"] for file in folder.glob("checkpoints/*/manifest.json")}
+        assert len(runs) == 1
+
+
 class WithoutElements(nn.Module):
     """Its only parameter has none."""
 
@@ -297,6 +336,8 @@ CHECKS = {
         (check_failure_on_one_is_everyones, ("zero3",)),
         (check_goes_on_within_a_shuffled_epoch, ("ddp", "zero2")),
         (check_hooks_get_whole_weights, ("ddp", "zero2", "zero3")),
+        (check_a_machine_that_came_back, ("ddp",)),
+        (check_buffers_are_the_first_ones, ("ddp", "zero2", "zero3")),
         (check_precisions_convert, ("zero0", "zero2", "zero3")),
         (check_several_models, ("zero2", "zero3")),
     )

@@ -164,7 +164,11 @@ class DeepSpeedStrategy(Strategy):
         session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
         if states is not None:
-            session.go_on_from(states)
+            try:
+                session.go_on_from(states)
+            except BaseException:
+                session.close()
+                raise
         return session
 
     @contextmanager
