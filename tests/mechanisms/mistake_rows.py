@@ -38,10 +38,10 @@ ROWS = [
     Row(
         "loss.backward() on an engine",
         ENGINE,
-        "        if any(map(_is_reached, self._trained)):",
+        '        if not self.engine.__dict__["_running_engine_backward"] and not _runs_forward(self.engine):',
         "        if False:",
         checks("loop", "direct_backward_is_refused", "zero0", "zero1", "zero2", "zero3"),
-        "accelerator.backward(loss)",
+        "DID NOT RAISE",
     ),
     Row(
         "model.backward() and model.step() of an engine",

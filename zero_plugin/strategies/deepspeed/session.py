@@ -16,7 +16,6 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
-from torch.autograd.graph import _get_grad_fn_or_grad_acc
 from torch.optim import Optimizer
 
 from zero_plugin.agreement import pass_together
@@ -125,7 +124,7 @@ class EngineSession(Session):
         # A backward is opened and closed here, once, whatever of the model runs in it and how often. DeepSpeed would do
         # so in every output's hook, and divide what comes in by the accumulation steps.
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
-        engine._backward_prologue = self._refuse_direct_backward
+        engine._backward_prologue = self._pass_outputs
         engine._backward_prologue_per_tensor = _unchanged
         engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
@@ -467,16 +466,13 @@ class EngineSession(Session):
             for p in frozen:
                 p.requires_grad_(False)
 
-    def _refuse_direct_backward(self) -> None:
-        """The engine's hook on the model's outputs: a backward that was not opened must not end in the parameters."""
+    def _pass_outputs(self) -> None:
+        """The engine's hook on the model's outputs."""
         if self.engine._running_engine_backward:
             if self._reduces_in_backward and not self._passed:
                 pass_together()
             self._passed = True
-            return
-        if any(map(_is_reached, self._trained)):
-            raise LoopError(DIRECT_BACKWARD)
-        if torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():
+        elif torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():
             raise LoopError(
                 "torch.autograd.grad(create_graph=True) through a model at ZeRO stage 3: its weights are released "
                 "after each use, and a gradient of a gradient would need them again.\nUse stage 2 where a loss is made "
@@ -484,7 +480,7 @@ class EngineSession(Session):
             )
 
     def _watch_parameters(self) -> None:
-        """Have a backward that was not opened fail in the first parameter that it reaches, past the model's outputs."""
+        """Have a backward that was not opened fail in the first parameter that it reaches."""
         wrapper = self.engine.optimizer
         if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
             # DeepSpeed's own hook on each parameter begins with it.
@@ -511,15 +507,6 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         for name, tensor in batch:
             yield name, tensor.detach()
-
-
-def _is_reached(parameter: Tensor) -> bool:
-    """Whether the running backward will add to the parameter's gradient."""
-    if not parameter.requires_grad:
-        return False
-    with torch.enable_grad():
-        node = _get_grad_fn_or_grad_acc(parameter)
-    return bool(torch._C._will_engine_execute_node(node))
 
 
 def _runs_forward(engine: Any) -> bool:
