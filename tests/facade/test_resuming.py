@@ -166,7 +166,7 @@ def test_a_requeued_run(make: Make, launch: Launch, tmp_path: Path, capfd: pytes
     launch("tuesday", 0)
     accelerator = make(GOES_ON, limit=2).accelerator
     assert accelerator.resume() is not None
-    assert "checkpoint_1 is the newest checkpoint, of run" in capfd.readouterr().err
+    assert "checkpoint_1 is what this run goes on from; it is of run" in capfd.readouterr().err
     accelerator.save_state()
     assert names(tmp_path) == {"checkpoint_1", "checkpoint_2"}
     launch("tuesday", 1)
@@ -224,6 +224,23 @@ def test_going_back(make: Make, tmp_path: Path) -> None:
     accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
     accelerator.save_state()
     assert names(tmp_path) == {"checkpoint_4", "checkpoint_5"}
+
+
+def test_a_checkpoint_by_name(make: Make, launch: Launch, tmp_path: Path) -> None:
+    """A run that was told to resume from one checkpoint does so at each start; a restart alone does not ask for it."""
+    launch("first", 0)
+    accelerator = make().accelerator
+    for _ in range(2):
+        accelerator.save_state()
+    named = tmp_path / "checkpoints" / "checkpoint_0"
+    for attempt in range(2):
+        launch("second", attempt)
+        accelerator = make(GOES_ON).accelerator
+        assert accelerator.resume(named).folder == named
+        accelerator.save_state()
+    for attempt in range(2):
+        launch("third", attempt)
+        assert make().accelerator.resume(named) is None
 
 
 def test_numbers_that_begin_again(make: Make, tmp_path: Path) -> None:

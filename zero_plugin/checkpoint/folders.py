@@ -177,11 +177,14 @@ def known_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[KnownCheck
 
 
 def has_checkpoints(place: Path, run: str | None = None) -> bool:
-    """Whether there is one, complete or not, of that run where one is named; a save that never ended left none."""
+    """Whether there is one, complete or not; a save that never ended left none.
+
+    Args:
+        place: a checkpoint, or a folder that may hold some.
+        run: look for this run's in the folder; None for every run's.
+    """
     if run is None:
         return (place / MANIFEST_NAME).exists() or bool(numbered_checkpoints(place))
-    if (place / MANIFEST_NAME).exists():
-        return (_about(place) or {}).get("run") == run
     return any(one.run == run or not one.is_readable for one in known_checkpoints(place))
 
 

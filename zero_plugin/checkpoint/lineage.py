@@ -57,8 +57,10 @@ class Lineages:
         run, number = manifest.about.get("run"), split_number(path.name)
         if run is None or number is None:
             return False
+        order = manifest.about.get("order")  # None where the name had no number when it was saved
+        order = number[1] if order is None else order
         own = [one for one in known_checkpoints(path.parent, number[0]) if one.run == run]
-        return not any(one.order > manifest.about["order"] and find_damage(one.path) is None for one in own)
+        return not any(one.order > order and find_damage(one.path) is None for one in own)
 
     def next_order(self, target: Path) -> int | None:
         """The place of a new checkpoint among those that are named alike; None without a number. On the main process.

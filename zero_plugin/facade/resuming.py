@@ -61,25 +61,28 @@ class ResumingCalls:
         """
         self._background.wait()
         place = on_main(lambda: self._find_checkpoint(folder))
-        beside = on_main(lambda: place.parent if (place / MANIFEST_NAME).exists() else place)
-        run = self._lineages.known(beside)
-        found = on_main(lambda: choose_checkpoint(place, run) if has_checkpoints(place, run) else None)
+        is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
+        run = self._lineages.known(place.parent if is_one else place)
+        only = None if is_one else run
+        found = on_main(lambda: choose_checkpoint(place, only) if has_checkpoints(place, only) else None)
         self._must_resume = False
         if found is None:
             whose = "" if run is None else " of this run"
             self._say(f"resume(): no checkpoint{whose} in {place} yet; the run begins anew")
-            self._lineages.own(beside)
+            self._lineages.own(place)
             return None
-        saved_by = on_main(lambda: read_manifest(found[0]).about.get("run") or "not recorded")
-        if run is None and not launch_settings(self.document).auto_resume:
+        saved_by = on_main(lambda: read_manifest(found[0]).about.get("run"))
+        is_own = run is not None and saved_by == run
+        named = saved_by or "not recorded"
+        if not is_own and not launch_settings(self.document).auto_resume:
             self._say(
                 f"resume(): {found[0]} is not loaded and the run begins anew, since it is of a launch before (run "
-                f"{saved_by}). --auto_resume goes on from there."
+                f"{named}). --auto_resume goes on from there."
             )
-            self._lineages.own(beside)
+            self._lineages.own(found[0].parent)
             return None
-        if run is None:
-            self._say(f"resume(): {found[0]} is the newest checkpoint, of run {saved_by}, which goes on here")
+        if not is_own:
+            self._say(f"resume(): {found[0]} is what this run goes on from; it is of run {named}")
         return self._go_on_from(*found, loaders_go_on=True)
 
     @collective("stop_requested")
