@@ -79,13 +79,15 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_inspect_says_what_is_in_a_checkpoint(checkpoint: Path) -> None:
-    """Step, counts, what wrote it, kinds with bytes; without importing torch."""
+    """Step, counts, what wrote it in which run, kinds with bytes; without importing torch."""
+    manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "run": "0123456789abcdef"}))
     done = run("inspect", checkpoint, cold=True)
     assert done.returncode == 0, done.stderr
     for part in (
         "step        7",
         "precision   bf16",
-        "imported from DeepSpeed, ZeRO stage 2, 2 processes",
+        "imported from DeepSpeed, ZeRO stage 2, 2 processes, run 0123456789abcdef",
         "deepspeed 0.19.8",
         "Net: 8 parameters and buffers (6 trained, 2 frozen or buffers), 1 tied names, adamw",
         "optimizer/exp_avg.safetensors",

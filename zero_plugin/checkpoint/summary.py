@@ -70,7 +70,7 @@ class Summary:
         bytes: of all files.
         precision: that it was trained in; where that was not recorded, that of most weights.
         topology: what wrote it, as far as that is known: `strategy`, `zero_stage`, `optimizer_on` and `parameters_on`
-            where they were offloaded, `processes`, and `imported_from`.
+            where they were offloaded, `processes`, `run` (its id), and `imported_from`.
         created: when, as ISO 8601.
         versions: package → version.
         models: in the order of `prepare`.
@@ -168,6 +168,7 @@ def _topology(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> dict[s
         "optimizer_on": (zero.get("offload_optimizer") or {}).get("device"),
         "parameters_on": (zero.get("offload_param") or {}).get("device"),
         "processes": about.get("processes"),
+        "run": about.get("run"),
     }
     return {key: value for key, value in found.items() if value not in (None, "none")}
 

@@ -184,6 +184,7 @@ def _written_by(topology: Mapping[str, Any]) -> str:
         "optimizer_on": "optimizer on {}",
         "parameters_on": "parameters on {}",
         "processes": "{} process" if topology.get("processes") == 1 else "{} processes",
+        "run": "run {}",
     }
     return ", ".join(phrase.format(topology[key]) for key, phrase in phrases.items() if key in topology)
 
