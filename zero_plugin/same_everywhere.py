@@ -92,7 +92,7 @@ def expect_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimiz
         facts = optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)
         told[f"optimizer {number}"] = type(optimizer).__name__
         told[f"optimizer {number}: lr of each group"] = ", ".join(map(str, facts.group_lrs))
-        if isinstance(optimizer, Optimizer) and optimizer.state:
+        if isinstance(optimizer, Optimizer) and getattr(optimizer, "state", None):
             told[f"optimizer {number}: state"] = describe_states(optimizer)
         told |= {f"optimizer {number}: {k}": str(v) for k, v in facts.given.items() if isinstance(v, _PLAIN)}
     if differences := _compare(told):

@@ -112,7 +112,7 @@ def expect_as_torch(
 
 def check_some_kinds(path: str) -> None:
     """Moments, step counts and the groups' settings."""
-    check_every_kind(path, ("AdamW", "momentum"))
+    check_every_kind(path, ("AdamW", "momentum", "Adagrad"))
 
 
 def check_every_kind(path: str, labels: Iterable[str] = KINDS) -> None:

@@ -114,7 +114,8 @@ def describe_states(optimizer: Optimizer) -> str:
 
 def _states_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     """Those that steps have made; None stands for one that is not used, and Adagrad's constructor makes some."""
-    states = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
+    kept = getattr(optimizer, "state", {})  # a wrapper of another library may have none
+    states = {key: value for key, value in kept.get(parameter, {}).items() if value is not None}
     begun = not isinstance(optimizer, torch.optim.Adagrad) or bool(states.get("step", 1))
     return states if begun else {}
 

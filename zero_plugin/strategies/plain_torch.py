@@ -59,7 +59,7 @@ def torch_optimizer(request: SessionRequest) -> Optimizer | None:
 
 def _states_of(optimizer: Optimizer | DummyOptim | None, p: Tensor) -> list[tuple[dict[str, Any], str, Tensor]]:
     """Each state of a parameter that is a tensor, with the dict that holds it and its name there."""
-    states = optimizer.state.get(p, {}) if isinstance(optimizer, Optimizer) else {}
+    states = getattr(optimizer, "state", {}).get(p, {})  # a wrapper of another library may have none
     return [(states, key, value) for key, value in states.items() if isinstance(value, Tensor)]
 
 
