@@ -324,9 +324,9 @@ def _warn_of_counting(
     if length is None or facts.split_batches:
         return
     accumulation = training.resolved.accumulation
-    line = describe_counting(name, length, facts, accumulation, by_process=by_process, built_before=built_before)
-    if line is not None:
-        say(line)
+    warning = describe_counting(name, length, facts, accumulation, by_process=by_process, built_before=built_before)
+    if warning is not None:
+        say(warning)
 
 
 def join_loaders(
