@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from zero_plugin.collectives import barrier, gather_object, num_processes, process_index
 from zero_plugin.data.dispatch import DataLoaderDispatcher
@@ -30,6 +30,19 @@ class Numbers(Dataset):
     def __getitem__(self, index: int) -> int:
         assert process_index() == 0, "the others' data sets are not touched"
         return index
+
+
+class OwnSequence(Sampler):
+    """A sampler of the script's own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self):
+        return iter(range(self.size))
 
 
 class Stream(IterableDataset):
@@ -164,6 +177,19 @@ def check_a_break() -> None:
     assert sum(len(gather_for_metrics(part, loader)) for part in loader) == 20
 
 
+def check_only_process_0_has_the_data() -> None:
+    """The others have none of it, and know the last step all the same."""
+    samples = 11 if process_index() == 0 else 0
+    for sampler in (None, OwnSequence(samples)):
+        loader = prepared(DataLoader(Numbers(samples), batch_size=2, sampler=sampler))
+        seen, flags = [], []
+        for part in loader:
+            seen += gather_for_metrics(part, loader).tolist()
+            flags.append(loader.end_of_dataloader)
+        assert seen == list(range(11))
+        assert flags == [False] * (len(flags) - 1) + [True]
+
+
 CHECKS = [
     check_every_way,
     check_what_a_step_looks_like,
@@ -171,6 +197,7 @@ CHECKS = [
     check_a_slice_function,
     check_skipping_and_positions,
     check_a_break,
+    check_only_process_0_has_the_data,
 ]
 
 

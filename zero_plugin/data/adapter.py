@@ -206,9 +206,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         device, non_blocking, place = self.device, self._delivery.non_blocking, self._place
         first = self._begin_epoch()
-        is_stream, is_sure = isinstance(self.dataset, IterableDataset), self._is_length_sure()
+        is_stream, is_sure, batches = self._know_end(first)
         reading = self._reading = Reading(self._portions(first), refills=self._may_refill())
-        batches = self._batches = self._count_batches(first)
+        self._batches = batches
         place.batches, place.is_end = first, False
         self.begin()
         try:
@@ -290,6 +290,10 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         if draws is not None and self._shard is not None:
             self._shard.draw_from(draws)
         return max(self._skip, batches)
+
+    def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
+        """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""
+        return isinstance(self.dataset, IterableDataset), self._is_length_sure(), self._count_batches(skip)
 
     def _is_length_sure(self) -> bool:
         """Whether an epoch has as many batches as its length says: subclasses may do anything."""

@@ -149,6 +149,12 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                 return
             yield _join(step)
 
+    def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
+        """As process 0 does, which alone needs to have the data."""
+        box = [super()._know_end(skip)]
+        broadcast_object_list(box)
+        return box[0]
+
     def _read_step(self, batches: Iterator[Any], needed: int) -> list[Any]:
         step: list[Any] = []
         kept: list[Kept] = []
