@@ -185,6 +185,30 @@ def check_nvme_optimizer_without_parameters(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def check_scaling_waits_for_the_copies(_: Path) -> None:
+    """A GPU copies gradients to the host behind the script's back: what is multiplied has arrived."""
+    with running("zero2-cpu") as accelerator:
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        wrapper = optimizer.session.engine.optimizer
+        kept = list(wrapper.accumulated_grads_in_cpu.values())
+        sent = [gradient.clone() for gradient in kept]
+        for gradient in kept:
+            gradient.zero_()
+
+        class Copy:
+            """An event on the device, in whose place the copy itself runs late."""
+
+            def synchronize(self) -> None:
+                for gradient, values in zip(kept, sent, strict=True):
+                    gradient.copy_(values)
+
+        wrapper._pending_offload_events[0] = Copy()
+        optimizer.session.scale_gradients(0.5)
+        assert kept
+        assert all(torch.equal(gradient, 0.5 * values) for gradient, values in zip(kept, sent, strict=True))
+
+
 def check_engines_share_no_nvme_file(folder: Path) -> None:
     """Two engines with one `nvme_path` train as each would alone; the end of one leaves the other's files."""
     config = zero3(folder, optimizer="nvme", param="nvme")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from zero_plugin.strategies.deepspeed.session import EngineSession
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
 
 SECTIONS: list[dict[str, Any]] = [
@@ -72,3 +75,25 @@ def test_most_skips_reach_the_smallest_scale(section: dict[str, Any]) -> None:
         with pytest.raises(Exception, match="already at minimum"):
             theirs.update_scale(True)
     assert LossScale({}).most_skips == DEFAULT_MOST_SKIPS == 18
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_stage_0_is_scaled_once(forgets: bool) -> None:
+    """Its fp16 optimizers run on GPUs only: whether or not a release of DeepSpeed scales for them."""
+    session = object.__new__(EngineSession)
+    session._scales = True
+    optimizer = SimpleNamespace(loss_scale=8.0)
+    session.engine = SimpleNamespace(
+        optimizer=optimizer,
+        torch_autocast_z0_gradscaler=None,
+        scale=lambda loss: loss if forgets else loss * optimizer.loss_scale,
+    )
+    assert session.scale_loss(torch.tensor(3.0, requires_grad=True).clone()).item() == 24.0
+    assert session.scale_loss(torch.ones(2, requires_grad=True).clone()).tolist() == [8.0, 8.0]
+
+
+def test_the_installed_deepspeed_forgets_to_scale_at_stage_0() -> None:
+    """Where it no longer does, `EngineSession.scale_loss` follows it, and the factor by hand can go."""
+    engine = SimpleNamespace(optimizer=object(), torch_autocast_z0_gradscaler=None)
+    loss = torch.ones((), requires_grad=True).clone()
+    assert DeepSpeedEngine.scale(engine, loss) is loss

@@ -277,6 +277,8 @@ class FlatGradients(EngineGradients):
             gradients = [wrapper.get_gradient_for_reduction(p) for group in wrapper.bit16_groups for p in group]
             torch._foreach_mul_([g for g in gradients if g is not None], factor)
             return
+        if wrapper.cpu_offload:
+            wrapper._wait_for_offload_copies()  # into what is multiplied here
         for i in range(len(wrapper.bit16_groups)):
             if wrapper._use_compact_grad_partition_buffer(i):
                 if (kept := wrapper.averaged_gradients.get(i)) is not None:

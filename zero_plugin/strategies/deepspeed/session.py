@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -210,9 +211,17 @@ class EngineSession(Session):
             scaled: Tensor = self.engine.optimizer.scale_if_loss(loss)
         elif (scaler := self.engine.torch_autocast_z0_gradscaler) is not None:
             scaled = scaler.scale(loss)
-        else:  # DeepSpeed's own backward forgets to scale for stage 0's fp16 optimizers; their step takes the scale out
+        elif self._scales_stage_0:
+            scaled = self.engine.scale(loss)
+        else:
             scaled = loss.float() * self.loss_scale
         return scaled
+
+    @functools.cached_property
+    def _scales_stage_0(self) -> bool:
+        """Whether DeepSpeed scales the loss of stage 0's fp16 optimizers, which their step takes out; 0.19 forgets."""
+        loss = torch.ones((), requires_grad=True).clone()
+        return self.engine.scale(loss) is not loss
 
     def set_loss_scale(self, scale: float) -> None:
         """See `Session.set_loss_scale`."""
