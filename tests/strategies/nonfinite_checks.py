@@ -25,6 +25,7 @@ from paths import (
 from torch import Tensor, nn
 
 from zero_plugin.errors import LoopError
+from zero_plugin.standing import issued_operations
 
 
 def _poisoned(model: Any, step: int, value: float = float("nan")) -> Tensor:
@@ -104,6 +105,13 @@ def check_the_run_stops_after_many_skips(path: str) -> None:
             step()
             step()
             assert optimizer.skipped_in_a_row == 2
+            if is_zero(path) and dist.get_world_size() > 1:
+                accelerator.backward(loss_of(model, own_batch(0)))
+                optimizer.session._finalize()
+                before = issued_operations()
+                assert optimizer.session.first_nonfinite() == "bad.weight"
+                assert issued_operations() == before + 1, "one collective, whatever the number of parameters"
+                optimizer.zero_grad()
             raised(LoopError, "3 steps in a row", "bad.weight", by=step)
 
 
@@ -159,7 +167,7 @@ CHECKS = {
         dict.fromkeys((*SINGLE, *PAIR)),
         [check_a_step_that_is_not_finite_is_skipped, check_the_run_stops_after_many_skips],
     ),
-    **checks_on(FURTHER, [check_a_step_that_is_not_finite_is_skipped]),
+    **checks_on(FURTHER, [check_a_step_that_is_not_finite_is_skipped, check_the_run_stops_after_many_skips]),
     **checks_on(("single", "ddp", "zero2"), [check_the_number_of_skips, check_unchecked_bf16_applies]),
     **checks_on(("single",), [check_sparse_gradients_are_looked_at]),
 }

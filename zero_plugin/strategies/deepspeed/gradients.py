@@ -73,6 +73,10 @@ class EngineGradients(ABC):
         return bool(torch.isfinite(self.norm()))
 
     @abstractmethod
+    def held(self, parameter: nn.Parameter) -> Tensor | None:
+        """What this process has of the parameter's finalised gradient; None for nothing."""
+
+    @abstractmethod
     def set_clipping(self, max_norm: float) -> None:
         """Clip the coming steps at `max_norm`; 0 for no clipping."""
 
@@ -171,6 +175,10 @@ class ReplicatedGradients(EngineGradients):
         """See `EngineGradients.norm`."""
         return _finite_or_inf(self._measure())
 
+    def held(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `EngineGradients.held`."""
+        return parameter.grad
+
     def are_finite(self) -> bool:
         """See `EngineGradients.are_finite`: cheaper than the norm, which is measured only where it is asked for."""
         return all_finite(self._gradients())
@@ -231,6 +239,14 @@ class Bf16Stage1Gradients(EngineGradients):
         """See `EngineGradients.norm`."""
         gradients, _ = self._wrapper.get_grads_for_norm()
         return _finite_or_inf(torch.as_tensor(get_global_norm_of_tensors(gradients)))
+
+    def held(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `EngineGradients.held`."""
+        if id(parameter) not in self._places:
+            return None
+        group, index = self._places[id(parameter)]
+        gradient: Tensor = self._wrapper.fp32_groups_gradients[group][index]
+        return gradient
 
     def set_clipping(self, max_norm: float) -> None:
         """See `EngineGradients.set_clipping`."""
@@ -315,6 +331,14 @@ class FlatGradients(EngineGradients):
         if self._wrapper.cpu_offload and self._wrapper.dtype == torch.float16 and self._wrapper.local_overflow:
             return torch.full_like(norm, float("inf"))
         return norm
+
+    def held(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `EngineGradients.held`."""
+        mapping: Any = getattr(parameter, "_hp_mapping", None)  # of what lies in this process' partition
+        if mapping is None:
+            return None
+        gradient: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
+        return gradient
 
     def set_clipping(self, max_norm: float) -> None:
         """See `EngineGradients.set_clipping`."""
@@ -422,6 +446,11 @@ class Stage3Gradients(EngineGradients):
     def norm(self) -> Tensor:
         """See `EngineGradients.norm`."""
         return _finite_or_inf(combine_grad_norm_groups(self._wrapper._get_norm_groups()) / self._wrapper.loss_scale)
+
+    def held(self, parameter: nn.Parameter) -> Tensor | None:
+        """See `EngineGradients.held`."""
+        partitions: dict[int, Tensor] = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        return partitions.get(getattr(parameter, "ds_id", -1))
 
     def set_clipping(self, max_norm: float) -> None:
         """See `EngineGradients.set_clipping`."""

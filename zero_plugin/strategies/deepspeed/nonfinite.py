@@ -5,24 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.utils import safe_get_full_grad
+import torch.distributed as dist
 
+from zero_plugin.strategies.deepspeed.gradients import EngineGradients
 from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, most_skips
 
 __all__ = ["allowed_skips", "first_nonfinite"]
 
 
-def first_nonfinite(engine: Any) -> str | None:
+def first_nonfinite(engine: Any, gradients: EngineGradients) -> str | None:
     """Name of the first parameter with a gradient that is not finite, before the step; None if none is found.
 
-    Collective: partitioned gradients are gathered one parameter at a time.
+    Each process looks at what it holds; one collective, whatever the number of parameters.
     """
-    for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            gradient = safe_get_full_grad(parameter)
-            if gradient is not None and not torch.isfinite(gradient).all():
-                return str(name)
-    return None
+    named = list(engine.module.named_parameters())
+    found = torch.zeros(len(named), dtype=torch.int32, device=engine.device)
+    for index, (_, parameter) in enumerate(named):
+        gradient = gradients.held(parameter)
+        if gradient is not None:
+            found[index] = ~torch.isfinite(gradient).all()
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    indices = found.nonzero().flatten().tolist()
+    return str(named[indices[0]][0]) if indices else None
 
 
 def allowed_skips(engine: Any) -> int:

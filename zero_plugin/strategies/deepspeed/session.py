@@ -293,7 +293,7 @@ class EngineSession(Session):
     def first_nonfinite(self) -> str | None:
         """See `Session.first_nonfinite`."""
         self._finalize()
-        return first_nonfinite(self.engine)
+        return first_nonfinite(self.engine, self._gradients)
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
