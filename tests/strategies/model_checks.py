@@ -95,6 +95,21 @@ def check_parameters_of_any_shape(path: str) -> None:
         assert float(weights(accelerator, model)["gain"]) == 2.0
 
 
+def check_deepspeed_itself_is_as_it_was(path: str) -> None:
+    """What a script builds with DeepSpeed beside ours is DeepSpeed's own."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops import __compatible_ops__ as compatible
+    from deepspeed.runtime import bf16_optimizer, utils
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    with running(path, mixed_precision="bf16") as accelerator:
+        _train(accelerator, Shapes())
+        assert not hasattr(DeepSpeedEngine._broadcast_model, "__wrapped__")
+        assert bf16_optimizer.see_memory_usage is utils.see_memory_usage
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        assert compatible[builder.NAME] == builder.is_compatible()
+
+
 def check_state_dict(path: str) -> None:
     """`get_state_dict` is the module's own on the main process, in host memory and apart; None on the others."""
     with running(path) as accelerator:
@@ -346,5 +361,9 @@ CHECKS = {
         lambda folder, check=check, path=path: check(path),
     )
     for path in dict.fromkeys((*SINGLE, *PAIR))
-    for check in (*_ON_PATHS, *([] if path.startswith("zero") else [check_overflow_skips_the_step]))
+    for check in (
+        *_ON_PATHS,
+        *([check_deepspeed_itself_is_as_it_was] if path == "zero1" else []),
+        *([] if path.startswith("zero") else [check_overflow_skips_the_step]),
+    )
 }

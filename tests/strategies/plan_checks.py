@@ -105,6 +105,7 @@ def check_memory_forces_every_choice(folder: Path) -> None:
         assert resolved is not None
         chosen = (resolved.zero_stage, resolved.offload_device("optimizer"), resolved.offload_device("param"))
         assert chosen == way, (chosen, way)
+        assert accelerator._strategy.partitions_parameters is (way[0] == 3)
         assert "auto" not in str(resolved.deepspeed_config()["zero_optimization"])
         for key in ("stage", "offload_optimizer.device", "offload_param.device"):
             entry = resolved.tree.get("zero_optimization", *key.split("."))

@@ -230,5 +230,18 @@ def _gradients_agree(plain: nn.Module, model: nn.Module) -> bool:
     return all(torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in pairs if p.grad is not None and q.grad is not None)
 
 
+def check_a_model_built_for_stage_3_is_refused_below(path: str) -> None:
+    """Its parameters are partitions: below stage 3 DeepSpeed would take them for the whole."""
+    with running("zero3") as accelerator, accelerator.init_model():
+        net = make_net()
+    with running(path) as accelerator:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        raised(LoopError, "partitioned", "zero_stage: 3", by=lambda: accelerator.prepare(net, sgd))
+
+
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
-CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)
+_ALL.remove(check_a_model_built_for_stage_3_is_refused_below)
+CHECKS = {
+    **checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL),
+    **checks_on(["zero1"], [check_a_model_built_for_stage_3_is_refused_below]),
+}

@@ -16,17 +16,28 @@ from deepspeed import zero
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-__all__ = ["send_any_shape"]
+__all__ = ["partition_any_shape", "sent_in_any_shape"]
+
+
+@contextmanager
+def sent_in_any_shape() -> Iterator[None]:
+    """Inside, an engine that is made sends them. Weights become contiguous: the layout that partitions keep them in."""
+    own = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = _wrapped(own, lambda engine: engine.module.parameters())
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = own
 
 
 @functools.cache  # once in a process
-def send_any_shape() -> None:
-    """From now on engines, `zero.Init` and `zero.GatheredParameters` do.
+def partition_any_shape() -> None:
+    """From now on `zero.Init` and `zero.GatheredParameters` do.
 
-    Weights become contiguous: the layout that partitions keep them in.
+    For the whole process, since transformers makes and loads models through these very classes. It changes what they do
+    with tensors of such shapes only, for which they would raise.
     """
-    _wrap(DeepSpeedEngine, "_broadcast_model", lambda engine: engine.module.parameters())
-    _wrap(zero.GatheredParameters, "__exit__", _to_send)
+    zero.GatheredParameters.__exit__ = _wrapped(zero.GatheredParameters.__exit__, _to_send)
     partition = zero.Init._zero_init_param
 
     @functools.wraps(partition)
@@ -39,15 +50,13 @@ def send_any_shape() -> None:
     zero.Init._zero_init_param = partition_any
 
 
-def _wrap(owner: Any, name: str, parameters_of: Callable[[Any], Iterable[nn.Parameter]]) -> None:
-    own = getattr(owner, name)
-
+def _wrapped(own: Callable[..., Any], parameters_of: Callable[[Any], Iterable[nn.Parameter]]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, *args: Any) -> Any:
         with _sendable(parameters_of(self)):
             return own(self, *args)
 
-    setattr(owner, name, call)
+    return call
 
 
 def _to_send(gathered: Any) -> Iterable[nn.Parameter]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zero_plugin.compilation import compile_in_place
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings
-from zero_plugin.config.tree import Tree
+from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.distributed_type import DistributedType
 from zero_plugin.errors import ConfigError, LoopError, MachineError, Problem
 from zero_plugin.handlers import Handlers
@@ -60,6 +60,7 @@ class DeepSpeedStrategy(Strategy):
         self._document = document
         self._settings = settings
         self._processes = processes
+        self._chosen_stage: int | None = None  # for the model prepared last, where the configuration leaves it open
 
     def refuse(self) -> str | None:
         """See `Strategy.refuse`."""
@@ -100,10 +101,13 @@ class DeepSpeedStrategy(Strategy):
 
         Raises:
             ConfigError: the optimizer cannot run on flat partitions; see `engine_optimizer`.
-            LoopError: it has a state that cannot be partitioned, or gradients would be sparse.
+            LoopError: it has a state that cannot be partitioned, gradients would be sparse, or the model was built for
+                stage 3 and is not prepared there.
             MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
         """
         resolved = request.resolved
+        self._chosen_stage = resolved.zero_stage
+        _refuse_partitioned(request)
         if request.optimizer is None and resolved.zero_stage < 3:
             return self._build_plain_session(request, processes)
         _refuse_writer(resolved)
@@ -116,6 +120,7 @@ class DeepSpeedStrategy(Strategy):
         kind = type(given).__name__ if given is not None else described.type if described is not None else ""
         deepspeed = _import_deepspeed(processes, resolved.tree, kind.lower())
 
+        from zero_plugin.strategies.deepspeed.any_shape import sent_in_any_shape
         from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, share_groups
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
@@ -143,7 +148,7 @@ class DeepSpeedStrategy(Strategy):
                 states = None  # it steps the parameters themselves, and keeps its states
             else:
                 given.state.clear()  # else each process would hold on to whole ones
-        with warnings.catch_warnings(), processes.counted_by_gpu():
+        with warnings.catch_warnings(), processes.counted_by_gpu(), sent_in_any_shape(), _quiet_construction():
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             engine, *_ = deepspeed.initialize(
                 model=request.model,
@@ -245,9 +250,9 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def partitions_parameters(self) -> bool:
-        """See `Strategy.partitions_parameters`."""
+        """See `Strategy.partitions_parameters`; where the stage is `auto`, as it was chosen for the last model."""
         stage = self._document.deepspeed.value("zero_optimization", "stage")
-        return isinstance(stage, int) and stage == 3
+        return (self._chosen_stage if stage is AUTO else stage) == 3
 
     def _build_plain_session(self, request: SessionRequest, processes: Processes) -> Session:
         """Without an engine: there is nothing to shard without an optimizer below stage 3, and DeepSpeed refuses it."""
@@ -316,6 +321,17 @@ def _refuse_writer(resolved: Resolved) -> None:
         raise ConfigError([Problem(leaf.origin.where, ".".join(writer), message, fix)])
 
 
+def _refuse_partitioned(request: SessionRequest) -> None:
+    """Refuse a model that was built for stage 3 at another stage."""
+    stage = request.resolved.zero_stage
+    if stage < 3 and any(hasattr(p, "ds_id") for p in request.model.parameters()):
+        raise LoopError(
+            f"the parameters of the {type(request.model).__name__} were partitioned when it was built, but it is "
+            f"prepared at ZeRO stage {stage}, where they are whole.\n"
+            "Write zero_stage: 3, or build the model outside init_model()."
+        )
+
+
 def _refuse_sparse_gradients(model: nn.Module) -> None:
     """Refuse embeddings whose gradients are sparse tensors, which no partition of DeepSpeed's can hold."""
     for name, module in model.named_modules():
@@ -357,22 +373,40 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     if "ZERO_PLUGIN_DEBUG" not in os.environ:
         deepspeed.utils.logger.setLevel(logging.WARNING)
         deepspeed.utils.logger.addFilter(_is_not_of_untested)
-        deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, whatever the level
     # torch renames collectives that DeepSpeed 0.19 calls by their old names at every step.
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
     # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    ops = deepspeed.ops.__compatible_ops__
+    compatible = dict(ops)
+    ops["deepspeed_shm_comm"] = False
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+    finally:
+        ops.update(compatible)
 
-    from zero_plugin.strategies.deepspeed.any_shape import send_any_shape
+    from zero_plugin.strategies.deepspeed.any_shape import partition_any_shape
 
-    send_any_shape()
+    partition_any_shape()
     return deepspeed
 
 
 def _is_not_of_untested(record: logging.LogRecord) -> bool:
     """False for the warning that DeepSpeed has not tested an optimizer: `engine_optimizer` has just tried it."""
     return "untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def _quiet_construction() -> Iterator[None]:
+    """Inside, BF16_Optimizer does not print the memory in use, which it does whatever the level of the log."""
+    from deepspeed.runtime import bf16_optimizer
+
+    own = bf16_optimizer.see_memory_usage
+    if "ZERO_PLUGIN_DEBUG" not in os.environ:
+        bf16_optimizer.see_memory_usage = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        bf16_optimizer.see_memory_usage = own
 
 
 def _undo_first_step(engine: Any) -> None:
