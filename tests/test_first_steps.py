@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,3 +126,44 @@ def test_a_loop_that_steps_is_told_nothing() -> None:
     loop.trainings[0].optimizer.step()
     loop.looks.say_if_none()
     assert not loop.said
+
+
+@pytest.mark.parametrize("change", ["layer", "parameter", "inside"])
+def test_what_is_put_into_a_model_is_looked_at_at_once(change: str) -> None:
+    """However many backwards came before; until it is out again, every one of them fails."""
+    loop = Loop()
+    for _ in range(15):
+        loop.backward()
+    model: Any = loop.models[0]
+    before = model[1]
+    if change == "layer":
+        model[1] = nn.Linear(1, 1)
+    elif change == "parameter":
+        before.bias = nn.Parameter(torch.zeros(1))
+    else:
+        model.append(nn.Sequential(nn.Identity(), nn.Linear(1, 1)))
+    for _ in range(2):
+        with pytest.raises(LoopError, match="come since"):
+            loop.backward()
+
+
+def test_what_trains_nothing_is_not_looked_at() -> None:
+    """A layer without parameters, a frozen one, one that was there before, and whatever other modules get."""
+    loop = Loop()
+    for _ in range(15):
+        loop.backward()
+    model: Any = loop.models[0]
+    model.append(nn.Identity())
+    model[0] = model[0]
+    model.extra = nn.Linear(1, 1).requires_grad_(False)
+    nn.Sequential().append(nn.Linear(1, 1))
+    assert not loop.backward()
+
+
+def test_it_is_not_kept() -> None:
+    """What follows modules for ever holds nothing of a training that is over."""
+    loop = Loop()
+    alive = weakref.ref(loop.looks)
+    del loop
+    gc.collect()
+    assert alive() is None
