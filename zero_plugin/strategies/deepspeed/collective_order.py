@@ -14,9 +14,11 @@ from zero_plugin.errors import LoopError
 
 __all__ = ["CollectiveOrder", "preceded"]
 
-# So many times, each of DeepSpeed's collectives is compared before it is made: branches of unequal size would hang in
-# it, or abort under gloo. Most models that have branches take them from the start; afterwards a comparison is rare.
+# Until so many windows have ended, each of DeepSpeed's collectives is compared before it is made: branches of unequal
+# size would hang in it, or abort under gloo. Most models that have branches take them from the start; afterwards a
+# comparison is rare. An evaluation before the training, at stage 3, has so many of them at most.
 _CAREFUL: Final = 10
+_COMPARED: Final = 5000
 _KEPT: Final = 5000  # notes, to name what differs
 _SHOWN: Final = 4  # names
 
@@ -43,6 +45,7 @@ class CollectiveOrder:
         self._stage = stage
         self._is_alone = dist.get_world_size() == 1
         self._careful = _CAREFUL
+        self._compared = 0
         self._digest = 0
         self._notes: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
         self.reduced: set[int] = set()
@@ -86,7 +89,8 @@ class CollectiveOrder:
             return
         self._digest = hash((self._digest, note)) >> 1  # of integers it is the same in every process; it can be negated
         self._notes.append(note)
-        if self._careful:
+        if self._careful and self._compared < _COMPARED:
+            self._compared += 1
             self._compare()
 
     def _describe(self) -> str:
