@@ -80,14 +80,15 @@ def test_an_accelerator_state_is_of_an_accelerator() -> None:
     assert AcceleratorState().device == torch.device("cpu")
     assert AcceleratorState().deepspeed_plugin is None
     assert "Mixed precision type: bf16" in repr(accelerator.state)
-    Accelerator(cpu=True)
-    assert accelerator.state.mixed_precision == "no", "the newest is shown"
+    newest = Accelerator(cpu=True)
+    assert accelerator.state.mixed_precision == newest.mixed_precision == "no", "the newest is shown"
 
 
 def test_the_deepspeed_plugin_is_what_runs() -> None:
     """With ZeRO the state shows the configuration; a name that is not there is an error with those that are."""
-    Accelerator(config=ZERO)
+    accelerator = Accelerator(config=ZERO)
     state = AcceleratorState()
+    assert state.distributed_type == accelerator.distributed_type
     assert state.deepspeed_plugin.zero_stage == 1
     assert "'zero_optimization'" in repr(state)
     with pytest.raises(LoopError, match="no DeepSpeed plugin 'teacher'"):

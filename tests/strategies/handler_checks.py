@@ -13,6 +13,7 @@ from paths import (
     SINGLE,
     assert_near,
     checks_on,
+    global_batch,
     is_zero,
     loss_of,
     make_net,
@@ -191,6 +192,41 @@ def check_loss_scale(path: str) -> None:
         assert optimizer.step_was_skipped
 
 
+def check_steps_are_skipped_as_by_torchs_scaler(path: str) -> None:
+    """Of two optimizers the one with gradients that are not finite; with `hysteresis` 1 the scale falls as torch's."""
+    section = {"fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 10}}
+    with running(path, deepspeed=section) as accelerator:
+        nets, plain = [make_net(), make_net()], [make_net(), make_net()]
+        made = [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
+        first, second, *optimizers = accelerator.prepare(*nets, *made)
+        models = [first, second]
+        by_hand = [torch.optim.SGD(net.parameters(), lr=0.05) for net in plain]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(5):
+            scales = [1e30 if step in (1, 3) else 1e-2, 1e30 if step == 3 else 1e-2]
+            assert scaler.get_scale() == accelerator._trainings[0].session.loss_scale, step
+            for model, scale in zip(models, scales, strict=True):
+                accelerator.backward(loss_of(model, global_batch(step), scale=scale))
+            for net, sgd, scale in zip(plain, by_hand, scales, strict=True):
+                with torch.autocast("cpu", torch.float16):
+                    output = net(global_batch(step)[0])
+                loss = (scale * (output.float() - global_batch(step)[1])).square().mean()
+                scaler.scale(loss).backward()
+                scaler.unscale_(sgd)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            for sgd in by_hand:
+                scaler.step(sgd)
+                sgd.zero_grad()
+            scaler.update()
+            assert [optimizer.step_was_skipped for optimizer in optimizers] == [scale == 1e30 for scale in scales]
+        for net, other in zip(nets, plain, strict=True):
+            assert_near(net.state_dict(), other.state_dict(), 1e-3)
+
+
 def check_no_loss_scale(path: str) -> None:
     """`enabled=False` trains in fp16 without a scale."""
     with running(path, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)]) as accelerator:
@@ -297,7 +333,10 @@ CHECKS = {
     ),
     **checks_on(
         ["single", "ddp"],
-        [check_forward_and_step_are_torchs, check_loss_scale, check_no_loss_scale, check_autocast_of_models],
+        [
+            *(check_forward_and_step_are_torchs, check_autocast_of_models),
+            *(check_loss_scale, check_steps_are_skipped_as_by_torchs_scaler, check_no_loss_scale),
+        ],
     ),
     **checks_on([*SINGLE, "ddp", "zero3"], [check_autocast]),
     **checks_on(["zero2", "zero3"], [check_what_engines_lack]),

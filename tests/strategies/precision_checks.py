@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pytest
 import torch
-from paths import PAIR, SINGLE, checks_on, is_zero, make_net, raised, running
+from paths import (
+    PAIR,
+    SINGLE,
+    assert_near,
+    checks_on,
+    global_batch,
+    is_zero,
+    loss_of,
+    make_net,
+    own_batch,
+    raised,
+    running,
+    weights,
+)
 from torch import Tensor, nn
 
 from zero_plugin import DummyOptim
@@ -53,6 +68,98 @@ def check_types_in_and_out(path: str) -> None:
             accelerator.backward(out["y"].square().mean() * 1e-3)  # fits into fp16, scaled by 65536
             optimizer.step()
             assert not optimizer.step_was_skipped
+
+
+class Encoder(nn.Module):
+    """Has a method beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x))
+
+
+def check_a_method_past_the_forward(path: str) -> None:
+    """It computes in fp32 where the forward computes in bf16, which is warned of once; not inside `autocast()`."""
+    x = torch.ones(2, 4)
+    with running(path, mixed_precision="bf16") as accelerator, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = Encoder()
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        model(x)
+        with accelerator.autocast():
+            assert accelerator.unwrap_model(model).encode(x).dtype == torch.bfloat16
+        with torch.no_grad():
+            model.encode(x)
+        with pytest.warns(UserWarning, match="accelerator.autocast"):
+            assert model.encode(x).dtype == torch.float32
+        model.encode(x)
+        model(x)
+
+
+class Wide(nn.Module):
+    """With a parameter of another type than fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.wide = nn.Parameter(torch.arange(1, 5).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * self.wide.abs()
+        return out
+
+
+def check_wide_types(path: str) -> None:
+    """float64 and complex parameters train as in plain torch, or are refused where an engine would cut them."""
+    for dtype in (torch.float64, torch.complex64):
+        torch.manual_seed(1)
+        net, plain = Wide(dtype), Wide(dtype)
+        plain.load_state_dict(net.state_dict())
+        sgd = torch.optim.SGD(net.parameters(), lr=0.01)
+        with running(path) as accelerator:
+            if is_zero(path):
+                raised(LoopError, "wide", str(dtype), "without ZeRO", by=lambda: accelerator.prepare(net, sgd))  # noqa: B023
+                continue
+            model, optimizer = accelerator.prepare(net, sgd)
+            by_hand = torch.optim.SGD(plain.parameters(), lr=0.01)
+            for step in range(2):
+                accelerator.backward(loss_of(model, own_batch(step)))
+                accelerator.clip_grad_norm_(model.parameters(), 100.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                loss_of(plain, global_batch(step)).backward()
+                by_hand.step()
+                by_hand.zero_grad()
+            assert torch.allclose(net.wide, plain.wide, rtol=1e-5)
+            assert net.wide.dtype == dtype
+
+
+def check_gradients_written_after_clipping(path: str) -> None:
+    """Are what the step applies, as in plain torch; from stage 1 on there are none to write to."""
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        own = list(accelerator.unwrap_model(model).parameters())
+        if is_zero(path) and path != "zero0":
+            assert [p.grad for p in own] == [None] * len(own)
+            return
+        for p in own:
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+        optimizer.step()
+        plain = make_net()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
+        loss_of(plain, global_batch(0)).backward()
+        sgd.step()
+        assert_near(weights(accelerator, model), plain.state_dict())
 
 
 class Table(nn.Module):
@@ -116,5 +223,7 @@ def check_placeholders_get_fused_kernels(path: str) -> None:
 
 CHECKS = {
     **checks_on(dict.fromkeys((*SINGLE, *PAIR)), [check_types_in_and_out, check_floating_buffers]),
-    **checks_on(("single", "ddp"), [check_placeholders_get_fused_kernels]),
+    **checks_on(("single", "ddp"), [check_placeholders_get_fused_kernels, check_a_method_past_the_forward]),
+    **checks_on(("single", "ddp", "zero2", "zero3"), [check_wide_types]),
+    **checks_on(dict.fromkeys((*SINGLE, *PAIR)), [check_gradients_written_after_clipping]),
 }

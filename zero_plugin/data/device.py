@@ -16,10 +16,9 @@ __all__ = ["move_batch"]
 def move_batch(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
     """The batch with every tensor on `device`, however nested; what cannot move stays as it is.
 
-    With `non_blocking`, and on CUDA always, the copy is not waited for; it overlaps with the computation if the loader
-    pins its memory.
+    With `non_blocking` the copy is not waited for; it overlaps with the computation if the loader pins its memory.
     """
-    return _move(batch, device, non_blocking or device.type == "cuda")
+    return _move(batch, device, non_blocking)
 
 
 def _move(node: Any, device: torch.device, non_blocking: bool) -> Any:

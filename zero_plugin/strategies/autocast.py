@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,11 +27,44 @@ def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None
 
 
 def run_under_autocast(module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """From now on `module.forward` runs under `autocast` and returns fp32; what is returned takes it back."""
+    """From now on `module.forward` runs under `autocast` and returns fp32; what is returned takes it back.
+
+    Another method of the module, which calls its submodules past that, computes in fp32: warned of where it is trained.
+    """
+    depth = 0  # of forwards that run
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with autocast():
-            outputs = forward(*args, **kwargs)
+        nonlocal depth
+        depth += 1
+        try:
+            with autocast():
+                outputs = forward(*args, **kwargs)
+        finally:
+            depth -= 1
         return map_leaves(to_fp32, outputs)
 
-    return wrap_forward(module, run)
+    def look(child: nn.Module, _: Any) -> None:
+        if depth or not torch.is_grad_enabled() or torch.is_autocast_enabled(_device_type(child)):
+            return
+        for watch in watches:
+            watch.remove()
+        warnings.warn(
+            f"the {type(child).__name__} of a prepared {type(module).__name__} is called from outside of its forward: "
+            "it computes in fp32, not under autocast. Call the prepared model, or write "
+            "`with accelerator.autocast():` around the call.",
+            stacklevel=2,
+        )
+
+    watches = [child.register_forward_pre_hook(look) for child in module.children()]
+    unwrap = wrap_forward(module, run)
+
+    def undo() -> None:
+        for watch in watches:
+            watch.remove()
+        unwrap()
+
+    return undo
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters()), "cpu")

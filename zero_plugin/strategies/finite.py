@@ -26,7 +26,7 @@ def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Cal
     kinds = {(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
     for device, dtype, is_sparse in kinds:
         tensors = gradients  # nearly always; sorting those of a small model would take longer than the pass
-        if is_sparse or len(kinds) > 1:
+        if is_sparse or dtype.is_complex or len(kinds) > 1:
             kind = device, dtype, is_sparse
             tensors = [dense(g) for g in gradients if (g.device, g.dtype, g.is_sparse) == kind]
         if device.type == "xla" and factor == 1.0:
@@ -48,8 +48,9 @@ def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Cal
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient that may be sparse."""
-    return gradient._values() if gradient.is_sparse else gradient
+    """The numbers of a gradient that may be sparse, or complex, as real ones in the same memory."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 # Making these two at each step would take longer than the pass over a small model.

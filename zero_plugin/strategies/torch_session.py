@@ -408,7 +408,7 @@ def torch_session(
         precision=resolved.precision,
         clipping=resolved.clipping,
         scale=_loss_scale(resolved, handlers.scaler) if resolved.precision == "fp16" else None,
-        skips=resolved.precision != "bf16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
+        skips=resolved.precision == "fp16" or bool(resolved.tree.value("bf16", "check_grad_overflow", default=True)),
         autocast=handlers.autocast,
         recorder=recorder,
     )

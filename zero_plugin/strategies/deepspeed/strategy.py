@@ -101,13 +101,13 @@ class DeepSpeedStrategy(Strategy):
 
         Raises:
             ConfigError: the optimizer cannot run on flat partitions; see `engine_optimizer`.
-            LoopError: it has a state that cannot be partitioned, gradients would be sparse, or the model was built for
-                stage 3 and is not prepared there.
+            LoopError: it has a state that cannot be partitioned, or the model is one that ZeRO does not train as it is.
             MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
         """
         resolved = request.resolved
         self._chosen_stage = resolved.zero_stage
         _refuse_partitioned(request)
+        _refuse_wide_types(request.model)
         if request.optimizer is None and resolved.zero_stage < 3:
             return self._build_plain_session(request, processes)
         _refuse_writer(resolved)
@@ -301,6 +301,17 @@ class DeepSpeedStrategy(Strategy):
         for kind, count in Counter(type(layer).__name__ for layer in layers).items():
             how = "gathered whole, and all its experts are reduced" if whole else "reduced with all its experts"
             request.say(f"{count} × {kind}: each is {how}, since processes may choose different experts")
+
+
+def _refuse_wide_types(model: nn.Module) -> None:
+    wide = [name for name, p in model.named_parameters() if p.dtype == torch.float64 or p.is_complex()]
+    if wide:
+        found = model.get_parameter(wide[0]).dtype
+        raise LoopError(
+            f"prepare() got a {type(model).__name__} with {len(wide)} parameters of float64 or complex types, e.g. "
+            f"{wide[0]} ({found}): ZeRO trains in 32 and 16 bits, and would leave digits out.\n"
+            "Convert them before (model.float(); torch.view_as_real for complex ones), or train without ZeRO."
+        )
 
 
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
