@@ -192,8 +192,9 @@ class AcceleratorState(ProcessCalls):
 
     @property
     def _run(self) -> Run:
-        shown = self._shared_state.get("_run")
-        run: Run | None = None if shown is None else shown()
+        if "_run" not in self._shared_state:  # `_reset_state()` was called: see `_no_attribute`
+            raise AttributeError("_run")
+        run: Run | None = self._shared_state["_run"]()
         if run is None:
             raise LoopError("AcceleratorState shows the newest Accelerator, and the script has dropped that.")
         return run

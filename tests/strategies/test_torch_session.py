@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_plugin.strategies.base import SessionRequest
 from zero_plugin.strategies.plain_torch import torch_optimizer
@@ -49,3 +50,29 @@ def test_states_go_where_the_parameters_are(fused: bool) -> None:
     assert torch_optimizer(request) is adam
     devices = {name: state.device.type for name, state in adam.state[weight].items()}
     assert devices == {"step": "meta" if fused else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read from the device, each of which waits for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_step_reads_one_number_to_know_whether_it_is_applied(skips: bool, clips: bool) -> None:
+    """None where the check is turned off; the norm that clipping measures tells it too."""
+    layer = torch.nn.Linear(5, 3)
+    adamw = torch.optim.AdamW(layer.parameters(), fused=True)
+    session = TorchSession(layer, layer, adamw, precision="no", clipping=None, skips=skips)
+    session.backward(layer(torch.ones(4, 5)).square().sum())
+    with Reads() as reads:
+        if clips:
+            session.clip(1.0)
+        session.step()
+    assert reads.count == (1 if skips else 0)
+    session.close()
