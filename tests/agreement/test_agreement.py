@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     here = [item for item in request.session.items if item.path == Path(__file__)]
     scripts = sorted({item.callspec.params["script"] for item in here})
-    subprocess.run([sys.executable, SCRIPT, folder, *scripts, "250"], env=environment, check=True, timeout=290)
+    subprocess.run([sys.executable, SCRIPT, folder, *scripts, "400"], env=environment, check=True, timeout=550)
     return folder
 
 
