@@ -258,7 +258,7 @@ def accumulated_by_hand(loop: Plain) -> Weights:
     return loop.weights(model)
 
 
-def clipped(by_value: bool, loop: Plain) -> Weights:
+def clipped(loop: Plain) -> Weights:
     model = net()
 
     def after(model: Any, step: int) -> None:
@@ -546,7 +546,7 @@ KINDS: dict[str, Kind] = {
     "loss by tokens": loss_per_token,
     "several losses, outputs in a dict": several_losses,
     "accumulated by hand": accumulated_by_hand,
-    "clipped by norm": partial(clipped, False),
+    "clipped by norm": clipped,
     "mixup": mixed_up,
     "GAN": adversaries,
     "distillation": distilled,

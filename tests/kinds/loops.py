@@ -117,8 +117,7 @@ class Prepared(Plain):
 @contextmanager
 def prepared(path: str) -> Iterator[Prepared]:
     """A loop on `path`, ended in the end."""
-    section: dict[str, Any] = {"gradient_clipping": 0.0}
-    section |= {"zero_optimization": ZERO[path]} if path in ZERO else {}
+    section: dict[str, Any] = {"zero_optimization": ZERO[path]} if path in ZERO else {}
     kind = "DEEPSPEED" if path in ZERO else "MULTI_CPU" if path == "ddp" else "NO"
     accelerator = Accelerator(
         config={"distributed_type": kind, "use_cpu": True, "scheduler_counts": "steps", "deepspeed_config": section}
