@@ -20,7 +20,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import ConfigError, LoopError, MachineError, Problem
+from zero_plugin.errors import MachineError
 from zero_plugin.handlers import Handlers
 from zero_plugin.placeholders import DummyOptim
 from zero_plugin.probe.machine import probe_machine
@@ -31,6 +31,7 @@ from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strateg
 from zero_plugin.strategies.deepspeed.build_lock import build_folder, needed_ops, refuse_stale_build_locks
 from zero_plugin.strategies.deepspeed.casting import cast_buffers, compute_in
 from zero_plugin.strategies.deepspeed.handlers import unused_handlers
+from zero_plugin.strategies.deepspeed.refusals import refuse_unfit
 from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
 from zero_plugin.strategies.fragments import Fragment
@@ -106,13 +107,9 @@ class DeepSpeedStrategy(Strategy):
         """
         resolved = request.resolved
         self._chosen_stage = resolved.zero_stage
-        _refuse_partitioned(request)
-        _refuse_wide_types(request.model)
+        refuse_unfit(request)
         if request.optimizer is None and resolved.zero_stage < 3:
             return self._build_plain_session(request, processes)
-        _refuse_writer(resolved)
-        if request.optimizer is not None:
-            _refuse_sparse_gradients(request.model)
         if not request.is_placed:
             request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
         given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
@@ -303,56 +300,12 @@ class DeepSpeedStrategy(Strategy):
             request.say(f"{count} × {kind}: each is {how}, since processes may choose different experts")
 
 
-def _refuse_wide_types(model: nn.Module) -> None:
-    wide = [name for name, p in model.named_parameters() if p.dtype == torch.float64 or p.is_complex()]
-    if wide:
-        found = model.get_parameter(wide[0]).dtype
-        raise LoopError(
-            f"prepare() got a {type(model).__name__} with {len(wide)} parameters of float64 or complex types, e.g. "
-            f"{wide[0]} ({found}): ZeRO trains in 32 and 16 bits, and would leave digits out.\n"
-            "Convert them before (model.float(); torch.view_as_real for complex ones), or train without ZeRO."
-        )
-
-
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
     """Give the floating parameters the type of training; buffers keep theirs, as DeepSpeed's own cast leaves them."""
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(_DTYPES[precision])
     return model
-
-
-def _refuse_writer(resolved: Resolved) -> None:
-    """Refuse DeepSpeed's fast writer where the engine, which is built with it, would not find its machines."""
-    writer = ("checkpoint", "writer")
-    leaf = next((entry for path, entry in resolved.tree.entries.items() if path[:2] == writer), None)
-    if leaf is not None and leaf.value is not None and "CROSS_SIZE" not in os.environ:
-        message = "reads the number of machines from CROSS_SIZE, which only DeepSpeed's own launcher sets"
-        fix = "Delete it: save_state() writes checkpoints itself, each process its part."
-        raise ConfigError([Problem(leaf.origin.where, ".".join(writer), message, fix)])
-
-
-def _refuse_partitioned(request: SessionRequest) -> None:
-    """Refuse a model that was built for stage 3 at another stage."""
-    stage = request.resolved.zero_stage
-    if stage < 3 and any(hasattr(p, "ds_id") for p in request.model.parameters()):
-        raise LoopError(
-            f"the parameters of the {type(request.model).__name__} were partitioned when it was built, but it is "
-            f"prepared at ZeRO stage {stage}, where they are whole.\n"
-            "Write zero_stage: 3, or build the model outside init_model()."
-        )
-
-
-def _refuse_sparse_gradients(model: nn.Module) -> None:
-    """Refuse embeddings whose gradients are sparse tensors, which no partition of DeepSpeed's can hold."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            kind = type(module).__name__
-            raise LoopError(
-                f"prepare() got a {type(model).__name__} whose {name or 'whole'} is {kind}(sparse=True): its gradients "
-                "are sparse tensors, and DeepSpeed partitions dense ones.\n"
-                f"Build the {kind} with sparse=False, or train without DeepSpeed (distributed_type: MULTI_GPU)."
-            )
 
 
 def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> Any:
@@ -387,13 +340,13 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     # torch renames collectives that DeepSpeed 0.19 calls by their old names at every step.
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
     # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
-    ops = deepspeed.ops.__compatible_ops__
-    compatible = dict(ops)
-    ops["deepspeed_shm_comm"] = False
+    compatible = deepspeed.ops.__compatible_ops__
+    own = dict(compatible)
+    compatible["deepspeed_shm_comm"] = False
     try:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_init_required=False)
     finally:
-        ops.update(compatible)
+        compatible.update(own)
 
     from zero_plugin.strategies.deepspeed.any_shape import partition_any_shape
 
