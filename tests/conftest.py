@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -15,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -132,9 +134,33 @@ def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
     return lambda lines: (line for line in lines if "[Gloo]" not in line and " peer ranks" not in line and line.strip())
 
 
+class StandStill:
+    """Tells when processes have done nothing for so long: a limit that a busy machine, six times slower, does not meet.
+
+    Args:
+        seconds: in which they, and those that they have started, have to use a second of a processor, or to end.
+    """
+
+    def __init__(self, *pids: int, seconds: float) -> None:
+        self._pids, self._seconds = pids, seconds
+        self._used, self._since = 0.0, time.monotonic()
+
+    def __bool__(self) -> bool:
+        used = 0.0
+        for pid in self._pids:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                for one in (process, *process.children(recursive=True)):
+                    with contextlib.suppress(psutil.Error):
+                        used += sum(one.cpu_times()[:4])
+        if abs(used - self._used) >= 1:  # less, where one has ended that its parent has not waited for
+            self._used, self._since = used, time.monotonic()
+        return time.monotonic() - self._since > self._seconds
+
+
 @pytest.fixture
 def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a launcher (torchrun, `zero-plugin launch`) to its end; past its time it is told to stop, with its workers.
+    """Run a launcher (torchrun, `zero-plugin launch`) to its end; where all stand still it is told to stop.
 
     Killing it, as `subprocess.run` would, leaves the workers, which are sessions of their own.
     """
@@ -142,12 +168,17 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(command: Sequence[str | Path], *, seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes, **options) as launcher:
-            try:
-                output, errors = launcher.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
+            stuck = StandStill(launcher.pid, seconds=seconds)
+            while True:
+                try:
+                    output, errors = launcher.communicate(timeout=5)
+                    break
+                except subprocess.TimeoutExpired:
+                    if not stuck:
+                        continue
                 launcher.terminate()
                 output, errors = launcher.communicate(timeout=60)
-                pytest.fail(f"still running after {seconds} s:\n{output}\n{errors}")
+                pytest.fail(f"stood still for {seconds} s:\n{output}\n{errors}")
         return subprocess.CompletedProcess(command, launcher.returncode, output, errors)
 
     return run
@@ -158,14 +189,13 @@ def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
     """Run a script as `world` processes, `script STORE RANK WORLD ARGS…`; their outputs, or the failing one's as error.
 
     STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken. No process
-    outlives the call.
+    outlives the call, which fails where all stand still for so many seconds.
     """
 
-    def run(script: str | Path, world: int, *args: object, seconds: float = 240) -> list[str]:
+    def run(script: str | Path, world: int, *args: object, seconds: float = 180) -> list[str]:
         store = tmp_path / f"store-{time.monotonic_ns()}"
         logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(world)]
         workers: list[subprocess.Popen[bytes]] = []
-        deadline = time.monotonic() + seconds
         try:
             for rank, log in enumerate(logs):
                 command = [sys.executable, str(script), str(store), str(rank), str(world), *map(str, args)]
@@ -175,10 +205,13 @@ def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
                             command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
                         )
                     )
-            while any(worker.poll() is None for worker in workers):
-                if time.monotonic() > deadline or any(worker.poll() for worker in workers):
-                    break
+            stuck, looked = StandStill(*(worker.pid for worker in workers), seconds=seconds), time.monotonic()
+            while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
                 time.sleep(0.02)
+                if time.monotonic() - looked > 5:
+                    looked = time.monotonic()
+                    if stuck:
+                        break
         finally:
             alive = [worker.poll() is None for worker in workers]
             codes = [worker.poll() for worker in workers]

@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent / "disagree.py"
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 
 @dataclass(frozen=True)

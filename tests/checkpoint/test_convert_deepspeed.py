@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(folder: Path, run_processes: Callable[..., list[str]], built_ops: None) -> Path:
     """The folder, after two processes have run all cases."""
     if not any(folder.iterdir()):
-        run_processes(WORKER, 2, folder, json.dumps(CASES), seconds=240)
+        run_processes(WORKER, 2, folder, json.dumps(CASES))
     return folder
 
 
@@ -92,7 +92,7 @@ def result_of(finished: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_goes_on_as_the_engine_does(case: dict[str, Any], finished: Path) -> None:
     """The imported checkpoint goes on elsewhere with the losses of the engine that wrote it."""
@@ -105,7 +105,7 @@ def test_goes_on_as_the_engine_does(case: dict[str, Any], finished: Path) -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> None:
     """Each weight, master and state is bitwise what `safe_get_full_*` says; tied weights are there once."""
@@ -128,7 +128,7 @@ def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "stage"), [(case["name"], stage) for case in CASES for stage in case.get("universal", ())]
 )

@@ -24,7 +24,7 @@ def finished() -> dict[int, Path]:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_check(
     world: int,
@@ -42,7 +42,7 @@ def test_check(
             pytest.skip("pip install 'zero-plugin[dev]': transformers is not installed")
     if world not in finished:
         finished[world] = folder = tmp_path_factory.mktemp(f"loading-{world}")
-        run_processes(HERE / "loading_worker.py", world, "loading_checks", folder, seconds=240)
+        run_processes(HERE / "loading_worker.py", world, "loading_checks", folder)
     outcomes = [json.loads(f.read_text())[f"loading_checks.{name}"] for f in sorted(finished[world].glob("rank-*"))]
     assert len(outcomes) == world, "the processes of these checks did not run to their end"
     failures = [f"--- process {rank}\n{text}" for rank, text in enumerate(outcomes) if text != "ok"]

@@ -21,7 +21,7 @@ from zero_plugin.config.attempt import CUT_VARIABLE
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
 from zero_plugin.launch.machine import port_is_free
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 Start = Callable[..., "subprocess.Popen[str]"]

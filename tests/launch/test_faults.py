@@ -21,7 +21,7 @@ from zero_plugin.launch.machine import port_is_free
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc"),
 ]
 

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from zero_plugin.launch.machine import port_is_free
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("train_fewer.py")
 Start = Callable[..., "subprocess.Popen[str]"]

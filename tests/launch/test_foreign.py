@@ -176,7 +176,7 @@ def train(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(620)  # three launches
+@pytest.mark.timeout(1200)  # three launches
 def test_a_trainer_script_runs_unchanged(train: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """transformers' Trainer at ZeRO-2 and on DDP: two processes each, the same losses, its arguments filled in."""
     config = tmp_path / "zero2.json"
@@ -197,7 +197,7 @@ def test_a_trainer_script_runs_unchanged(train: Callable[..., dict[str, Any]], t
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(620)  # three launches
+@pytest.mark.timeout(1200)  # three launches
 def test_an_accelerate_script_runs_unchanged(train: Callable[..., dict[str, Any]]) -> None:
     """Accelerate itself: ZeRO on one process, ZeRO on two that name gloo, and DDP, train alike."""
     script, flags = "train_accelerate.py", ("--gradient_accumulation_steps", "1", "--gradient_clipping", "0")

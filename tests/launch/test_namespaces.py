@@ -20,7 +20,7 @@ import pytest
 
 from zero_plugin.launch.contact import store_command
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("train_machines.py")
 PORT = "29533"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 # DDP, so that no process pays for DeepSpeed's import; which strategy follows is not the scheduler's matter.
 SCRIPT = """

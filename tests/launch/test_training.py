@@ -211,7 +211,7 @@ def test_tutorial_config_with_fp16_says_so_on_a_cpu(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(620)  # five launches
+@pytest.mark.timeout(1200)  # five launches
 def test_every_way_to_start_gives_the_same_losses(
     train: Callable[..., dict[str, Any]], tmp_path: Path, free_port: Callable[[], int]
 ) -> None:

@@ -70,7 +70,7 @@ def results(
     def results(library: str, world: int, name: str) -> dict[str, Any]:
         if (library, world) not in finished:
             finished[library, world] = folder = tmp_path_factory.mktemp(f"{library}-{world}")
-            run_processes(HERE / "worker.py", world, library, folder, *SCRIPTS, seconds=280)
+            run_processes(HERE / "worker.py", world, library, folder, *SCRIPTS)
         folder = finished[library, world]
         outcomes = [json.loads(file.read_text())[name] for file in sorted(folder.glob("rank-*.json"))]
         assert outcomes == ["ok"] * world, "\n".join([f"with {library}", *outcomes])
@@ -81,7 +81,7 @@ def results(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)  # the first one runs all scripts with both libraries
+@pytest.mark.timeout(3600)  # the first one runs all scripts with both libraries
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_same_results(results: Callable[[str, int, str], dict[str, Any]], script: Path, world: int) -> None:

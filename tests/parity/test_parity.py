@@ -36,7 +36,7 @@ def results(
             folder = _folders[device, path] = tmp_path_factory.mktemp(f"{device}-{path}")
             world = PATHS[path][0] if device == "cpu" else 1
             cases = ",".join(_chosen_cases(request.session, device, path))
-            run_processes(WORKER, world, device, path, cases, folder, folder / "nvme", seconds=560)
+            run_processes(WORKER, world, device, path, cases, folder, folder / "nvme")
         return _folders[device, path]
 
     return folder_of
@@ -50,7 +50,7 @@ def test_every_pair_of_choices_is_in_a_case() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("device", "path"), RUNS)
 def test_path_runs(device: str, path: str, results: Callable[[str, str], Path]) -> None:
     """Every case of a path runs to its end in one group of processes, which exits with 0 and leaves no NVMe file."""
@@ -60,7 +60,7 @@ def test_path_runs(device: str, path: str, results: Callable[[str, str], Path]) 
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("device", "path", "name"), [(device, path, name) for device, path in RUNS for name in cases_for(path, device)]
 )

@@ -15,7 +15,7 @@ import pytest
 
 from zero_plugin.selftest.outcome import STEPS
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -34,7 +34,7 @@ def several_outcome(
         if world not in several_finished:
             several_finished[world] = folder = tmp_path_factory.mktemp(f"several-{world}")
             checks = ",".join(chosen_checks(HERE, world))
-            run_processes(HERE / "worker.py", world, checks, folder, seconds=560)
+            run_processes(HERE / "worker.py", world, checks, folder)
         outcomes = [json.loads(file.read_text()) for file in sorted(several_finished[world].glob("rank-*.json"))]
         assert len(outcomes) == world, "the processes of these checks did not run to their end"
         found = [outcome[f"{module}.{name}"] for outcome in outcomes]

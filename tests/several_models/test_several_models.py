@@ -13,7 +13,7 @@ MODULES = sorted(file.stem for file in Path(__file__).parent.glob("*_checks.py")
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("module", "world", "name"),
     [

@@ -33,7 +33,7 @@ def outcome(
         if world not in finished:
             finished[world] = folder = tmp_path_factory.mktemp(f"checks-{world}")
             checks = ",".join(chosen_checks(HERE, world))
-            run_processes(HERE / "check_worker.py", world, checks, folder, seconds=560)
+            run_processes(HERE / "check_worker.py", world, checks, folder)
         outcomes = [json.loads(file.read_text()) for file in sorted(finished[world].glob("rank-*.json"))]
         assert len(outcomes) == world, "the processes of these checks did not run to their end"
         found = [outcome[f"{module}.{name}"] for outcome in outcomes]

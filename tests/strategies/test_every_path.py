@@ -14,7 +14,7 @@ MODULES = sorted(file.stem for file in HERE.glob("*_checks.py"))
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("module", "world", "name"),
     [

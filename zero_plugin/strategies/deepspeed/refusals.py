@@ -1,4 +1,4 @@
-"""What DeepSpeed would train otherwise than plain torch, or fail at in words of its own: found before an engine is made."""
+"""What DeepSpeed would train otherwise than plain torch, or fail at in words of its own: found before it is begun."""
 
 from __future__ import annotations
 
