@@ -67,11 +67,19 @@ class Story:
         assert [(step, loss) for step, loss in lines if loss != wanted[int(step)]] == []
 
     def check_nothing_left(self) -> None:
-        """Two checkpoints, or the one folder, and nothing of the killed runs, once one has saved again."""
+        """Two checkpoints, or the one folder, and nothing of the killed runs, once one has saved again.
+
+        The number of a save that never ended is not used again, since it might be another run's that still writes.
+        """
         if not self._saves:
             return
         names = sorted(path.name for path in self.place.parent.rglob("*") if path.is_dir() and path.name != "optimizer")
-        last = [f"checkpoint_{number}" for number in ((2, 3) if self._naming == "automatic" else (6, 8))]
+        last = [f"checkpoint_{number}" for number in (6, 8)]
+        if self._naming == "automatic":
+            numbers = [number for number, _ in numbered_checkpoints(self.place)]
+            assert len(numbers) == 2
+            assert numbers[0] >= 2
+            last = sorted(f"checkpoint_{number}" for number in numbers)
         assert names == (["last"] if self._naming == "fixed" else sorted([*last, self.place.name]))
 
     @property
