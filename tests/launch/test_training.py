@@ -147,7 +147,7 @@ def test_ready_zero_config_trains(name: str, kind: str, train: Callable[..., dic
     assert device_of(zero, "offload_optimizer") == offload
     assert device_of(zero, "offload_param") == (offload if STAGES[name] == 3 else "none")
     assert report["optimizer"] == ("AdamW" if offload == "none" else "DeepSpeedCPUAdam")
-    assert report["config"]["scheduler"]["type"] == "WarmupDecayLR"
+    assert report["lr"] == [0.0]  # at the end of the decay
     assert report["precision"] == ("bf16" if kind == "yaml" else "no")
     assert report["losses"][-1] < report["losses"][0]
     assert "auto" not in json.dumps(report["config"]).replace('"keep_in_fp32_modules": "auto"', "")

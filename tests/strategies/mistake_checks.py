@@ -356,6 +356,20 @@ def check_gradients_that_the_script_sets(path: str) -> None:
         for name, weight in before.items():
             assert torch.allclose(weight - after[name], torch.full_like(weight, 0.1), atol=1e-6), name
     partitioned = path in ("zero2", "zero3", "zero2-cpu")
+    if path in ("zero0", "zero1"):  # in bf16 stage 1 steps by sums in fp32, stage 0 by p.grad
+        with running(path, mixed_precision="bf16") as accelerator:
+            net = make_net()
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for i in range(2):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                optimizer.step()
+            accelerator.backward(loss_of(model, own_batch(2)))
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            if path == "zero1":
+                raised(LoopError, "set a parameter's grad", by=optimizer.step)
+            else:
+                optimizer.step()
     with running(path) as accelerator:
         net = make_net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

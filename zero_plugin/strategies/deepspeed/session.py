@@ -103,9 +103,14 @@ class EngineSession(Session):
             self.states_are = "on NVMe"
         elif self.optimizer is not None and engine.zero_optimization_partition_weights():
             self.states_are = "in sub-groups of stage 3, of which the parameter groups do not know"
-        # Stage 1 reduces what is in `p.grad`, as long as it adds up there; later stages have taken it away by then.
-        stage = engine.zero_optimization_stage()
-        self._steps_by_grad = stage == 0 or (stage == 1 and not wrapper.use_grad_accum_attribute)
+        # Stage 0 steps by `p.grad`, and stage 1 where it adds up there until it is reduced; else it has been added to
+        # sums of the engine's own when the step comes.
+        self._steps_by_grad = engine.zero_optimization_stage() == 0 or not (
+            engine.zero_optimization_stage() > 1
+            or getattr(wrapper, "overlap_comm", False)
+            or getattr(wrapper, "use_grad_accum_attribute", True)
+        )
+        self._left: list[Tensor | None] = [None for _ in self._trained]  # `p.grad` as the last backward has left it
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
         self._written = False  # the weights, by the script: the masters follow before they are used
@@ -193,6 +198,8 @@ class EngineSession(Session):
         if reached:
             engine.__dict__["_unmanaged_backward_count"] += 1
             self._micro_batches += 1
+            if not self._steps_by_grad:
+                self._left = [p.grad for p in self._trained]
             if self._finalized:
                 raise LoopError(LATE_BACKWARD)
 
@@ -265,8 +272,7 @@ class EngineSession(Session):
     def step(self) -> bool:
         """See `Session.step`."""
         self._refuse_failed()
-        if not (self._steps_by_grad and self._micro_batches) and any(p.grad is not None for p in self._trained):
-            raise LoopError(OWN_GRADIENTS)
+        self._refuse_own_gradients()
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
@@ -289,6 +295,13 @@ class EngineSession(Session):
         self._gradients.set_clipping(self._clipping)
         self._start_window()
         return applied
+
+    def _refuse_own_gradients(self) -> None:
+        """Before a step: refuse a `p.grad` that the script has set and that the step would not apply."""
+        if self._steps_by_grad and self._micro_batches:
+            return
+        if any(p.grad is not None and p.grad is not left for p, left in zip(self._trained, self._left, strict=True)):
+            raise LoopError(OWN_GRADIENTS)
 
     def first_nonfinite(self) -> str | None:
         """See `Session.first_nonfinite`."""
@@ -504,6 +517,7 @@ class EngineSession(Session):
             raise LoopError(DIRECT_BACKWARD)
 
     def _start_window(self) -> None:
+        self._left = [None for _ in self._trained]
         for p in self.left_out:
             p.grad = None
         self._micro_batches = 0
