@@ -102,8 +102,8 @@ ROWS = [
     Row(
         "a gradient of gradients at stage 3",
         ENGINE,
-        "        if torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():",
-        "        if False:",
+        "        elif torch.is_grad_enabled() and self.engine.zero_optimization_partition_weights():",
+        "        elif False:",
         joint_checks("together", "gradient_penalty", "zero3"),
         "create_graph=True",
     ),
