@@ -18,8 +18,8 @@ from zero_plugin.state import AcceleratorState, GradientState
 def _ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     yield
-    if (run := AcceleratorState._shared_state.get("_run")) is not None:
-        run.end_training()
+    if (end := AcceleratorState._shared_state.get("_end")) is not None:
+        end()
     gc.collect()
 
 

@@ -34,8 +34,9 @@ def per_parameter(setup: Setup, processes: int, optimizer: OptimizerSizes = ADAM
 @pytest.mark.parametrize(
     ("setup", "expected"),
     [
-        (Setup(None, "no"), 4 + 4 + 8),  # weights, gradients, two moments: all in fp32
-        (Setup(None, "bf16"), 4 + 4 + 8),  # autocast leaves them so
+        (Setup(None, "no"), 4 + 8 + 8),  # weights, gradients beside DDP's buckets, two moments: all in fp32
+        (Setup(None, "bf16"), 4 + 8 + 8),  # autocast leaves them so
+        (Setup(None, "bf16", gradient_views=True), 4 + 4 + 8),
         (Setup(0, "bf16"), 2 + 2 + 4 + 8),
         (Setup(1, "bf16"), 2 + 2 + 4 + 12 / 8),  # sums of all gradients in fp32, beside those of the last backward
         (Setup(1, "bf16", gradient_bytes=2), 2 + 2 + 12 / 8),
@@ -240,7 +241,8 @@ def test_gradients_of_one_micro_batch_come_as_activations_go() -> None:
     assert "gradients" not in {name for name, size in once.phases["forward"].items() if size}
     assert twice.phases["forward"]["gradients"] == 4 * SEVEN.elements
     # DDP's buckets exist throughout; before the last backward gradients accumulate beside them.
-    once, twice = (footprint(SEVEN, NONE, ADAM, Setup(None, "no", accumulation=n), A100) for n in (1, 2))
+    ddp = Setup(None, "no", gradient_views=True)
+    once, twice = (footprint(SEVEN, NONE, ADAM, replace(ddp, accumulation=n), A100) for n in (1, 2))
     assert once.phases["forward"]["gradients"] == 4 * SEVEN.elements
     assert twice.phases["forward"]["gradients"] == 8 * SEVEN.elements
 
