@@ -26,7 +26,7 @@ A100 = Cluster(80 * GIB, 1000 * GIB, devices=8)
 def per_parameter(setup: Setup, processes: int, optimizer: OptimizerSizes = ADAM) -> float:
     """Bytes on the device for each parameter at the end of a window, without stage 3's bucket."""
     states = device_states(SEVEN, optimizer, replace(setup, reduce_bucket=0), processes)
-    staged = states.pop("buckets", 0) if setup.stage != 3 else 0
+    staged = states.pop("buckets", 0) if setup.stage not in (None, 3) else 0
     assert staged in (0, 2**24 * 2, 2**24 * 4)
     return (sum(states.values()) + window_gradients(SEVEN, setup, processes)) / SEVEN.elements
 
