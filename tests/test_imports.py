@@ -27,6 +27,8 @@ COLD_PACKAGES = [
     zero_plugin.cli,
 ]
 
+# The rendezvous is a subclass of torch's: the process that runs torchrun's engine imports it then, and nobody else.
+WARM = "zero_plugin.launch.rendezvous"
 COLD_MODULES = [
     name
     for package in COLD_PACKAGES
@@ -34,6 +36,7 @@ COLD_MODULES = [
         package.__name__,
         *(module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")),
     )
+    if name != WARM
 ]
 
 

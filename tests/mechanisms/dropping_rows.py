@@ -30,8 +30,8 @@ ROWS = [
     Row(
         "dropping off engines",
         PLAIN,
-        "            for p in self._trained_parameters():\n                p.grad = None\n",
-        "            pass\n",
+        "        self.optimizer.zero_grad(set_to_none=True)\n",
+        "",
         parity("dropped", "single", "ddp"),
         "gradients came to this model from loss.backward()",
         processes=3,
