@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import pickle
 from typing import Any
 
 import torch
-from paths import PAIR, SINGLE, checks_on, is_zero, loss_of, make_net, own_batch, running
+from paths import PAIR, SINGLE, checks_on, is_zero, loss_of, make_net, own_batch, raised, running
 from torch import Tensor, nn
+
+from zero_plugin.errors import LoopError
 
 
 class Scaled(nn.Module):
@@ -90,7 +93,27 @@ def check_a_whole_model_is_pickled(path: str) -> None:
         assert torch.equal(back(x), make_net()(x))
 
 
+def check_a_prepared_model_is_not_pickled(path: str) -> None:
+    """Under DDP that is an error that says what to pickle; a deep copy of it stays possible."""
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        for pickle_it in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            raised(LoopError, "Sequential", "accelerator.unwrap_model(model)", by=lambda: pickle_it(model))  # noqa: B023
+        copied = copy.deepcopy(model)
+        assert copied is not model
+        x = own_batch(1)[0]
+        assert torch.equal(copied(x), model(x))
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.zero_()
+        assert model(x).any()
+
+
 CHECKS = {
     **checks_on(dict.fromkeys((*SINGLE, *PAIR)), [check_a_copy_has_its_own_weights, check_the_signature_stays]),
+    **checks_on(("ddp",), [check_a_prepared_model_is_not_pickled]),
     **checks_on(("single", "ddp"), [check_a_forward_of_the_script_s_own, check_a_whole_model_is_pickled]),
 }

@@ -31,39 +31,63 @@ def run_under_autocast(module: nn.Module, autocast: Callable[[], AbstractContext
 
     Another method of the module, which calls its submodules past that, computes in fp32: warned of where it is trained.
     """
-    depth = 0  # of forwards that run
+    watch = _Watch(module)
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        depth += 1
+        watch.depth += 1
         try:
             with autocast():
                 outputs = forward(*args, **kwargs)
         finally:
-            depth -= 1
+            watch.depth -= 1
         return map_leaves(to_fp32, outputs)
 
-    def look(child: nn.Module, _: Any) -> None:
-        if depth or not torch.is_grad_enabled() or torch.is_autocast_enabled(_device_type(child)):
-            return
-        for watch in watches:
-            watch.remove()
-        warnings.warn(
-            f"the {type(child).__name__} of a prepared {type(module).__name__} is called from outside of its forward: "
-            "it computes in fp32, not under autocast. Call the prepared model, or write "
-            "`with accelerator.autocast():` around the call.",
-            stacklevel=2,
-        )
-
-    watches = [child.register_forward_pre_hook(look) for child in module.children()]
     unwrap = wrap_forward(module, run)
 
     def undo() -> None:
-        for watch in watches:
-            watch.remove()
+        watch.remove()
         unwrap()
 
     return undo
+
+
+class _Watch:
+    """Warns once where a part of a module is called from outside of the module's forward.
+
+    A copy of the module, or one that was pickled, is not watched.
+
+    Args:
+        module: None where there is nothing to watch.
+
+    Attributes:
+        depth: of the module's forwards that run.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.depth = 0
+        self._kind = type(module).__name__
+        self._hooks = [] if module is None else [c.register_forward_pre_hook(self) for c in module.children()]
+
+    def __call__(self, child: nn.Module, _: Any) -> None:
+        if self.depth or not self._hooks or not torch.is_grad_enabled():
+            return
+        if not torch.is_autocast_enabled(_device_type(child)):
+            self.remove()
+            warnings.warn(
+                f"the {type(child).__name__} of a prepared {self._kind} is called from outside of its forward: it "
+                "computes in fp32, not under autocast. Call the prepared model, or write "
+                "`with accelerator.autocast():` around the call.",
+                stacklevel=2,
+            )
+
+    def remove(self) -> None:
+        """Watch no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
+        return _Watch, ()
 
 
 def _device_type(module: nn.Module) -> str:

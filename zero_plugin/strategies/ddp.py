@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,6 +34,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if name == "module":  # not there yet
                 raise
             return getattr(super().__getattr__("module"), name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: what comes back would be wrapped for a group of processes that is another one, or none.
+
+        Raises:
+            LoopError: always.
+        """
+        kind = type(self.module).__name__
+        raise LoopError(
+            f"a prepared {kind} is pickled (torch.save, copy to another process): under DDP it belongs to this run's "
+            f"processes.\nPickle accelerator.unwrap_model(model), which is the {kind} itself; or save its weights with "
+            "accelerator.save_model(model, folder)."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        return made
 
 
 class DdpStrategy(Strategy):
