@@ -35,7 +35,8 @@ def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[s
     by_torch = bool(training.value("optimizer", "params", "torch_adam"))
     by_section = training.value("optimizer", "type") not in (None, AUTO)
     ops = []
-    any_by_torch = training.value("zero_force_ds_cpu_optimizer") is False  # torch's own is stepped on the CPU
+    forced = training.get("zero_force_ds_cpu_optimizer")
+    any_by_torch = forced is not None and forced.origin.typed_by_user and forced.value is False
     if devices[0] in ("cpu", "nvme", AUTO) and optimizer in _CPU_OPS and not (by_torch or any_by_torch):
         ops.append(_CPU_OPS[optimizer])
     if devices[0] not in ("cpu", "nvme") and on_gpu and by_section and optimizer in _GPU_OPS and not by_torch:
