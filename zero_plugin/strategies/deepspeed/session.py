@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -508,8 +509,14 @@ class EngineSession(Session):
             # DeepSpeed's own hook on each parameter begins with it.
             wrapper.reenter_backward_if_needed = preceded(wrapper.reenter_backward_if_needed, self._refuse_unopened)
             return
+        reference = weakref.WeakMethod(self._refuse_unopened)  # a parameter would keep it where Python cannot see it
+
+        def refuse(p: Tensor) -> None:
+            if (refuse_unopened := reference()) is not None:
+                refuse_unopened(p)
+
         for p in self._trained:
-            self._hooks.append(p.register_post_accumulate_grad_hook(self._refuse_unopened))
+            self._hooks.append(p.register_post_accumulate_grad_hook(refuse))
 
     def _refuse_unopened(self, *_: Tensor) -> None:
         if not self.engine.__dict__["_running_engine_backward"] and not _runs_forward(self.engine):
