@@ -267,7 +267,7 @@ def test_a_closed_terminal_does_not_end_a_run_under_nohup(start: Start, tmp_path
     assert launcher.returncode == 143
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.campaign), signal.SIGTERM])
 def test_a_signal_while_machines_are_awaited(
     start: Start, tmp_path: Path, number: signal.Signals, free_port: Callable[[], int]
 ) -> None:

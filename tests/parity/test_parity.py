@@ -18,6 +18,14 @@ from reference import run_reference
 WORKER = Path(__file__).parent / "worker.py"
 # On a machine with GPUs each path runs there too, as one process.
 RUNS = [("cpu", path) for path in PATHS] + [("cuda", path) for path in PATHS if torch.cuda.is_available()]
+# What these offload, others do too: at another stage, or more of it.
+RARE = ("zero1-cpu", "zero3-nvme-optimizer", "zero3-cpu-nvme-optimizer")
+
+
+def _marks(path: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.campaign] if path in RARE else []
+
+
 _folders: dict[tuple[str, str], Path] = {}
 
 
@@ -51,7 +59,7 @@ def test_every_pair_of_choices_is_in_a_case() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("device", "path"), RUNS)
+@pytest.mark.parametrize(("device", "path"), [pytest.param(*run, marks=_marks(run[1])) for run in RUNS])
 def test_path_runs(device: str, path: str, results: Callable[[str, str], Path]) -> None:
     """Every case of a path runs to its end in one group of processes, which exits with 0 and leaves no NVMe file."""
     folder = results(device, path)
@@ -62,7 +70,8 @@ def test_path_runs(device: str, path: str, results: Callable[[str, str], Path]) 
 @pytest.mark.processes
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("device", "path", "name"), [(device, path, name) for device, path in RUNS for name in cases_for(path, device)]
+    ("device", "path", "name"),
+    [pytest.param(device, path, name, marks=_marks(path)) for device, path in RUNS for name in cases_for(path, device)],
 )
 def test_case_equals_plain_torch(device: str, path: str, name: str, results: Callable[[str, str], Path]) -> None:
     """Losses, norms, learning rates as applied, and final weights equal the single-process reference."""
