@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -19,6 +22,9 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from forked import run_as_script
 
 from zero_plugin.strategies.deepspeed.build_lock import build_folder, find_stale_build_locks
 
@@ -184,43 +190,54 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.fixture(scope="session")
+def forks() -> multiprocessing.context.ForkServerContext:
+    """Starts processes as forks of one that has imported torch and DeepSpeed, which takes seconds of a processor."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cpuinfo", "torch._dynamo", "deepspeed"])
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DS_ACCELERATOR", "cpu")
+        environment.setenv("OMP_NUM_THREADS", "1")
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
 @pytest.fixture
-def run_processes(tmp_path: Path) -> Callable[..., list[str]]:
+def run_processes(tmp_path: Path, forks: multiprocessing.context.ForkServerContext) -> Callable[..., list[str]]:
     """Run a script as `world` processes, `script STORE RANK WORLD ARGS…`; their outputs, or the failing one's as error.
 
     STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken. No process
-    outlives the call, which fails where all stand still for so many seconds.
+    outlives the call, which fails where all stand still for so many seconds. The processes are forks, whose imports
+    are done; where a start or an end is what a test is about, it starts Python itself.
     """
 
     def run(script: str | Path, world: int, *args: object, seconds: float = 180) -> list[str]:
         store = tmp_path / f"store-{time.monotonic_ns()}"
         logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(world)]
-        workers: list[subprocess.Popen[bytes]] = []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        workers = []
         try:
             for rank, log in enumerate(logs):
-                command = [sys.executable, str(script), str(store), str(rank), str(world), *map(str, args)]
-                with log.open("wb") as output:
-                    workers.append(
-                        subprocess.Popen(
-                            command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
-                        )
-                    )
+                command = [str(script), str(store), str(rank), str(world), *map(str, args)]
+                workers.append(
+                    forks.Process(target=run_as_script, args=(command, environment, str(Path.cwd()), str(log)))
+                )
+                workers[-1].start()
             stuck, looked = StandStill(*(worker.pid for worker in workers), seconds=seconds), time.monotonic()
-            while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
-                time.sleep(0.02)
+            while any(worker.is_alive() for worker in workers) and not any(worker.exitcode for worker in workers):
+                multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.is_alive()], 5)
                 if time.monotonic() - looked > 5:
                     looked = time.monotonic()
                     if stuck:
                         break
         finally:
-            alive = [worker.poll() is None for worker in workers]
-            codes = [worker.poll() for worker in workers]
+            codes = [worker.exitcode for worker in workers]
             for worker in workers:
                 worker.kill()
-                worker.wait()
-        outputs = [log.read_text() for log in logs]
+                worker.join()
+        outputs = [log.read_text() if log.exists() else "" for log in logs]
         assert codes == [0] * world, "\n".join(
-            f"--- process {rank}: {'still running' if alive[rank] else codes[rank]}\n{output}"
+            f"--- process {rank}: {'still running' if codes[rank] is None else codes[rank]}\n{output}"
             for rank, output in enumerate(outputs)
         )
         return outputs

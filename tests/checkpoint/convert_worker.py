@@ -7,7 +7,6 @@ the import's export. Losses and values are written into a folder of the case's n
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -20,7 +19,6 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
 
-import cpuinfo
 import deepspeed
 import torch
 import torch.distributed as dist
@@ -33,8 +31,6 @@ from zero_plugin import collectives
 from zero_plugin.checkpoint.convert.open_source import open_source
 from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
 from zero_plugin.checkpoint.convert.to_universal import write_universal
-
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU optimizers ask, a second each time
 
 SAVED_AFTER, STEPS = 3, 6
 

@@ -8,7 +8,6 @@ in the end, and what was not as it should be, in its name.
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import json
@@ -23,7 +22,6 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
 
-import cpuinfo
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -34,8 +32,6 @@ from torch import Tensor, nn
 
 from zero_plugin import collectives
 from zero_plugin.checkpoint.nested_file import read_nested
-
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU optimizers ask, a second each time
 
 SAVED_AFTER, STEPS = 2, 5  # the third step is one where DeepSpeed's CPU Adam could get another bias correction
 SAMPLES = 12  # of all processes together: 1 to 4 have equal parts of them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -16,7 +15,6 @@ os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import cpuinfo
 import torch
 import torch.distributed as dist
 from cases import EPOCHS, PATHS, Case, case_for, width_for
@@ -24,9 +22,6 @@ from model import code_schedule, make_loader, make_model, parameter_groups
 
 from zero_plugin import Accelerator, DummyOptim, DummyScheduler
 from zero_plugin.optimizers import Lion
-
-# DeepSpeed asks for the processor's name, a second each time, whenever it makes one of its CPU optimizers.
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def config_of(case: Case, training: dict[str, Any], nvme: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ the end of a window, by what they are, the bytes of its NVMe files, and the most
 
 from __future__ import annotations
 
-import functools
 import gc
 import json
 import os
@@ -20,7 +19,6 @@ from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import cpuinfo
 import torch
 import torch.distributed as dist
 from still_group import is_staging
@@ -29,9 +27,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zero_plugin import Accelerator
 from zero_plugin.plugins import DistributedDataParallelKwargs
-
-# DeepSpeed asks for the processor's name, a second each time, whenever it makes one of its CPU optimizers.
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 OPTIMIZERS = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3),

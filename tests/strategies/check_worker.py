@@ -6,7 +6,6 @@ each check, "ok" or a traceback.
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import json
@@ -18,13 +17,9 @@ from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import cpuinfo
 import pytest
 import torch
 import torch.distributed as dist
-
-# DeepSpeed asks for the processor's name, a second each time, whenever it makes one of its CPU optimizers.
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def main() -> None:
