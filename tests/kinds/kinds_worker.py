@@ -1,4 +1,4 @@
-"""Trains kinds on paths in one group of processes: STORE RANK WORLD PATHS FOLDER KIND…; process 0 writes a row each."""
+"""Trains kinds on paths: STORE RANK WORLD PATHS FOLDER KIND…; each process writes its rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -19,32 +20,43 @@ import torch.distributed as dist
 from kinds import KINDS
 from loops import Plain, difference, prepared
 
+from zero_plugin.errors import ZeroPluginError
+
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a second each time
 
 
+def compare(kind: str, path: str, world: int) -> tuple[float | None, str]:
+    """The relative difference of what `kind` ends with on `path`, or None and the error that it ended in."""
+    try:
+        torch.manual_seed(0)
+        wanted = KINDS[kind](Plain(world))
+        torch.manual_seed(0)
+        with prepared(path) as loop:
+            return difference(KINDS[kind](loop), wanted), ""
+    except ZeroPluginError as error:
+        return None, f"refused: {type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - one failing kind must not hide the others
+        return None, traceback.format_exc()
+
+
 def main() -> None:
-    """Every kind on every path, one after the other; an error is its row's text."""
+    """Every kind on every path, one after the other."""
     store, rank, world, paths, folder, *kinds = sys.argv[1:]
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=300)
+        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60)
     )
     with (Path(folder) / f"rank-{rank}.jsonl").open("w") as rows:
         for kind in kinds or KINDS:
-            torch.manual_seed(0)
-            wanted = KINDS[kind](Plain(int(world)))
             for path in paths.split(","):
                 gc.collect()
-                gc.freeze()
-                torch.manual_seed(0)
+                gc.freeze()  # else every end_training() walks all that imports have made until then
                 dist.barrier()
-                try:
-                    with prepared(path) as loop:
-                        found = difference(KINDS[kind](loop), wanted)
-                except Exception:  # noqa: BLE001 - one failing kind must not hide the others
-                    found = traceback.format_exc()
-                rows.write(json.dumps([kind, path, int(world), found]) + "\n")
+                print(f"=== {kind} on {path}", flush=True)
+                begun = time.perf_counter()
+                rows.write(json.dumps([kind, path, int(world), *compare(kind, path, int(world))]) + "\n")
                 rows.flush()
+                print(f"=== {time.perf_counter() - begun:.2f} s", flush=True)
     gc.unfreeze()
     gc.collect()
     dist.barrier()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn import functional as collectives
+from torch.utils.data import DataLoader
 
 from zero_plugin import Accelerator
 
@@ -18,7 +20,12 @@ ZERO = {
     "zero2": {"stage": 2},
     "zero3": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "zero2-cpu": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "zero3-cpu": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "zero3-cpu": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    },
 }
 PATHS = ("single", "ddp", *ZERO)
 
@@ -28,26 +35,91 @@ class Plain:
 
     Attributes:
         world: processes of the group that this one is compared with.
+        ranks: those whose parts of a global batch this process computes.
     """
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.ranks = list(range(world))
+        self._window = self._size = self._left = 1
 
     def prepare(self, *objects: Any) -> Any:
         """The objects themselves."""
         return objects if len(objects) > 1 else objects[0]
 
+    def free(self, *objects: Any) -> None:
+        """Take back what `prepare` made of them."""
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model as it was before `prepare`."""
+        return model
+
     def part(self, whole: Tensor) -> Tensor:
         """What of a global batch is this process'."""
         return whole
 
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of the mean over the global batch."""
-        loss.backward()
+    def share(self, whole: Tensor, rank: int) -> Tensor:
+        """What of a global batch is process `rank`'s."""
+        return whole.chunk(self.world)[rank]
 
-    def clip(self, model: nn.Module, norm: float) -> Tensor:
+    def mean_over_ranks(self, loss: Callable[[int], Tensor]) -> Tensor:
+        """The mean of a loss that each process computes of its own share; prepared, this process' own."""
+        return torch.stack([loss(rank) for rank in self.ranks]).mean()
+
+    def gathered(self, own: dict[int, Tensor], *, with_gradients: bool = False) -> list[Tensor]:
+        """What each process has computed, by its rank."""
+        return [tensor if with_gradients else tensor.detach() for tensor in own.values()]
+
+    def for_metrics(self, value: Tensor) -> Tensor:
+        """The samples of a batch of all processes, once each."""
+        return value
+
+    def loader(self, dataset: Any, **options: Any) -> Iterable[Any]:
+        """Batches of the dataset, which together are global ones."""
+        return DataLoader(dataset, batch_size=SIZE, **options)
+
+    def accumulate_over(self, steps: int) -> None:
+        """How many batches of the loader an optimizer's step is of."""
+        self._window = steps
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, index: int = 0, length: int = 0) -> Iterator[None]:
+        """Around what is done with batch `index` of so many; the last window may be shorter."""
+        begin = index - index % self._window
+        self._size = min(begin + self._window, length) - begin
+        self._left = begin + self._size - index
+        yield
+
+    @property
+    def ends_window(self) -> bool:
+        """Whether the coming step changes weights."""
+        return self._left == 1
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Around a backward whose gradients are not averaged yet."""
+        return nullcontext()
+
+    def whole_weights(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Around what reads or writes weights."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Gradients of the mean over the global batch."""
+        (loss / self._size).backward(**options)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Apply gradients and drop them, at a window's end."""
+        if self._left == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def clip(self, parameters: Any, norm: float) -> Tensor:
         """The norm of all gradients before they are clipped."""
-        return nn.utils.clip_grad_norm_(model.parameters(), norm)
+        return nn.utils.clip_grad_norm_(parameters, norm)
+
+    def clip_values(self, parameters: Any, value: float) -> None:
+        """Clamp every gradient."""
+        nn.utils.clip_grad_value_(parameters, value)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a number over the processes."""
@@ -79,22 +151,76 @@ class Prepared(Plain):
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(dist.get_world_size())
         self.accelerator = accelerator
+        self.ranks = [dist.get_rank()]
 
     def prepare(self, *objects: Any) -> Any:
         """What `Accelerator.prepare` makes of them."""
         return self.accelerator.prepare(*objects)
 
+    def free(self, *objects: Any) -> None:
+        """By the accelerator."""
+        self.accelerator.free_memory(*objects)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """By the accelerator."""
+        return self.accelerator.unwrap_model(model)
+
     def part(self, whole: Tensor) -> Tensor:
         """This process' chunk."""
-        return whole.chunk(self.world)[dist.get_rank()]
+        return self.share(whole, dist.get_rank())
 
-    def backward(self, loss: Tensor) -> None:
-        """The accelerator's."""
-        self.accelerator.backward(loss)
+    def gathered(self, own: dict[int, Tensor], *, with_gradients: bool = False) -> list[Tensor]:
+        """By the accelerator, or where gradients are to come back by torch."""
+        (tensor,) = own.values()
+        if with_gradients:
+            return list(collectives.all_gather(tensor))
+        return list(self.accelerator.gather(tensor.detach()).chunk(self.world))
 
-    def clip(self, model: nn.Module, norm: float) -> Tensor:
+    def for_metrics(self, value: Tensor) -> Tensor:
+        """By the accelerator."""
+        return self.accelerator.gather_for_metrics(value)
+
+    def loader(self, dataset: Any, **options: Any) -> Iterable[Any]:
+        """A prepared one, of this process' parts."""
+        return self.accelerator.prepare(DataLoader(dataset, batch_size=SIZE // self.world, **options))
+
+    def accumulate_over(self, steps: int) -> None:
+        """Told to the accelerator."""
+        self.accelerator.gradient_accumulation_steps = steps
+
+    def accumulate(self, model: nn.Module, index: int = 0, length: int = 0) -> AbstractContextManager[None]:
         """The accelerator's."""
-        return self.accelerator.clip_grad_norm_(model.parameters(), norm)
+        return self.accelerator.accumulate(model)
+
+    @property
+    def ends_window(self) -> bool:
+        """The accelerator's."""
+        return self.accelerator.sync_gradients
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The accelerator's."""
+        return self.accelerator.no_sync(model)
+
+    def whole_weights(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """The accelerator's."""
+        return self.accelerator.whole_weights(*models)
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The accelerator's."""
+        self.accelerator.backward(loss, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """At every batch: inside a window nothing happens."""
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def clip(self, parameters: Any, norm: float) -> Tensor:
+        """The accelerator's."""
+        return self.accelerator.clip_grad_norm_(parameters, norm)
+
+    def clip_values(self, parameters: Any, value: float) -> None:
+        """The accelerator's."""
+        self.accelerator.clip_grad_value_(parameters, value)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a number over the processes."""
