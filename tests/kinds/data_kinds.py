@@ -129,3 +129,4 @@ KINDS: dict[str, Kind] = {
     "a loader that is not prepared": by_hand_over_loader,
 }
 REFUSED: dict[str, dict[str, str]] = {}
+FAILS: dict[str, dict[str, str]] = {}

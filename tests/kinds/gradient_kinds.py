@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from loops import SIZE, Plain
+from loops import EVERYWHERE, SIZE, STAGE_3, ZERO, Plain
 from torch import Tensor
 from training import STEPS, Kind, Samples, Weights, net, sgd, squared, train, with_sgd
 
@@ -293,4 +293,14 @@ KINDS: dict[str, Kind] = {
     "LBFGS": partial(by_closure, partial(torch.optim.LBFGS, lr=0.1)),
     "evaluation between steps": evaluated_between,
 }
-REFUSED = {"gradient penalty": dict.fromkeys(("zero3", "zero3-cpu"), "Use stage 2")}
+REFUSED: dict[str, dict[str, str]] = {
+    "gradient penalty": dict.fromkeys(STAGE_3, "Use stage 2"),
+    "clipped by value": dict.fromkeys(ZERO, "Use accelerator.clip_grad_norm_"),
+    "clipped by group": dict.fromkeys(ZERO, "Pass model.parameters() of the whole"),
+    "noise on gradients, in p.grad": dict.fromkeys(("zero2", "zero2-cpu"), "p.register_hook"),
+    "two backwards, retain_graph": dict.fromkeys(STAGE_3, "Add the losses"),
+    "step(closure)": dict.fromkeys(EVERYWHERE, "accelerator.backward(loss)"),
+    "LBFGS": dict.fromkeys(EVERYWHERE, "without a closure"),
+}
+# The script's own lines fail there, in torch, before any of them is the package's.
+FAILS = {"noise on gradients, in p.grad": dict.fromkeys(STAGE_3, "assign a gradient of size")}

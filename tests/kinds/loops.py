@@ -27,7 +27,8 @@ ZERO = {
         "offload_param": {"device": "cpu"},
     },
 }
-PATHS = ("single", "ddp", *ZERO)
+STAGE_3 = ("zero3", "zero3-cpu")
+EVERYWHERE = ("single", "ddp", *ZERO)
 
 
 class Plain:

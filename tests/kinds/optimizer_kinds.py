@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from loops import Plain
+from loops import ZERO, Plain
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from training import STEPS, Kind, Weights, net, sgd, squared, train, with_sgd
@@ -162,4 +162,8 @@ KINDS: dict[str, Kind] = {
     "a group that rests": rate_of_a_group,
     "a group added later": group_added,
 }
-REFUSED: dict[str, dict[str, str]] = {}
+REFUSED: dict[str, dict[str, str]] = {
+    "Adafactor": dict.fromkeys(ZERO, "Use stage 0 or DDP"),
+    "a group added later": dict.fromkeys(ZERO, "before prepare()"),
+}
+FAILS: dict[str, dict[str, str]] = {}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from loops import FEATURES, OUT, SIZE, Plain
+from loops import EVERYWHERE, FEATURES, OUT, SIZE, Plain
 from modules import TwoHeads
 from torch import Tensor, nn
 from torch.nn import functional
@@ -215,4 +215,8 @@ KINDS: dict[str, Kind] = {
     "two optimizers of one model": two_optimizers_of_one,
     "policy gradient": policy_gradient,
 }
-REFUSED: dict[str, dict[str, str]] = {}
+REFUSED: dict[str, dict[str, str]] = {
+    "one optimizer of two models": dict.fromkeys(EVERYWHERE, "Build an optimizer for each"),
+    "two optimizers of one model": dict.fromkeys(EVERYWHERE, "with parameter groups"),
+}
+FAILS: dict[str, dict[str, str]] = {}

@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the kinds import each other by name, here and in the worker
 
-from kinds import REFUSED  # noqa: E402
+from kinds import FAILS, REFUSED  # noqa: E402
 
 ZERO = "zero1,zero2,zero3,zero2-cpu,zero3-cpu"
 PATHS = {1: f"single,{ZERO}", 2: f"ddp,{ZERO}", 3: f"ddp,{ZERO}"}
@@ -32,14 +32,16 @@ def judge(kind: str, path: str, outcomes: list[tuple[float | None, str]]) -> tup
         outcomes: each process' difference, or None, and its error.
     """
     texts = [text for _, text in outcomes]
-    words = REFUSED.get(kind, {}).get(path)
+    refused, fails = REFUSED.get(kind, {}).get(path), FAILS.get(kind, {}).get(path)
     if any(texts):
         told = next(filter(None, texts))
-        own = all(text.startswith("refused: ") and words is not None and words in text for text in texts)
-        return " ".join(told.split()) if told.startswith("refused: ") else told.strip().splitlines()[-1], own
+        own = told.startswith("refused: ")
+        words = refused if own else fails
+        as_must = words is not None and all(words in text and text.startswith("refused: ") is own for text in texts)
+        return " ".join(told.split()) if own else f"fails: {told.strip().splitlines()[-1]}", as_must
     largest = max(difference for difference, _ in outcomes if difference is not None)
     limit = KERNELS if path.endswith("-cpu") else PLAIN
-    return f"{largest:.1e}", words is None and largest <= limit
+    return f"{largest:.1e}", not (refused or fails) and largest <= limit
 
 
 @pytest.mark.campaign

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from loops import Plain
+from loops import EVERYWHERE, ZERO, Plain
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import STEPS, Kind, Weights, net, sgd, squared, train, with_sgd
 
@@ -185,4 +185,8 @@ KINDS: dict[str, Kind] = {
     "Lookahead": looked_ahead,
     "best weights restored": best_restored,
 }
-REFUSED: dict[str, dict[str, str]] = {}
+REFUSED: dict[str, dict[str, str]] = {
+    "frozen body, unfrozen in epoch 2": dict.fromkeys(EVERYWHERE, "free_memory()"),
+    "a layer frozen later": {"ddp": "find_unused_parameters", **dict.fromkeys(ZERO, "free_memory()")},
+}
+FAILS: dict[str, dict[str, str]] = {}
