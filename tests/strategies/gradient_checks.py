@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 import warnings
 from pathlib import Path
@@ -405,6 +406,33 @@ def check_arguments_of_backward(path: str) -> None:
         accelerator.backward(losses, gradient=torch.full_like(losses, 1 / len(losses)))
         optimizer.step()
         assert_near(weights(accelerator, model), _trained_plainly([0]))
+
+
+def check_a_graph_that_is_run_through_twice(path: str) -> None:
+    """Two losses of one forward, a backward each: as in plain torch; stage 3, which releases weights, refuses it."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        out = plain(global_batch(step)[0])
+        (out.square().mean() + out.abs().mean()).backward()
+        sgd.step()
+        sgd.zero_grad()
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        for step in range(2):
+            out = model(own_batch(step)[0])
+            accelerator.backward(out.square().mean(), retain_graph=True)
+            second = functools.partial(accelerator.backward, out.abs().mean())
+            if path == "zero3":
+                raised(LoopError, "Add the losses", "stage 2", by=second)
+                optimizer.zero_grad()
+                out = model(own_batch(step)[0])
+                accelerator.backward(out.square().mean() + out.abs().mean())
+            else:
+                second()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
 def check_lomo_is_refused(path: str) -> None:

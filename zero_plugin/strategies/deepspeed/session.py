@@ -124,6 +124,7 @@ class EngineSession(Session):
         self._hooks.append(self._guard)
         self._passed = False  # the running backward has come through the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
+        self._fetched: list[Any] = []  # before each forward and backward, at stage 3
         if engine.zero_optimization_partition_weights():
             self._hooks += refuse_partitioned_states(self.module)
             self._fetched = [p for p in self.module.parameters() if hasattr(p, "ds_id") and not p.ds_persist]
@@ -132,7 +133,7 @@ class EngineSession(Session):
         # so in every output's hook, and divide what comes in by the accumulation steps.
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
         engine._backward_prologue = self._pass_outputs
-        engine._backward_prologue_per_tensor = _unchanged
+        engine._backward_prologue_per_tensor = self._pass_output
         engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
@@ -502,6 +503,20 @@ class EngineSession(Session):
                 "of gradients (a gradient penalty)."
             )
 
+    def _pass_output(self, gradient: Tensor) -> Tensor:
+        """The engine's hook on each of the model's outputs; the one on all of them comes first, but once for a forward.
+
+        At stage 3 weights are fetched for as many passes backward as there were forward.
+        """
+        again = self.engine._running_engine_backward and not self._passed
+        if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
+            raise LoopError(
+                f"a second backward through one forward of the {type(self.module).__name__}: ZeRO stage 3 has released "
+                "its weights after the first.\nAdd the losses and call backward() once, call the model again for the "
+                "second loss, or use stage 2."
+            )
+        return gradient
+
     def _watch_parameters(self) -> None:
         """Have a backward that was not opened fail in the first parameter that it reaches."""
         wrapper = self.engine.optimizer
@@ -558,10 +573,6 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
         return engine
 
     return call
-
-
-def _unchanged(gradient: Tensor) -> Tensor:
-    return gradient
 
 
 def _refuse_engine_backward(*_: Any, **__: Any) -> NoReturn:
