@@ -267,6 +267,46 @@ def by_closure(make: Callable[[Any], torch.optim.Optimizer], loop: Plain) -> Wei
     return loop.weights(model)
 
 
+def penalized(power: int, loop: Plain) -> Weights:
+    """A penalty on the weights, which the loss is given by hand."""
+
+    def loss(model: Any, step: int) -> Tensor:
+        return squared(model, loop.batch(step)) + 0.01 * sum(p.abs().pow(power).sum() for p in model.parameters())
+
+    model = net()
+    return train(loop, model, sgd(model.parameters()), loss)
+
+
+def backwards_in_other_order(loop: Plain) -> Weights:
+    model, optimizer = loop.prepare(*with_sgd())
+    for step in range(STEPS):
+        first, second = squared(model, loop.batch(step)), squared(model, loop.batch(step + 40))
+        loop.backward(second)
+        loop.backward(0.3 * first)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loop.weights(model)
+
+
+def hooks_after_sums(loop: Plain) -> Weights:
+    """The hook finds what has been added up until then."""
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    model, optimizer = with_sgd()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    model, optimizer = loop.prepare(model, optimizer)
+    for step in range(6):
+        loop.backward(squared(model, loop.batch(step)) / 3)
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return loop.weights(model)
+
+
 KINDS: dict[str, Kind] = {
     "gradient penalty": gradient_penalty,
     "hooks on gradients": gradient_hooks,
@@ -289,6 +329,10 @@ KINDS: dict[str, Kind] = {
     "two backwards, retain_graph": two_backwards_of_one_graph,
     "two losses of two forwards": two_losses_of_two_forwards,
     "adversarial inputs": adversarial_inputs,
+    "L2 penalty by hand": partial(penalized, 2),
+    "L1 penalty by hand": partial(penalized, 1),
+    "two backwards in other order": backwards_in_other_order,
+    "hooks after sums of gradients": hooks_after_sums,
     "step(closure)": partial(by_closure, sgd),
     "LBFGS": partial(by_closure, partial(torch.optim.LBFGS, lr=0.1)),
     "evaluation between steps": evaluated_between,
@@ -299,6 +343,10 @@ REFUSED: dict[str, dict[str, str]] = {
     "clipped by group": dict.fromkeys(ZERO, "Pass model.parameters() of the whole"),
     "noise on gradients, in p.grad": dict.fromkeys(("zero2", "zero2-cpu"), "p.register_hook"),
     "two backwards, retain_graph": dict.fromkeys(STAGE_3, "Add the losses"),
+    "L2 penalty by hand": partial(penalized, 2),
+    "L1 penalty by hand": partial(penalized, 1),
+    "two backwards in other order": backwards_in_other_order,
+    "hooks after sums of gradients": hooks_after_sums,
     "step(closure)": dict.fromkeys(EVERYWHERE, "accelerator.backward(loss)"),
     "LBFGS": dict.fromkeys(EVERYWHERE, "without a closure"),
 }

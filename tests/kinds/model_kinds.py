@@ -10,12 +10,14 @@ import torch
 from loops import FEATURES, OUT, SIZE, STAGE_3, ZERO, Plain
 from modules import (
     Attending,
+    Borrowing,
     Coding,
     Dropping,
     LowRank,
     Masked,
     Packed,
     Recomputed,
+    Recording,
     Recurrent,
     Recurring,
     Shared,
@@ -268,6 +270,18 @@ def low_rank(loop: Plain) -> Weights:
     return train(loop, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-4))
 
 
+def recorded(loop: Plain) -> Weights:
+    torch.manual_seed(5)
+    model = Recording()
+
+    def loss(model: Any, step: int) -> Tensor:
+        x, y = loop.batch(step)
+        out = model(x)
+        return (out.first - y).square().mean() + 0.3 * (out.second + y).square().mean()
+
+    return train(loop, model, sgd(model.parameters()), loss)
+
+
 def sparse_embedding(loop: Plain) -> Weights:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, OUT))
@@ -307,6 +321,8 @@ KINDS: dict[str, Kind] = {
     "truncated backpropagation in time": truncated_in_time,
     "GRU of packed sequences": partial(over_words, Packed),
     "torch's Transformer": partial(over_words, Attending),
+    "a weight that another module uses": partial(over_words, Borrowing),
+    "outputs in a dataclass": recorded,
     "weights of classes": weighted_samples,
     "variational autoencoder": variational,
     "a method beside forward": method_of_the_model,

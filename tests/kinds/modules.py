@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from loops import FEATURES, OUT
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import rnn
 from torch.utils.checkpoint import checkpoint
 
@@ -226,3 +228,36 @@ class LowRank(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.up @ self.down
+
+
+class Borrowing(nn.Module):
+    """A head that is the embedding's weight, used by the parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(20, 16), nn.Linear(16, 16)
+        self.bias = nn.Parameter(torch.zeros(20))
+
+    def forward(self, words: Tensor) -> Tensor:
+        return functional.linear(self.inner(self.words(words)).tanh(), self.words.weight, self.bias)
+
+
+@dataclass
+class Outputs:
+    """What no library knows."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Recording(nn.Module):
+    """Outputs in a record of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 16), nn.LayerNorm(16))
+        self.first, self.second = nn.Linear(16, OUT), nn.Linear(16, OUT)
+
+    def forward(self, x: Tensor) -> Outputs:
+        x = self.body(x)
+        return Outputs(self.first(x), self.second(x))

@@ -86,6 +86,31 @@ def contrast_of_all(with_gradients: bool, loop: Plain) -> Weights:
     return train(loop, model, sgd(model.parameters()), loss)
 
 
+class Siamese(nn.Module):
+    """A projection, and a prediction of the other view's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.predict = nn.Sequential(nn.Linear(FEATURES, 8), nn.LayerNorm(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        projected = self.project(x)
+        return projected, self.predict(projected)
+
+
+def siamese(loop: Plain) -> Weights:
+    """SimSiam: each view predicts the other one, which is detached."""
+    torch.manual_seed(5)
+    model = Siamese()
+
+    def loss(model: Any, step: int) -> Tensor:
+        (left, from_left), (right, from_right) = (model(loop.part(view)) for view in _views(step))
+        ahead = functional.cosine_similarity(from_left, right.detach()).mean()
+        return -ahead - functional.cosine_similarity(from_right, left.detach()).mean()
+
+    return train(loop, model, sgd(model.parameters()), loss)
+
+
 def prepared_teacher(loop: Plain) -> Weights:
     """A frozen teacher that is prepared too: at stage 3 it is partitioned."""
     teacher = net().eval().requires_grad_(False)
@@ -206,6 +231,7 @@ KINDS: dict[str, Kind] = {
     "distillation": distilled,
     "distillation, the teacher prepared": prepared_teacher,
     "mean teacher": mean_teacher,
+    "SimSiam": siamese,
     "contrast": contrasted,
     "contrast with gathered embeddings": partial(contrast_of_all, False),
     "contrast with gathered gradients": partial(contrast_of_all, True),
