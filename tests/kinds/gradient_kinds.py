@@ -347,6 +347,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "L1 penalty by hand": partial(penalized, 1),
     "two backwards in other order": backwards_in_other_order,
     "hooks after sums of gradients": hooks_after_sums,
+    "L2 penalty by hand": dict.fromkeys(STAGE_3, "weight_decay"),
+    "L1 penalty by hand": dict.fromkeys(STAGE_3, "weight_decay"),
+    "hooks after sums of gradients": dict.fromkeys(("zero2", "zero2-cpu", *STAGE_3), "p.register_hook"),
     "step(closure)": dict.fromkeys(EVERYWHERE, "accelerator.backward(loss)"),
     "LBFGS": dict.fromkeys(EVERYWHERE, "without a closure"),
 }

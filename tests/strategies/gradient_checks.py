@@ -435,6 +435,50 @@ def check_a_graph_that_is_run_through_twice(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
+def check_a_penalty_on_the_weights(path: str) -> None:
+    """Written into the loss: as in plain torch; stage 3, where the script finds empty weights, refuses it."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    (loss_of(plain, global_batch(0)) + 0.1 * sum(p.square().sum() for p in plain.parameters())).backward()
+    sgd.step()
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        loss = loss_of(model, own_batch(0)) + 0.1 * sum(p.square().sum() for p in model.parameters())
+        if path == "zero3":
+            raised(LoopError, "outside of its forward", "weight_decay", by=lambda: accelerator.backward(loss))
+            return
+        accelerator.backward(loss)
+        optimizer.step()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
+def check_hooks_on_sums_of_gradients(path: str) -> None:
+    """A hook after each gradient finds the window's sum so far; where sums are not in `p.grad`, windows refuse it."""
+
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
+    plain = make_net()
+    plain[0].weight.register_post_accumulate_grad_hook(halve)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(plain, global_batch(step)).backward()
+    sgd.step()
+    with running(path) as accelerator:
+        net = make_net()
+        net[0].weight.register_post_accumulate_grad_hook(halve)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        second = functools.partial(accelerator.backward, loss_of(model, own_batch(1)))
+        if path in ("zero2", "zero3", "zero2-cpu"):
+            raised(LoopError, "0.weight", "register_hook", by=second)
+            return
+        second()
+        optimizer.step()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
 def check_lomo_is_refused(path: str) -> None:
     """It would change weights within backward."""
     with running(path) as accelerator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -64,6 +65,8 @@ __all__ = ["EngineSession"]
 
 # Weights are gathered this many elements at a time: enough to fill the link, little beside a layer of a large model.
 _GATHER_ELEMENTS = 2**26
+# What torch says where a gradient comes back to a tensor that was empty in the forward.
+_OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
 
 
 class EngineSession(Session):
@@ -111,6 +114,7 @@ class EngineSession(Session):
             or getattr(wrapper, "overlap_comm", False)
             or getattr(wrapper, "use_grad_accum_attribute", True)
         )
+        self._hooked = [] if self._steps_by_grad else _names_with_hooks(self.module)
         self._left: list[Tensor | None] = [None for _ in self._trained]  # `p.grad` as the last backward has left it
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
@@ -160,8 +164,14 @@ class EngineSession(Session):
         self.open_backward(ends_window=ends_window, loss=loss)
         try:
             torch.autograd.backward(self.scale_loss(loss), **kwargs)
-        except BaseException:
+        except BaseException as error:
             self.abandon_backward(reached=True)
+            if self._fetched and _OF_EMPTY.search(str(error)):
+                raise LoopError(
+                    f"the loss was made of parameters of the {type(self.module).__name__} outside of its forward, "
+                    "where ZeRO stage 3 keeps none of their elements.\nWrite a penalty on weights as the optimizer's "
+                    "weight_decay, or use stage 2."
+                ) from error
             raise
         reached = self._passed or self._reaches(loss)
         self.close_backward(reached=reached)
@@ -175,6 +185,7 @@ class EngineSession(Session):
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
         """See `Session.open_backward`."""
         self._refuse_failed()
+        self._refuse_hooks_on_sums()
         self._passed = False
         self._gradients.before_backward(self._micro_batches)
         self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
@@ -517,6 +528,15 @@ class EngineSession(Session):
             )
         return gradient
 
+    def _refuse_hooks_on_sums(self) -> None:
+        if self._micro_batches and self._hooked:
+            raise LoopError(
+                f"a second backward before the step, where {self._hooked[0]} of the {type(self.module).__name__} has a "
+                "hook of register_post_accumulate_grad_hook(): it is to find the sum of the gradients so far, which "
+                "this ZeRO stage keeps elsewhere.\nChange each backward's gradient by p.register_hook(lambda gradient: "
+                "…), step after each backward, or train without ZeRO."
+            )
+
     def _watch_parameters(self) -> None:
         """Have a backward that was not opened fail in the first parameter that it reaches."""
         wrapper = self.engine.optimizer
@@ -563,6 +583,12 @@ def _runs_forward(engine: Any) -> bool:
                 return True
             inner = inner.f_back
     return False
+
+
+def _names_with_hooks(module: nn.Module) -> list[str]:
+    """Of parameters that have, beside DeepSpeed's own, a hook after each gradient."""
+    hooks = ((name, getattr(p, "_post_accumulate_grad_hooks", None)) for name, p in module.named_parameters())
+    return [name for name, own in hooks if own is not None and len(own) > 1]
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
