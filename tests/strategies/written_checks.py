@@ -20,6 +20,7 @@ from paths import (
     own_batch,
     raised,
     running,
+    same,
     weights,
 )
 from torch import Tensor, nn
@@ -103,6 +104,46 @@ def check_clamped_weights(path: str) -> None:
 
     for precision in ("no", "bf16"):
         assert_near(_trained(path, precision, clamp), _plain(_clamp), 1e-5 if precision == "no" else 2e-2)
+
+
+def check_read_weights(path: str) -> None:
+    """Reading in the context, as an average outside the model does, changes nothing; nor does loading what is there."""
+
+    def read(accelerator: Any, model: Any) -> None:
+        with accelerator.whole_weights(model):
+            state = accelerator.unwrap_model(model).state_dict()
+            accelerator.unwrap_model(model).load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+
+    for precision in ("no", "bf16"):
+        undisturbed = _trained(path, precision, lambda *_: None)
+        assert same(_trained(path, precision, read), undisturbed), precision
+
+
+def check_masters_beside_written_weights(path: str) -> None:
+    """What the script writes in 16 bits takes nothing from the masters of the other weights."""
+    if not is_zero(path):
+        return
+    with running(path, mixed_precision="bf16") as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        accelerator.backward(loss_of(model, own_batch(0)))
+        optimizer.step()
+        before = _masters(optimizer)
+        with accelerator.whole_weights(model):
+            accelerator.unwrap_model(model)[0].bias.data.fill_(0.25)
+        after = _masters(optimizer)
+    for name, master in after.items():
+        wanted = torch.full_like(master, 0.25) if name == "0.bias" else before[name]
+        assert torch.equal(master, wanted), name
+
+
+def _masters(optimizer: Any) -> dict[str, Tensor]:
+    """This process' masters, by name."""
+    return {
+        piece.name: piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count].clone()
+        for block in optimizer.session.blocks(changing=False)
+        for piece in block
+    }
 
 
 def check_a_mean_teacher(path: str) -> None:

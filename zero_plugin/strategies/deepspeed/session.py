@@ -43,6 +43,7 @@ from zero_plugin.strategies.deepspeed.states import (
     engine_pieces,
     engine_weights,
     fetched_weights,
+    follow_written_weights,
     reading_engine,
     refuse_unreachable,
 )
@@ -291,7 +292,7 @@ class EngineSession(Session):
         self._finalize()
         self._buffers.send()
         if self._written:
-            self.take_masters_from_weights()
+            self._follow_written()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
             return False
@@ -358,13 +359,13 @@ class EngineSession(Session):
         """See `Session.optimized_pieces`."""
         refuse_unreachable(self.engine)
         if self._written:
-            self.take_masters_from_weights()
+            self._follow_written()
         return engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
         """See `Session.blocks`."""
         if self._written:
-            self.take_masters_from_weights()
+            self._follow_written()
         return engine_blocks(self.engine, changing=changing)
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
@@ -374,7 +375,7 @@ class EngineSession(Session):
     def reading(self) -> AbstractContextManager[None]:
         """See `Session.reading`."""
         if self._written:
-            self.take_masters_from_weights()  # now: at the next step it would undo what is read
+            self._follow_written()  # now: at the next step it would undo what is read
         return reading_engine(self.engine)
 
     def take_masters_from_weights(self) -> None:
@@ -384,6 +385,13 @@ class EngineSession(Session):
         refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
             refresh()
+
+    def _follow_written(self) -> None:
+        """Have the masters follow what the script may have written into the weights since the last step."""
+        self._await_copy()
+        self._written = False
+        if hasattr(self.engine.optimizer, "refresh_fp32_params"):
+            follow_written_weights(self.engine)
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -27,6 +28,7 @@ __all__ = [
     "engine_pieces",
     "engine_weights",
     "fetched_weights",
+    "follow_written_weights",
     "reading_engine",
     "refuse_unreachable",
 ]
@@ -137,6 +139,21 @@ def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiec
             wrapper._optimizer_states_and_gradient_swap_out(index)
         elif is_swapped:
             wrapper._release_swap_buffers(index)
+
+
+def follow_written_weights(engine: Any) -> None:
+    """Have the masters take over what a script has written into the weights, and nothing else.
+
+    A master whose rounding is what the weight is has not been written: it keeps the digits that 16 bits do not hold.
+    """
+    parameters: dict[str, Any] = dict(engine.module.named_parameters())
+    for piece in engine_pieces(engine):
+        parameter = parameters[piece.name]
+        is_partitioned = hasattr(parameter, "ds_id")
+        start, values = (0, parameter.ds_tensor) if is_partitioned else (piece.start, parameter)
+        master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
+        weight = values.detach().view(-1)[start : start + piece.count].to(master.device)
+        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
 
 
 @contextmanager
