@@ -128,6 +128,21 @@ def test_a_loop_that_steps_is_told_nothing() -> None:
     assert not loop.said
 
 
+def test_several_losses_of_the_first_batch() -> None:
+    """Two backwards before the first step, as in a GAN's critic, are no loop that never steps; an epoch of them is."""
+    loop = Loop()
+    loop.epoch = SimpleNamespace(position=0, end_of_dataloader=False)
+    for _ in range(3):
+        loop.backward()
+    assert not loop.said
+    loop.epoch.position = 1
+    loop.backward()
+    assert not loop.said
+    loop.epoch.position = 0
+    loop.backward()
+    assert "optimizer.step() was never called" in loop.said[0]
+
+
 @pytest.mark.parametrize("change", ["layer", "parameter", "inside"])
 def test_what_is_put_into_a_model_is_looked_at_at_once(change: str) -> None:
     """However many backwards came before; until it is out again, every one of them fails."""

@@ -51,6 +51,7 @@ class FirstSteps:
         self._backwards = 0  # since something was prepared
         self._next = 1  # of them that is looked at anyhow
         self._starts = 0  # of epochs, that were looked at
+        self._has_advanced = False  # past the first batch of an epoch
         self._new: list[Training] = []  # those not looked at often enough
         self._frozen: list[nn.Parameter] = []  # parameters of trained models that are not trained
         self._parts: frozenset[int] = frozenset()  # ids of the trained models' modules and parameters
@@ -67,7 +68,7 @@ class FirstSteps:
         modules = [training.session.module for training in trained]
         self._frozen = [p for module in modules for p in module.parameters() if id(p) not in known]
         self._parts = frozenset(id(o) for m in modules for parts in (m.modules(), m.parameters()) for o in parts)
-        self._has_changed = False
+        self._has_changed = self._has_advanced = False
         if modules:
             _LIVE.add(self)
             _follow_registrations()
@@ -130,7 +131,9 @@ class FirstSteps:
         is_first = len(trained) == 1 and bool(self._new)  # of one model alone nobody asks whether it was reached
         self._next = self._backwards + (1 if is_first else _EVERY)
         epoch = self._running_epoch()
-        if self._backwards > _EVERY or (epoch is not None and epoch.position == 0):
+        position = 0 if epoch is None else epoch.position
+        self._has_advanced |= position > 0
+        if self._backwards > _EVERY or (self._has_advanced and position == 0):  # the first batch may have many losses
             self.say_if_none()
 
     def say_if_none(self) -> None:
