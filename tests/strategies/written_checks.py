@@ -119,6 +119,38 @@ def check_read_weights(path: str) -> None:
         assert same(_trained(path, precision, read), undisturbed), precision
 
 
+def check_weights_written_outside(path: str) -> None:
+    """What a script writes into the weights under `no_grad` counts; at stage 3 it is an error that says how.
+
+    So with new values for a layer after `prepare`, and with WGAN's clipping after a step.
+    """
+
+    def write(_: Any, model: Any) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+
+    for precision in ("no", "bf16"):
+        if path.startswith("zero3"):
+            raised(LoopError, "0.weight", "whole_weights", by=lambda: _trained(path, precision, write))  # noqa: B023
+        else:
+            assert_near(_trained(path, precision, write), _plain(_clamp), 1e-5 if precision == "no" else 2e-2)
+    with running(path) as accelerator:
+        model = make_net()
+        model, optimizer = accelerator.prepare(model, _sgd(model))
+        nn.init.constant_(accelerator.unwrap_model(model)[0].bias, 0.25)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        if path.startswith("zero3"):
+            raised(LoopError, "0.bias", "whole_weights", by=optimizer.step)
+            return
+        optimizer.step()
+        plain = make_net()
+        nn.init.constant_(plain[0].bias, 0.25)
+        loss_of(plain, global_batch(0)).backward()
+        _sgd(plain).step()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
 def check_masters_beside_written_weights(path: str) -> None:
     """What the script writes in 16 bits takes nothing from the masters of the other weights."""
     if not is_zero(path):

@@ -52,6 +52,7 @@ from zero_plugin.strategies.deepspeed.swapping import mend_swapping
 from zero_plugin.strategies.deepspeed.written import (
     follow_loading,
     precede_setting,
+    refuse_lost_weights,
     refuse_partitioned_states,
     whole_weights,
 )
@@ -120,6 +121,11 @@ class EngineSession(Session):
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
         self._written = False  # the weights, by the script: the masters follow before they are used
+        # Every operation that a script runs on a parameter in place counts its version up; DeepSpeed writes past that.
+        self._watched = (
+            list(engine.module.parameters()) if engine.zero_optimization_partition_weights() else self._trained
+        )
+        self._versions = _versions(self._watched)
         self._hooks: list[Any] = []
         if self.optimizer is not None:
             self._hooks += follow_loading(self.module, self._note_written)
@@ -291,8 +297,7 @@ class EngineSession(Session):
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
         self._buffers.send()
-        if self._written:
-            self._follow_written()
+        self._follow_written()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
             return False
@@ -358,14 +363,12 @@ class EngineSession(Session):
     def optimized_pieces(self) -> list[OptimizedPiece]:
         """See `Session.optimized_pieces`."""
         refuse_unreachable(self.engine)
-        if self._written:
-            self._follow_written()
+        self._follow_written()
         return engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
         """See `Session.blocks`."""
-        if self._written:
-            self._follow_written()
+        self._follow_written()
         return engine_blocks(self.engine, changing=changing)
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
@@ -374,31 +377,45 @@ class EngineSession(Session):
 
     def reading(self) -> AbstractContextManager[None]:
         """See `Session.reading`."""
-        if self._written:
-            self._follow_written()  # now: at the next step it would undo what is read
+        self._follow_written()  # now: at the next step it would undo what is read
         return reading_engine(self.engine)
 
     def take_masters_from_weights(self) -> None:
         """See `Session.take_masters_from_weights`."""
         self._await_copy()
         self._written = False
+        self._versions = _versions(self._watched)
         refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
             refresh()
 
     def _follow_written(self) -> None:
-        """Have the masters follow what the script may have written into the weights since the last step."""
-        self._await_copy()
-        self._written = False
-        if hasattr(self.engine.optimizer, "refresh_fp32_params"):
-            follow_written_weights(self.engine)
+        """Have the masters follow what the script has written into the weights since they were last looked at.
+
+        Raises:
+            LoopError: it has written into parameters that were partitioned, which changes nothing.
+        """
+        if self.optimizer is None:
+            return
+        if (versions := _versions(self._watched)) != self._versions:
+            written = [p for p, old, new in zip(self._watched, self._versions, versions, strict=True) if old != new]
+            self._versions = versions
+            if self.engine.zero_optimization_partition_weights():
+                refuse_lost_weights(self.module, written)
+            self._written = True
+        if self._written:
+            self._await_copy()
+            self._written = False
+            if hasattr(self.engine.optimizer, "refresh_fp32_params"):
+                follow_written_weights(self.engine)
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """See `Session.whole_weights`."""
+        self._follow_written()  # what came before: at stage 3 it was written into nothing
         with whole_weights(self.module):
             yield
-        self._written = self.optimizer is not None
+        self._note_written()
 
     def scale_state(self) -> dict[str, float]:
         """See `Session.scale_state`."""
@@ -450,7 +467,8 @@ class EngineSession(Session):
             pass_together()
 
     def _note_written(self) -> None:
-        self._written = True
+        self._written = self.optimizer is not None
+        self._versions = _versions(self._watched)
 
     def _await_copy(self) -> None:
         if self.before_change is not None:
@@ -573,6 +591,10 @@ class EngineSession(Session):
         self._micro_batches = 0
         self._finalized = False
         self._gradients.begin_window()
+
+
+def _versions(parameters: Iterable[Tensor]) -> list[int]:
+    return [p._version for p in parameters]
 
 
 def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from deepspeed import zero
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_plugin.errors import LoopError
 
-__all__ = ["follow_loading", "precede_setting", "refuse_partitioned_states", "whole_weights"]
+__all__ = ["follow_loading", "precede_setting", "refuse_lost_weights", "refuse_partitioned_states", "whole_weights"]
 
 _SETTERS: Final = ("set_full_hp_param", "set_local_hp_param")  # what DeepSpeed's safe_set_… call
 
@@ -80,6 +80,25 @@ def refuse_partitioned_states(module: nn.Module) -> list[Any]:
         *(part.register_state_dict_pre_hook(reads) for part in parts),
         *(part.register_load_state_dict_pre_hook(writes) for part in parts),
     ]
+
+
+def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
+    """Raise where a script has written into parameters that were partitioned.
+
+    Args:
+        module: whose they are.
+        written: these parameters.
+
+    Raises:
+        LoopError: always; it names one of them.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = [names.get(id(p), "a parameter") for p in written]
+    raise LoopError(
+        f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
+        "ZeRO stage 3 has partitioned: no process had their values, and nothing was changed.\n"
+        "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
+    )
 
 
 @contextmanager
