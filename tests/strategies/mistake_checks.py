@@ -394,6 +394,24 @@ def check_gradients_that_the_script_sets(path: str) -> None:
         raised(LoopError, by=optimizer.step)  # no backward has told of them
 
 
+def check_an_optimizer_that_is_made_later(path: str) -> None:
+    """Of the prepared model's parameters, and not prepared: under ZeRO it would step by partial gradients, or none."""
+    with running(path) as accelerator:
+        net = make_net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        later = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        if is_zero(path):
+            raised(LoopError, "SGD", "free_memory()", by=later.step)
+            optimizer.step()
+        else:
+            later.step()
+        plain = make_net()
+        loss_of(plain, global_batch(0)).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        assert_near(weights(accelerator, model), plain.state_dict())
+
+
 def check_an_optimizer_that_deepspeed_has_not_tested(path: str) -> None:
     """`zero_allow_untested_optimizer: false` is obeyed: an error at the key that names the optimizer."""
     if not is_zero(path) or path == "zero0":

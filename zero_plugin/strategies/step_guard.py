@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_plugin.errors import LoopError
 
@@ -34,11 +37,18 @@ class StepGuard:
     Args:
         optimizers: the one that runs, and the one that the script gave where it is another; one without torch's hooks
             is not watched.
+        partitioned: parameters that no further optimizer may step, one that the script has made later, say.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], partitioned: Iterable[Tensor] = ()) -> None:
         self.is_open = False
         self._hooks = [o.register_step_pre_hook(self._refuse) for o in optimizers if has_step_hooks(o)]
+        self._partitioned = {id(p) for p in partitioned}
+        if self._partitioned:
+            refuse = weakref.WeakMethod(self._refuse_others)  # torch keeps the hook, also of a run that was dropped
+            hook = register_optimizer_step_pre_hook(lambda *called: (method := refuse()) and method(*called))
+            weakref.finalize(self, hook.remove).atexit = False
+            self._hooks.append(hook)
 
     def remove(self) -> None:
         """Let them step."""
@@ -50,4 +60,13 @@ class StepGuard:
             raise LoopError(
                 f"step() of the {type(optimizer).__name__} that was given to prepare(): its gradients may be scaled, "
                 "incomplete or partitioned.\nCall step() of the optimizer that prepare() returned."
+            )
+
+    def _refuse_others(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self.is_open and any(id(p) in self._partitioned for g in optimizer.param_groups for p in g["params"]):
+            raise LoopError(
+                f"step() of a {type(optimizer).__name__} that holds parameters of a model that ZeRO trains with "
+                "another optimizer: it has incomplete gradients of them, or none.\n"
+                "Call step() of the optimizer that prepare() returned, and change its param_groups. For another one: "
+                "accelerator.free_memory(), then prepare() the model again with it."
             )

@@ -131,7 +131,7 @@ class EngineSession(Session):
             self._hooks += follow_loading(self.module, self._note_written)
             self._hooks += precede_setting([wrapper, *self._trained], self._await_copy)
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
-        self._guard = StepGuard(runs.values())
+        self._guard = StepGuard(runs.values(), self._trained)
         self._hooks.append(self._guard)
         self._passed = False  # the running backward has come through the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
