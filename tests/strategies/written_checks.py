@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +151,17 @@ def check_weights_written_outside(path: str) -> None:
         loss_of(plain, global_batch(0)).backward()
         _sgd(plain).step()
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
+def check_weights_written_past_autograd(path: str) -> None:
+    """Through `p.data`, outside the context: below stage 3 it is said once, and never of a loop that writes nothing."""
+    if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
+        return
+    for precision in ("no", "bf16"):
+        for write, times in ((lambda _, model: _clamp(model), 1), (lambda *_: None, 0)):
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                _trained(path, precision, write)
+            assert said.getvalue().count("through p.data") == times
 
 
 def check_masters_beside_written_weights(path: str) -> None:

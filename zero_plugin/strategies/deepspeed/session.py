@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.agreement import pass_together
+from zero_plugin.announce import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
@@ -43,9 +44,11 @@ from zero_plugin.strategies.deepspeed.states import (
     engine_pieces,
     engine_weights,
     fetched_weights,
+    find_written_weights,
     follow_written_weights,
     reading_engine,
     refuse_unreachable,
+    unreachable_by,
 )
 from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
 from zero_plugin.strategies.deepspeed.swapping import mend_swapping
@@ -69,6 +72,7 @@ __all__ = ["EngineSession"]
 _GATHER_ELEMENTS = 2**26
 # What torch says where a gradient comes back to a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
+_LOOKS, _LOOK_EVERY = 10, 100  # steps before which weights are compared with their masters: the first ones, then some
 
 
 class EngineSession(Session):
@@ -126,10 +130,14 @@ class EngineSession(Session):
             list(engine.module.parameters()) if engine.zero_optimization_partition_weights() else self._trained
         )
         self._versions = _versions(self._watched)
+        self._steps = 0  # that were asked for
+        self._follows = True  # each weight is the rounding of its master, unless the script has written it
+        self._said_lost = False
+        self._has_masters = hasattr(wrapper, "refresh_fp32_params") and not unreachable_by(engine)
         self._hooks: list[Any] = []
         if self.optimizer is not None:
             self._hooks += follow_loading(self.module, self._note_written)
-            self._hooks += precede_setting([wrapper, *self._trained], self._await_copy)
+            self._hooks += precede_setting([wrapper, *self._trained], self._note_set_masters)
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
         self._hooks.append(self._guard)
@@ -298,6 +306,7 @@ class EngineSession(Session):
         self._finalize()
         self._buffers.send()
         self._follow_written()
+        self._mention_lost_weights()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
             return False
@@ -406,8 +415,27 @@ class EngineSession(Session):
         if self._written:
             self._await_copy()
             self._written = False
-            if hasattr(self.engine.optimizer, "refresh_fp32_params"):
+            if self._has_masters:
                 follow_written_weights(self.engine)
+            else:
+                self.take_masters_from_weights()
+
+    def _mention_lost_weights(self) -> None:
+        """Before some of the steps: say it once if the script has written weights past autograd, as `p.data` does."""
+        steps, self._steps = self._steps, self._steps + 1
+        follows, self._follows = self._follows, True
+        if self._said_lost or not follows or not (steps < _LOOKS or steps % _LOOK_EVERY == 0):
+            return
+        if not self._has_masters or self.engine.zero_optimization_partition_weights():  # there p.data is empty
+            return
+        if lost := find_written_weights(self.engine):
+            self._said_lost = True
+            announce(
+                f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
+                f"{lost[0]}: ZeRO steps copies of them, so that what was written is lost. Write under torch.no_grad() "
+                "into the parameter itself, or inside `with accelerator.whole_weights(model):`.",
+                by_each=True,
+            )
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -469,6 +497,10 @@ class EngineSession(Session):
     def _note_written(self) -> None:
         self._written = self.optimizer is not None
         self._versions = _versions(self._watched)
+
+    def _note_set_masters(self) -> None:
+        self._await_copy()
+        self._follows = False  # until the next step
 
     def _await_copy(self) -> None:
         if self.before_change is not None:

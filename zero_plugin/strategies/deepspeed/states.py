@@ -28,9 +28,11 @@ __all__ = [
     "engine_pieces",
     "engine_weights",
     "fetched_weights",
+    "find_written_weights",
     "follow_written_weights",
     "reading_engine",
     "refuse_unreachable",
+    "unreachable_by",
 ]
 
 
@@ -44,6 +46,15 @@ def refuse_unreachable(engine: Any, what: str = "save_state and load_state") -> 
     Raises:
         CheckpointError: see above; it says which setting is the cause.
     """
+    if cause := unreachable_by(engine):
+        raise CheckpointError(
+            f"{what} cannot reach {cause} yet; nothing was written or read.\n"
+            "Train without it, or save the weights alone with accelerator.save_model()."
+        )
+
+
+def unreachable_by(engine: Any) -> str:
+    """The setting by which states cannot be told apart, or reached, by parameter name; "" where they can."""
     wrapper = engine.optimizer
     causes = {
         "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
@@ -53,12 +64,7 @@ def refuse_unreachable(engine: Any, what: str = "save_state and load_state") -> 
         "mics_shard_size": type(wrapper).__name__ == "MiCS_Optimizer",
         "torch_autocast in fp16": engine.torch_autocast_enabled() and engine.fp16_enabled(),
     }
-    found = [cause for cause, holds in causes.items() if holds]
-    if found:
-        raise CheckpointError(
-            f"{what} cannot reach {found[0]} yet; nothing was written or read.\n"
-            "Train without it, or save the weights alone with accelerator.save_model()."
-        )
+    return next((cause for cause, holds in causes.items() if holds), "")
 
 
 def engine_weights(engine: Any) -> Iterator[Fragment]:
@@ -146,14 +152,25 @@ def follow_written_weights(engine: Any) -> None:
 
     A master whose rounding is what the weight is has not been written: it keeps the digits that 16 bits do not hold.
     """
+    for _, master, weight in _masters_beside_weights(engine):
+        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
+
+
+def find_written_weights(engine: Any) -> list[str]:
+    """Names of the weights that are not the rounding of this process' masters, as they are after each step."""
+    beside = _masters_beside_weights(engine)
+    return [name for name, master, weight in beside if not torch.equal(master.to(weight.dtype), weight)]
+
+
+def _masters_beside_weights(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, masters and weights, flat, of what this process steps; both where the masters are."""
     parameters: dict[str, Any] = dict(engine.module.named_parameters())
     for piece in engine_pieces(engine):
         parameter = parameters[piece.name]
         is_partitioned = hasattr(parameter, "ds_id")
         start, values = (0, parameter.ds_tensor) if is_partitioned else (piece.start, parameter)
         master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
-        weight = values.detach().view(-1)[start : start + piece.count].to(master.device)
-        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
+        yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
 
 
 @contextmanager
