@@ -164,6 +164,19 @@ def check_weights_written_past_autograd(path: str) -> None:
             assert said.getvalue().count("through p.data") == times
 
 
+def check_weights_that_are_replaced(path: str) -> None:
+    """`p.data = …` takes a parameter out of what ZeRO steps: below stage 3 the next step says so."""
+    if not is_zero(path) or path in ("zero0", "zero3", "zero3-cpu"):
+        return
+
+    def replace(_: Any, model: Any) -> None:
+        for p in model.parameters():
+            p.data = p.data * 0.5
+
+    for precision in ("no", "bf16"):
+        raised(LoopError, "0.weight", "whole_weights", by=lambda: _trained(path, precision, replace))  # noqa: B023
+
+
 def check_masters_beside_written_weights(path: str) -> None:
     """What the script writes in 16 bits takes nothing from the masters of the other weights."""
     if not is_zero(path):

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from zero_plugin.errors import CheckpointError
+from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.deepspeed.bias_correction import replay_bias_correction
 from zero_plugin.strategies.fragments import WEIGHT, Fragment, share_of, whole_fragment
 from zero_plugin.strategies.named_tensors import persistent_tensors
@@ -34,6 +34,13 @@ __all__ = [
     "refuse_unreachable",
     "unreachable_by",
 ]
+
+
+_REPLACED = (
+    "the values of {name} were replaced after prepare() (p.data = …, model.to(…), model.half()): ZeRO steps the memory "
+    "that they were in, so that the model would train no more.\n"
+    "Convert the model before prepare(). Write values in place, inside `with accelerator.whole_weights(model):`."
+)
 
 
 def refuse_unreachable(engine: Any, what: str = "save_state and load_state") -> None:
@@ -233,6 +240,8 @@ def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[O
         part_start = part.numel() * dist.get_rank(group=wrapper.real_dp_process_group[index])
         for p in parameters:
             begin = _offset_in(flat, p)
+            if not 0 <= begin <= flat.numel() - p.numel():
+                raise LoopError(_REPLACED.format(name=names[id(p)]))
             start = min(max(part_start - begin, 0), p.numel())
             count = max(0, min(part_start + part.numel(), begin + p.numel()) - (begin + start))
             offset = begin + start - part_start if count else 0
