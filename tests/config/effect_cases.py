@@ -58,7 +58,10 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
             **stage(2),
             "data_efficiency": {
                 "enabled": True,
-                "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}},
+                "data_sampling": {
+                    "enabled": True,
+                    "curriculum_learning": {"enabled": True, "curriculum_metrics": {"seqlen": {}}},
+                },
             },
         }
     ],
@@ -121,9 +124,10 @@ VALUES: Mapping[str, Any] = {
     "pipeline.partition": "uniform",
     "activation_checkpointing.number_checkpoints": 2,
 }
-REQUIRED: Mapping[str, dict[str, Any]] = {  # parameters of schedulers that have no default
-    "WarmupDecayLR": {"total_num_steps": 8},
-    "WarmupCosineLR": {"total_num_steps": 8},
+REQUIRED: Mapping[str, dict[str, Any]] = {  # parameters of schedulers that have no default, or one that is none for five steps
+    "WarmupLR": {"warmup_num_steps": 2},  # the default is longer than the whole training here
+    "WarmupDecayLR": {"total_num_steps": 8, "warmup_num_steps": 2},
+    "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 2},
     "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2},
     "StepLR": {"step_size": 1},
     "MultiStepLR": {"milestones": [1, 2]},

@@ -1,6 +1,7 @@
 """Runs trainings with given configurations, each in a process of its own, and tells what two of them do differently.
 
-Reads lines of JSON, `[name, configuration, configuration]`, and answers each with a line `EFFECT` and JSON:
+Reads lines of JSON, `[name, configuration, configuration]`, those with the same first configuration one after the other
+(the next one's modules are imported here once for all of its runs), and answers each with a line `EFFECT` and JSON:
 `[name, what changed, what the second run said that the first did not, its error, the first one's error]`.
 """
 
@@ -16,6 +17,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -55,6 +57,7 @@ _OF_PACKAGE = ("strategies/", "checkpoint/", "data/", "loop/", "memory/", "track
 _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json")  # in a saved folder: what was configured
+_OF_THIS_PROCESS = re.compile(r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)")  # in names of files: time, machine, process
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size, torch.device)
 
 
@@ -109,10 +112,11 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """What tells a tensor's numbers from others."""
+    """What tells a tensor's numbers from others: their sum; of a buffer of gigabytes, that of its beginning."""
     if not tensor.numel() or not tensor.is_floating_point() or tensor.is_meta:
         return ""
-    return f"{tensor.detach().double().sum().item():.9g}"
+    numbers = tensor.detach().as_strided((min(tensor.numel(), 4096),), (1,)) if tensor.is_contiguous() else tensor
+    return f"{numbers.double().sum().item():.9g}"
 
 
 def attributes(owner: Any, name: str, found: dict[str, Any], seen: set[int], depth: int = 0) -> None:
@@ -196,9 +200,8 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
     optimizer = DummyOptim(model.parameters())
     data = torch.utils.data.TensorDataset(torch.arange(64).reshape(16, 4) % 32)
     loader = torch.utils.data.DataLoader(data, batch_size=2)
-    scheduler = (
-        DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2) if "scheduler" in deepspeed_config else None
-    )
+    scheduler = DummyScheduler(optimizer) if "scheduler" in deepspeed_config else None
+    measures = deepspeed_config.get("scheduler", {}).get("type") == "ReduceLROnPlateau"
     prepared = accelerator.prepare(model, optimizer, loader, *([scheduler] if scheduler else []))
     model, optimizer, loader = prepared[:3]
     rates = []
@@ -208,7 +211,7 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
             accelerator.backward(loss)
             optimizer.step()
             if scheduler:
-                prepared[3].step()
+                prepared[3].step(*([loss.item()] if measures else []))
             rates += [group.get("lr") for group in optimizer.param_groups]
             found[f"loss {n}"] = loss.item()
             optimizer.zero_grad()
@@ -283,7 +286,8 @@ def forked(configuration: dict[str, Any], seconds: int = 300) -> dict[str, Any]:
             return {"found": {}, "said": output, "error": f"ended\n{output[-500:]}"}
         outcome = pickle.loads(result.read_bytes())
         outcome["said"] += output
-        found = json.loads(json.dumps(outcome["found"], default=str).replace(folder, "FOLDER"))
+        text = json.dumps(outcome["found"], default=str).replace(folder, "FOLDER")
+        found = json.loads(_OF_THIS_PROCESS.sub("HERE", text))
         return {**outcome, "found": found, "said": outcome["said"].replace(folder, "FOLDER")}
 
 
@@ -298,13 +302,26 @@ def flat(found: dict[str, Any]) -> dict[str, Any]:
     return flattened
 
 
+def without_value(key: str) -> str:
+    """The name under which an observation varies: a call's argument without the value that it had."""
+    return key.partition("=")[0]
+
+
 @functools.cache
 def base(configuration: str) -> tuple[dict[str, Any], dict[str, Any], set[str], set[str]]:
     """A configuration run twice: the first outcome, flat; what differs between the two says nothing."""
+    warm_up(json.loads(configuration))
     one, other = (forked(json.loads(configuration)) for _ in range(2))
     first, second = flat(one["found"]), flat(other["found"])
-    noise = {key for key in {*first, *second} if first.get(key) != second.get(key)}
+    noise = {without_value(key) for key in {*first, *second} if first.get(key) != second.get(key)}
     return first, one, noise, {*one["said"].splitlines(), *other["said"].splitlines()}
+
+
+def rank(key: str) -> int:
+    """How much an observation says: numbers of the training first, then what ran, then what was only handed on."""
+    called = key.startswith("calls") and "(" not in key
+    order = (key.startswith(("loss", "rates", "weight")), key.startswith(("files", "hooks")), called)
+    return order.index(True) if True in order else 3 + key.startswith("calls")
 
 
 def compare(name: str, before: dict[str, Any], after: dict[str, Any]) -> list[Any]:
@@ -312,7 +329,8 @@ def compare(name: str, before: dict[str, Any], after: dict[str, Any]) -> list[An
     first, outcome, noise, said = base(json.dumps(before, sort_keys=True))
     run = forked(after)
     then = flat(run["found"])
-    changed = [key for key in sorted({*first, *then}) if key not in noise and first.get(key) != then.get(key)]
+    differing = (key for key in {*first, *then} if first.get(key) != then.get(key))
+    changed = sorted((key for key in differing if without_value(key) not in noise), key=lambda key: (rank(key), key))
     new = [line for line in run["said"].splitlines() if line not in said]
     shown = [f"{key}: {first.get(key)} -> {then.get(key)}"[:300] for key in changed if not run["error"]]
     return [name, shown, new, run["error"], outcome["error"]]
@@ -320,7 +338,8 @@ def compare(name: str, before: dict[str, Any], after: dict[str, Any]) -> list[An
 
 def warm_up(configuration: dict[str, Any]) -> None:
     """Import here what a run imports, once for all of them; nothing else of a run happens in this process."""
-    for name in forked(configuration)["modules"]:
+    new = [name for name in forked(configuration)["modules"] if name not in sys.modules]
+    for name in new:
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
             importlib.import_module(name)
     gc.collect()
@@ -331,8 +350,6 @@ def main() -> None:
     """Answer line by line."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
-        if gc.get_freeze_count() == 0:
-            warm_up(json.loads(line)[1])
         answers.write("EFFECT" + json.dumps(compare(*json.loads(line))) + "\n")
 
 
