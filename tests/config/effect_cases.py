@@ -24,6 +24,26 @@ STAGES = {f"zero{number}": stage(number) for number in (0, 1, 2, 3)}
 SWITCHED = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "torch_autocast")
 ON = {name: {**stage(2), name: {"enabled": True}} for name in (*SWITCHED, "hybrid_engine", "expert_parallel")}
 
+# Keys of stage 3's fetching of weights.
+FETCHING = (
+    "stage3_prefetch_bucket_size",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "log_trace_cache_warnings",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "enable_sanity_checks",
+    "memory_efficient_linear",
+    "overlap_comm",
+)
+# Keys that say something of what processes send one another.
+OF_TWO_PROCESSES = (*FETCHING, "zero_hpz_partition_size", "use_multi_rank_bucket_allreduce", "reduce_scatter")
+
 # Where a key could do something, beside the four plain stages: prefix of keys -> configurations.
 SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     "zero_optimization.offload_param": [
@@ -34,6 +54,16 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
         stage(2, offload_optimizer={**CPU}),
         stage(3, offload_optimizer={**CPU}),
         stage(3, offload_optimizer={**NVME}),
+    ],
+    # Weights that are not kept whole, so that there is something to fetch.
+    **{f"zero_optimization.{key}": [stage(3, stage3_param_persistence_threshold=0)] for key in FETCHING},
+    "zero_optimization.ignore_unused_parameters": [
+        stage(2, offload_optimizer={**CPU}, ignore_unused_parameters=True)
+    ],
+    "zero_optimization.override_module_apply": [stage(3, override_module_apply=True)],
+    "zero_optimization.save_muon_momentum_buffer_in_memory": [
+        {**stage(3, reduce_scatter=False, **offload), "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+        for offload in ({}, {"offload_optimizer": {**CPU}})
     ],
     "zero_optimization.zenflow": [stage(2, offload_optimizer={**CPU}, zenflow={"topk_ratio": 0.5})],
     "zero_allow_untested_optimizer": [{**stage(1), "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}],
@@ -97,6 +127,8 @@ VALUES: Mapping[str, Any] = {
     "zero_optimization.reduce_bucket_size": 64,
     "zero_optimization.allgather_bucket_size": 64,
     "zero_optimization.sub_group_size": 64,
+    "zero_optimization.stage3_prefetch_bucket_size": 300,
+    "zero_optimization.stage3_module_granularity_threshold": 1000,
     "zero_optimization.leaf_module.classes": ["Linear"],
     "zero_optimization.leaf_module.names": ["layers.0"],
     "zero_optimization.leaf_module.name_suffixes": ["0"],
@@ -130,12 +162,22 @@ REQUIRED: Mapping[str, dict[str, Any]] = {  # parameters of schedulers that have
     "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 2},
     "OneCycle": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2},
     "StepLR": {"step_size": 1},
-    "MultiStepLR": {"milestones": [1, 2]},
+    "MultiStepLR": {"milestones": [1, 3]},
     "ExponentialLR": {"gamma": 0.5},
     "CosineAnnealingLR": {"T_max": 5},
     "CosineAnnealingWarmRestarts": {"T_0": 2},
     "CyclicLR": {"base_lr": 1e-3, "max_lr": 1e-2},
     "OneCycleLR": {"max_lr": 1e-2, "total_steps": 8},
+}
+# The same for single parameters, which do something beside others than these.
+BESIDE: Mapping[tuple[str, str], dict[str, Any]] = {
+    ("OneCycleLR", "epochs"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
+    ("OneCycleLR", "steps_per_epoch"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
+}
+# Types of optimizers whose parameters are tried nowhere.
+NOT_RUN: Mapping[str, str] = {
+    "LBFGS": "the type is an error",
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "without the package mup, which is not installed, it is an error"),
 }
 
 
@@ -147,12 +189,14 @@ class Case:
         name: the key, for parameters with the type.
         key: its path.
         before, after: whole configurations, without it and with it.
+        world: how many processes train.
     """
 
     name: str
     key: Path
     before: dict[str, Any]
     after: dict[str, Any]
+    world: int = 1
 
 
 def other_value(path: Path, schema: Mapping[str, Any]) -> Any:
@@ -238,8 +282,11 @@ def cases() -> Iterator[Case]:
         for name, config in surroundings(key).items():
             # Offloaded on a CPU, nothing is pinned unless it is asked for; elsewhere true is DeepSpeed's default.
             here = name.startswith("own") if path[0] == "zero_optimization" and path[-1] == "pin_memory" else value
+            if key == "zero_optimization.overlap_comm" and config["zero_optimization"]["stage"] == 3:
+                here = False  # there true is what null means
             if put(config, path, here) != config:
-                yield Case(f"{key} [{name}]", path, _whole(config), _whole(put(config, path, here)))
+                world = 2 if path[0] == "zero_optimization" and path[-1] in OF_TWO_PROCESSES else 1
+                yield Case(f"{key} [{name}]", path, _whole(config), _whole(put(config, path, here)), world)
     yield from _parameters()
 
 
@@ -247,9 +294,13 @@ def _parameters() -> Iterator[Case]:
     for section in ("optimizer", "scheduler"):
         for branch in deepspeed_schema()["properties"][section]["allOf"]:
             kind = types_of(branch)[-1]
+            if kind in NOT_RUN:
+                continue
             for name, schema in branch["then"]["properties"]["params"]["properties"].items():
                 path = (section, "params", name)
-                own = {"type": kind, "params": {"lr": 1e-3} if section == "optimizer" else dict(REQUIRED.get(kind, {}))}
+                needed = {"lr": 1e-3} if section == "optimizer" else REQUIRED.get(kind, {})
+                needed = BESIDE.get((kind, name), needed)
+                own = {"type": kind, "params": dict(needed)}
                 value = other_value(path, schema)
                 if value is None or "x-renamed" in schema:
                     continue
@@ -265,8 +316,11 @@ def _parameters() -> Iterator[Case]:
 
 def _around(section: str, kind: str) -> dict[str, dict[str, Any]]:
     if section == "scheduler":
-        return {"zero2": {**STAGES["zero2"], "optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}}
-    if kind in ("Lamb", "Adafactor", "LBFGS", "SparseAdam") or kind.startswith("Mu"):
+        # DeepSpeed's OneCycle moves betas, torch's schedules a momentum as well.
+        adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+        sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
+        return {"zero2": {**STAGES["zero2"], "optimizer": adam if kind == "OneCycle" else sgd}}
+    if kind in ("Lamb", "Adafactor", "SparseAdam"):
         return {"zero0": STAGES["zero0"]}
     offloaded = {"zero2-cpu": stage(2, offload_optimizer={**CPU}), "zero3-cpu": stage(3, offload_optimizer={**CPU})}
     return {"zero2": STAGES["zero2"], **(offloaded if kind in ("AdamW", "Adagrad", "Lion") else {})}

@@ -1,8 +1,8 @@
 """Runs trainings with given configurations, each in a process of its own, and tells what two of them do differently.
 
-Reads lines of JSON, `[name, configuration, configuration]`, those with the same first configuration one after the other
+Reads lines of JSON, `[name, configuration, configuration, number of processes]`, those with the same first configuration one after the other
 (the next one's modules are imported here once for all of its runs), and answers each with a line `EFFECT` and JSON:
-`[name, what changed, what the second run said that the first did not, its error, the first one's error]`.
+`[name, what the second run did otherwise, what it only held otherwise, what it alone said, its error, the first's]`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -58,6 +59,7 @@ _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json")  # in a saved folder: what was configured
 _OF_THIS_PROCESS = re.compile(r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)")  # in names of files: time, machine, process
+_DEEDS = ("loss", "rates", "weight", "files", "hooks")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size, torch.device)
 
 
@@ -123,7 +125,8 @@ def attributes(owner: Any, name: str, found: dict[str, Any], seen: set[int], dep
     """The plain attributes of an object and of those that it holds; not of configurations."""
     if depth > 7 or id(owner) in seen or len(found) > 60_000:
         return
-    seen.add(id(owner))
+    if not isinstance(owner, _PLAIN):  # True and 64 are one object wherever they are
+        seen.add(id(owner))
     if isinstance(owner, (*_PLAIN, torch.Tensor)):
         found[name] = plain(owner)
         if isinstance(owner, nn.Parameter):
@@ -170,7 +173,7 @@ def surroundings() -> dict[str, Any]:
 class Net(nn.Module):
     """A model in which most keys can have an effect: layers of several sizes, a norm with buffers, an embedding."""
 
-    def __init__(self, with_buffer: bool) -> None:
+    def __init__(self, with_buffer: bool = False, with_unused: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(32, 16)
         self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
@@ -178,6 +181,8 @@ class Net(nn.Module):
         self.last = nn.Linear(16, 4, bias=False)
         if with_buffer:  # which a 16-bit model has to have cast
             self.register_buffer("scale", torch.ones(4))
+        if with_unused:
+            self.unused = nn.Parameter(torch.ones(8))
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.words(words).mean(1)
@@ -186,17 +191,41 @@ class Net(nn.Module):
         return self.last(self.norm(x.to(self.norm.weight.dtype)).to(self.last.weight.dtype)) * getattr(self, "scale", 1)
 
 
+class Words(nn.Module):
+    """A model with sparse gradients alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 4, sparse=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.words(words).mean(1)
+
+
+def fill(module: nn.Module) -> None:
+    """Give a layer weights, as an initialisation that `Module.apply` runs."""
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 0.1)
+
+
 def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
     """Two windows and a half, a save, and what is to be seen of them."""
     torch.manual_seed(1)
     deepspeed_config = configuration.get("deepspeed_config", {})
-    swaps = ("offload_optimizer", "offload_param")
-    for part in swaps:  # the folder is this process' own
+    for part in ("offload_optimizer", "offload_param"):  # the folder is this process' own
         section = deepspeed_config.get("zero_optimization", {}).get(part)
         if section and section.get("nvme_path"):
             section["nvme_path"] = str(Path.cwd() / section["nvme_path"])
     accelerator = Accelerator(config=configuration)
-    model = Net("buffer_dtype" in deepspeed_config.get("data_types", {}))
+    zero = deepspeed_config.get("zero_optimization", {})
+    if deepspeed_config.get("optimizer", {}).get("type") == "SparseAdam":
+        model: nn.Module = Words()
+    elif "override_module_apply" in zero:
+        with accelerator.init_model():
+            model = Net()
+            model.apply(fill)
+    else:
+        model = Net("buffer_dtype" in deepspeed_config.get("data_types", {}), "ignore_unused_parameters" in zero)
     optimizer = DummyOptim(model.parameters())
     data = torch.utils.data.TensorDataset(torch.arange(64).reshape(16, 4) % 32)
     loader = torch.utils.data.DataLoader(data, batch_size=2)
@@ -219,7 +248,6 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
             break
     sys.setprofile(None)
     found["rates"] = rates
-    held = {key: value for key, value in vars(accelerator).items() if "session" in key}
     attributes(getattr(model, "__dict__", {}), "engine", found, set())
     for n, group in enumerate(optimizer.param_groups):
         found |= {f"group {n} {key}": plain(value) for key, value in group.items() if key != "params"}
@@ -231,7 +259,6 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
             if k.endswith("_hooks")
         }
         found |= {f"hooks {name}{key}": value for key, value in hooks.items() if value}
-    del held
     found |= surroundings()
     calls = Calls()
     sys.setprofile(calls)
@@ -264,26 +291,40 @@ def record(configuration: dict[str, Any]) -> dict[str, Any]:
     return {"found": found, "said": "", "error": error, "modules": list(sys.modules)}
 
 
-def forked(configuration: dict[str, Any], seconds: int = 300) -> dict[str, Any]:
-    """`record` in a child, in a folder of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        result, process = Path(folder) / "result", os.fork()
-        if not process:
+def forked(configuration: dict[str, Any], world: int = 1, seconds: int = 300) -> dict[str, Any]:
+    """`record` in `world` children, in a folder of their own; what the first of them says."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        result, work = Path(folder) / "result", Path(folder) / "work"
+        work.mkdir()
+        processes = []
+        for rank in range(world):
+            process = os.fork()
+            processes.append(process)
+            if process:
+                continue
             try:
-                work = Path("/dev/shm" if False else folder) / "work"
-                work.mkdir()
                 os.chdir(work)
-                sink = os.open(Path(folder) / "output", os.O_WRONLY | os.O_CREAT)
+                if world > 1:
+                    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+                    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(held.getsockname()[1]))
+                held.close()
+                sink = os.open(Path(folder) / f"output{rank or ''}", os.O_WRONLY | os.O_CREAT)
                 os.dup2(sink, 1)
                 os.dup2(sink, 2)
                 signal.alarm(seconds)
-                result.write_bytes(pickle.dumps(record(configuration)))
+                outcome = record(configuration)
+                if not rank:
+                    result.write_bytes(pickle.dumps(outcome))
             finally:
                 os._exit(0)
-        os.waitpid(process, 0)
+        held.close()
+        for process in processes:
+            os.waitpid(process, 0)
         output = (Path(folder) / "output").read_text(errors="replace")
         if not result.exists():
-            return {"found": {}, "said": output, "error": f"ended\n{output[-500:]}"}
+            return {"found": {}, "said": output, "error": f"ended\n{output[-500:]}", "modules": []}
         outcome = pickle.loads(result.read_bytes())
         outcome["said"] += output
         text = json.dumps(outcome["found"], default=str).replace(folder, "FOLDER")
@@ -308,37 +349,40 @@ def without_value(key: str) -> str:
 
 
 @functools.cache
-def base(configuration: str) -> tuple[dict[str, Any], dict[str, Any], set[str], set[str]]:
+def base(configuration: str, world: int) -> tuple[dict[str, Any], dict[str, Any], set[str], set[str]]:
     """A configuration run twice: the first outcome, flat; what differs between the two says nothing."""
-    warm_up(json.loads(configuration))
-    one, other = (forked(json.loads(configuration)) for _ in range(2))
+    warm_up(json.loads(configuration), world)
+    one, other = (forked(json.loads(configuration), world) for _ in range(2))
     first, second = flat(one["found"]), flat(other["found"])
     noise = {without_value(key) for key in {*first, *second} if first.get(key) != second.get(key)}
     return first, one, noise, {*one["said"].splitlines(), *other["said"].splitlines()}
 
 
-def rank(key: str) -> int:
-    """How much an observation says: numbers of the training first, then what ran, then what was only handed on."""
-    called = key.startswith("calls") and "(" not in key
-    order = (key.startswith(("loss", "rates", "weight")), key.startswith(("files", "hooks")), called)
-    return order.index(True) if True in order else 3 + key.startswith("calls")
+def is_deed(key: str) -> bool:
+    """Whether a difference is in what the training did: its numbers, files, hooks and the functions that ran.
+
+    Else a value is only held by an object or handed to a function, which may do nothing with it.
+    """
+    return key.startswith(_DEEDS) or (key.startswith("calls") and "(" not in key)
 
 
-def compare(name: str, before: dict[str, Any], after: dict[str, Any]) -> list[Any]:
+def compare(name: str, before: dict[str, Any], after: dict[str, Any], world: int) -> list[Any]:
     """What the second configuration does otherwise."""
-    first, outcome, noise, said = base(json.dumps(before, sort_keys=True))
-    run = forked(after)
+    first, outcome, noise, said = base(json.dumps(before, sort_keys=True), world)
+    run = forked(after, world)
     then = flat(run["found"])
-    differing = (key for key in {*first, *then} if first.get(key) != then.get(key))
-    changed = sorted((key for key in differing if without_value(key) not in noise), key=lambda key: (rank(key), key))
+    differing = sorted(key for key in {*first, *then} if first.get(key) != then.get(key))
+    changed = [key for key in differing if without_value(key) not in noise and not run["error"]]
     new = [line for line in run["said"].splitlines() if line not in said]
-    shown = [f"{key}: {first.get(key)} -> {then.get(key)}"[:300] for key in changed if not run["error"]]
-    return [name, shown, new, run["error"], outcome["error"]]
+    shown = {key: f"{key}: {first.get(key)} -> {then.get(key)}"[:300] for key in changed}
+    deeds = sorted((key for key in changed if is_deed(key)), key=lambda key: key.startswith("calls"))
+    held = [key for key in changed if not is_deed(key)]
+    return [name, [shown[key] for key in deeds], [shown[key] for key in held], new, run["error"], outcome["error"]]
 
 
-def warm_up(configuration: dict[str, Any]) -> None:
+def warm_up(configuration: dict[str, Any], world: int) -> None:
     """Import here what a run imports, once for all of them; nothing else of a run happens in this process."""
-    new = [name for name in forked(configuration)["modules"] if name not in sys.modules]
+    new = [name for name in forked(configuration, world)["modules"] if name not in sys.modules]
     for name in new:
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
             importlib.import_module(name)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,9 @@ NOT_TO_BE_SEEN: Final[Mapping[str, str]] = {
     "wandb": "needs a login",
     "comet": "needs a package that is not installed",
 }
+# Keys whose value is only to be seen where an engine holds it: why.
+ONLY_HELD: Final[Mapping[str, str]] = {}
+HELD: Final = "only held: "
 SECONDS: Final = 7200
 
 
@@ -65,6 +69,17 @@ def spoken(case: Case) -> list[str]:
     return sorted(new)
 
 
+def in_parts(tried: Iterable[Case], workers: int) -> list[list[Case]]:
+    """The cases for each worker; those with the same first configuration follow one another at the same worker."""
+    groups: dict[str, list[Case]] = {}
+    for case in tried:
+        groups.setdefault(json.dumps([case.before, case.world], sort_keys=True), []).append(case)
+    parts: list[list[Case]] = [[] for _ in range(workers)]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        min(parts, key=len).extend(group)
+    return parts
+
+
 def effects(tried: list[Case], workers: int = 2) -> Iterator[list[Any]]:
     """The answers of `effect_worker.py` to each of the cases."""
 
@@ -76,9 +91,9 @@ def effects(tried: list[Case], workers: int = 2) -> Iterator[list[Any]]:
         ) as worker:  # fmt: skip
             assert worker.stdin is not None
             assert worker.stdout is not None
-            lines = "".join(json.dumps([case.name, case.before, case.after]) + "\n" for case in part)
+            asked = "".join(json.dumps([case.name, case.before, case.after, case.world]) + "\n" for case in part)
             stdin = worker.stdin
-            feeding = threading.Thread(target=lambda: (stdin.write(lines), stdin.close()))
+            feeding = threading.Thread(target=lambda: (stdin.write(asked), stdin.close()))
             feeding.start()
             answers = [json.loads(line[6:]) for line in worker.stdout if line.startswith("EFFECT")]
             feeding.join()
@@ -86,18 +101,29 @@ def effects(tried: list[Case], workers: int = 2) -> Iterator[list[Any]]:
         return answers
 
     with ThreadPoolExecutor(workers) as pool:
-        for answers in pool.map(work, [tried[n::workers] for n in range(workers)]):
+        for answers in pool.map(work, in_parts(tried, workers)):
             yield from answers
 
 
-def verdict(case: Case, changed: list[str], said: list[str], error: str, before: str) -> str:
+def unchanged(tried: Iterable[Case]) -> Iterator[Case]:
+    """Each first configuration beside itself: what differs there would be taken for the effect of a key."""
+    seen = set()
+    for case in tried:
+        if (known := json.dumps([case.before, case.world], sort_keys=True)) not in seen:
+            seen.add(known)
+            yield replace(case, name=f"nothing of {case.name}", after=case.before)
+
+
+def verdict(case: Case, did: list[str], held: list[str], said: list[str], error: str, before: str) -> str:
     """What a key does, "" where it is silent."""
-    told = [line for line in said if case.key[-1] in line]
-    if error and error != before:
-        return "error: " + error.strip().splitlines()[-1][:120]
     if before:
         return ""
-    return (changed and changed[0][:120]) or (told and told[0][:120]) or ""
+    if error:
+        return "error: " + error.strip().splitlines()[-1][:120]
+    told = [line for line in said if case.key[-1] in line]
+    if did or told:
+        return (did or told)[0][:120]
+    return f"{HELD}{held[0][:120]}" if held else ""
 
 
 def test_excused_keys_exist() -> None:
@@ -129,9 +155,15 @@ def test_no_key_is_silent() -> None:
         else:
             tried.append(case)
     by_name = {case.name: case for case in tried}
-    for name, *answer in effects(tried):
-        table[name] = verdict(by_name[name], *answer)
+    answers = {name: answer for name, *answer in effects([*tried, *unchanged(tried)])}
+    for name, case in by_name.items():
+        table[name] = verdict(case, *answers.pop(name))
     for name, what in table.items():
         print(f"{name} | {what}")
+    for name, (did, held, _, error, before) in answers.items():
+        assert not (did or held or error or before), f"{name}, with itself: {did}{held}{error}{before}"
     silent = [name for name, what in table.items() if not what]
     assert not silent, f"{len(silent)} keys change nothing, and nobody says so: {silent}"
+    done = {case.key for case in cases() if not table[case.name].startswith(HELD)}
+    idle = {".".join(case.key) for case in by_name.values() if case.key not in done}
+    assert idle == set(ONLY_HELD), f"objects have these values, and nothing is done with them: {idle ^ set(ONLY_HELD)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,17 @@ def check_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
             raised(ConfigError, "fp16", "cpu", "bf16", by=lambda: accelerator.prepare(model, sgd))  # noqa: B023
 
 
+def check_an_optimizer_of_a_package_that_is_not_installed(folder: Path) -> None:
+    """DeepSpeed takes some from mup: without it an error names the key, where it is written, and the package."""
+    section = {"type": "MuAdamW", "params": {"lr": 0.1}}
+    with running("zero2", deepspeed={"optimizer": section}) as accelerator, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mup", None)
+        model = make_net()
+        placeholder = DummyOptim(model.parameters())
+        words = ("optimizer.type", "MuAdamW", "pip install mup")
+        raised(ConfigError, *words, by=lambda: accelerator.prepare(model, placeholder))
+
+
 _PATHS_OF = {
     check_elementwise_optimizers_equal_torch: ("zero2", "zero3", "zero2-cpu"),
     check_every_groups_options_count: ("zero2", "zero2-cpu", "zero3-cpu"),
@@ -331,4 +343,8 @@ CHECKS = {
         for path in paths
     },
     "fp16_under_deepspeed_on_a_cpu": ((2,), check_fp16_under_deepspeed_on_a_cpu),
+    "an_optimizer_of_a_package_that_is_not_installed": (
+        (2,),
+        check_an_optimizer_of_a_package_that_is_not_installed,
+    ),
 }

@@ -51,9 +51,10 @@ _SUM: Final = "gradient_allreduce_op"
 
 
 def check_stages(asked: Asked) -> Iterator[Problem]:
-    """Keys of another stage, reduction, ZeRO++, the gradient norm."""
+    """Keys of another stage, reduction, unused parameters, ZeRO++, the gradient norm."""
     yield from _keys_of_another_stage(asked)
     yield from _reduction(asked)
+    yield from _unused_parameters(asked)
     yield from _zero_plus_plus(asked)
     yield from _gradient_norm(asked)
 
@@ -96,6 +97,13 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
     if asked.stage in (1, 2) and is_count(size) and size % 2:
         message = f"{size} is odd, which DeepSpeed refuses at stage {asked.stage}"
         yield asked.error(f"{_ZERO}.allgather_bucket_size", message, f"Write an even number, e.g. {size + 1}.")
+
+
+def _unused_parameters(asked: Asked) -> Iterator[Problem]:
+    """DeepSpeed looks for them where it computes the norm of gradients that are on the CPU, and nowhere else."""
+    key = f"{_ZERO}.ignore_unused_parameters"
+    if asked.value(key) is False and asked.stage in (1, 2) and asked.offload("optimizer") in ("none", None):
+        yield asked.no_effect(key, "only with the optimizer offloaded to the CPU is a parameter without gradient found")
 
 
 def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:

@@ -22,7 +22,8 @@ from zero_plugin.strategies.base import SessionRequest
 __all__ = ["engine_optimizer", "share_groups"]
 
 # DeepSpeed implements these for ZeRO although their update depends on a tensor's shape or norm.
-_BUILT_BY_ENGINE_ONLY = frozenset({"lamb", "muon", "muadam", "muadamw", "musgd"})
+_OF_MUP = frozenset({"muadam", "muadamw", "musgd"})  # DeepSpeed takes them from the package mup
+_BUILT_BY_ENGINE_ONLY = frozenset({"lamb", "muon", *_OF_MUP})
 _TORCH_CLASSES: Final[Mapping[str, type[Optimizer]]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -50,7 +51,8 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
 
     Raises:
         ConfigError: the optimizer is not elementwise and the stage is 1 or more; or it is offloaded, and the
-            configuration's `ratio` or `zero_force_ds_cpu_optimizer` asks for one that this is not.
+            configuration's `ratio` or `zero_force_ds_cpu_optimizer` asks for one that this is not; or its package is
+            not installed.
     """
     resolved, placeholder = request.resolved, request.optimizer
     offloaded = resolved.offload_device("optimizer") != "none"
@@ -60,6 +62,8 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
         groups = [{**section.params, **group} for group in placeholder.param_groups]
         if _engine_builds(section, groups, resolved, device):
             kind = section.type.lower()
+            if kind in _OF_MUP:
+                _expect_mup(section, resolved)
             if kind not in _BUILT_BY_ENGINE_ONLY:
                 decoupled = kind == "adamw" or (kind == "adam" and section.params.get("adam_w_mode", True))
                 _expect_whole_offload(section.type, resolved, adamw=bool(decoupled))
@@ -83,6 +87,17 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     optimizer.param_groups = replacement.param_groups
     optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules warn where it never steps
     return replacement
+
+
+def _expect_mup(section: OptimizerSection, resolved: Resolved) -> None:
+    """Refuse an optimizer of a package that is not installed; DeepSpeed would use a name that it has not imported."""
+    try:
+        import mup  # noqa: F401
+    except ImportError:
+        entry = resolved.tree.get("optimizer", "type")
+        message = f"{section.type} is of the package mup, which cannot be imported"
+        fix = "Type `pip install mup`, or write AdamW or SGD."
+        raise ConfigError([Problem(entry.origin.where if entry else "", "optimizer.type", message, fix)]) from None
 
 
 def _forced(resolved: Resolved) -> bool | None:
