@@ -62,8 +62,10 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     ],
     "zero_optimization.override_module_apply": [stage(3, override_module_apply=True)],
     "zero_optimization.save_muon_momentum_buffer_in_memory": [
-        {**stage(3, reduce_scatter=False, **offload), "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
-        for offload in ({}, {"offload_optimizer": {**CPU}})
+        {
+            **stage(3, reduce_scatter=False, offload_optimizer={**CPU}),
+            "optimizer": {"type": "Muon", "params": {"lr": 1e-3}},
+        }
     ],
     "zero_optimization.zenflow": [stage(2, offload_optimizer={**CPU}, zenflow={"topk_ratio": 0.5})],
     "zero_allow_untested_optimizer": [{**stage(1), "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}],
@@ -323,4 +325,6 @@ def _around(section: str, kind: str) -> dict[str, dict[str, Any]]:
     if kind in ("Lamb", "Adafactor", "SparseAdam"):
         return {"zero0": STAGES["zero0"]}
     offloaded = {"zero2-cpu": stage(2, offload_optimizer={**CPU}), "zero3-cpu": stage(3, offload_optimizer={**CPU})}
+    if kind == "Muon":  # beside a kernel that is built anyway
+        return {"zero2-cpu": offloaded["zero2-cpu"]}
     return {"zero2": STAGES["zero2"], **(offloaded if kind in ("AdamW", "Adagrad", "Lion") else {})}

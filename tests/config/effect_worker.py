@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon of DeepSpeed is compiled, for a minute
 # ruff: noqa: E402
 import cpuinfo
 
@@ -351,8 +352,10 @@ def without_value(key: str) -> str:
 @functools.cache
 def base(configuration: str, world: int) -> tuple[dict[str, Any], dict[str, Any], set[str], set[str]]:
     """A configuration run twice: the first outcome, flat; what differs between the two says nothing."""
-    warm_up(json.loads(configuration), world)
-    one, other = (forked(json.loads(configuration), world) for _ in range(2))
+    one = forked(json.loads(configuration), world)
+    if import_all(one["modules"]):
+        one = forked(json.loads(configuration), world)
+    other = forked(json.loads(configuration), world)
     first, second = flat(one["found"]), flat(other["found"])
     noise = {without_value(key) for key in {*first, *second} if first.get(key) != second.get(key)}
     return first, one, noise, {*one["said"].splitlines(), *other["said"].splitlines()}
@@ -380,14 +383,18 @@ def compare(name: str, before: dict[str, Any], after: dict[str, Any], world: int
     return [name, [shown[key] for key in deeds], [shown[key] for key in held], new, run["error"], outcome["error"]]
 
 
-def warm_up(configuration: dict[str, Any], world: int) -> None:
-    """Import here what a run imports, once for all of them; nothing else of a run happens in this process."""
-    new = [name for name in forked(configuration, world)["modules"] if name not in sys.modules]
+def import_all(modules: list[str]) -> bool:
+    """Import here what a run has imported, once for all that follow; whether there was anything new.
+
+    Nothing else of a run happens in this process.
+    """
+    new = [name for name in modules if name not in sys.modules]
     for name in new:
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    return bool(new)
 
 
 def main() -> None:
