@@ -154,6 +154,7 @@ VALUES: Mapping[str, Any] = {
         "group_dim": 1,
         "symmetric": True,
     },
+    "weight_quantization.post_init_quant": {"layers": {"num_bits": 8, "group_size": 16}},
     "vocabulary_size": 33,
     "pipeline.partition": "uniform",
     "activation_checkpointing.number_checkpoints": 2,
@@ -303,7 +304,7 @@ def _parameters() -> Iterator[Case]:
                 needed = {"lr": 1e-3} if section == "optimizer" else REQUIRED.get(kind, {})
                 needed = BESIDE.get((kind, name), needed)
                 own = {"type": kind, "params": dict(needed)}
-                value = other_value(path, schema)
+                value = other_value(path, {**schema, "default": needed.get(name, schema.get("default"))})
                 if value is None or "x-renamed" in schema:
                     continue
                 for around, config in _around(section, kind).items():

@@ -41,6 +41,7 @@ from torch import nn
 
 import zero_plugin
 from zero_plugin import Accelerator, DummyOptim, DummyScheduler
+from zero_plugin.errors import CheckpointError
 
 _DEEPSPEED = str(Path(deepspeed.__file__).parent)
 _PACKAGE = str(Path(zero_plugin.__file__).parent)
@@ -252,7 +253,7 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
     attributes(getattr(model, "__dict__", {}), "engine", found, set())
     for n, group in enumerate(optimizer.param_groups):
         found |= {f"group {n} {key}": plain(value) for key, value in group.items() if key != "params"}
-    found |= {f"weight {key}": plain(value) for key, value in accelerator.get_state_dict(model).items()}
+    found |= {f"weight {key}": plain(value) for key, value in (accelerator.get_state_dict(model) or {}).items()}
     for name, module in model.named_modules():
         hooks = {
             k: [getattr(h, "__qualname__", type(h).__name__) for h in v.values()]
@@ -263,7 +264,8 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
     found |= surroundings()
     calls = Calls()
     sys.setprofile(calls)
-    accelerator.save_state("saved")
+    with contextlib.suppress(CheckpointError):  # Muon's states at stage 3 cannot be saved
+        accelerator.save_state("saved")
     sys.setprofile(None)
     found["calls of save"] = dict(calls.seen)
     accelerator.end_training()
@@ -284,6 +286,8 @@ def record(configuration: dict[str, Any]) -> dict[str, Any]:
             else "".join(traceback.format_exception(raised)[-4:])
         )
     sys.setprofile(None)
+    if error and os.environ.get("RANK", "0") != "0":
+        print(error)
     found["calls"] = dict(calls.seen)
     found["files"] = {
         str(p): p.stat().st_size for p in sorted(Path().rglob("*")) if p.is_file() and p.name not in _DESCRIPTIONS
@@ -328,6 +332,8 @@ def forked(configuration: dict[str, Any], world: int = 1, seconds: int = 300) ->
             return {"found": {}, "said": output, "error": f"ended\n{output[-500:]}", "modules": []}
         outcome = pickle.loads(result.read_bytes())
         outcome["said"] += output
+        for log in Path(folder).glob("output?") if outcome["error"] else ():
+            outcome["error"] += f"\n{log.name}: {log.read_text(errors='replace')[-2000:]}"
         text = json.dumps(outcome["found"], default=str).replace(folder, "FOLDER")
         found = json.loads(_OF_THIS_PROCESS.sub("HERE", text))
         return {**outcome, "found": found, "said": outcome["said"].replace(folder, "FOLDER")}

@@ -117,7 +117,7 @@ def unchanged(tried: Iterable[Case]) -> Iterator[Case]:
 def verdict(case: Case, did: list[str], held: list[str], said: list[str], error: str, before: str) -> str:
     """What a key does, "" where it is silent."""
     if before:
-        return ""
+        return "" if error else "trains, where without it: " + before.strip().splitlines()[-1][:100]
     if error:
         return "error: " + error.strip().splitlines()[-1][:120]
     told = [line for line in said if case.key[-1] in line]

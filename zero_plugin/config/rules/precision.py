@@ -74,8 +74,16 @@ def _of_the_other(asked: Asked) -> Iterator[Problem]:
     if asked.is_on("fp16.auto_cast") and asked.precision in ("no", "bf16"):
         yield asked.error("fp16.auto_cast", CASTS_ALL_THE_SAME, "Delete it, or write fp16.enabled: true.")
     key = "bf16.immediate_grad_update"
-    if asked.precision in (None, "bf16") and asked.stage in (2, 3) and asked.says_something(key):
-        yield asked.no_effect(key, f"only stages 0 and 1 read it, and {asked.stage_said}")
+    if asked.precision not in (None, "bf16") or asked.stage is None or not asked.says_something(key):
+        return
+    offload, sums = asked.offload("optimizer"), asked.value("data_types.grad_accum_dtype")
+    if asked.stage != 1:
+        yield asked.no_effect(key, f"only stage 1 reads it, and {asked.stage_said}")
+    elif offload in ("cpu", "nvme"):
+        yield asked.no_effect(key, f"only an optimizer on the device reads it, and it is offloaded to {offload}")
+    elif sums in ("bf16", "fp16"):
+        where = asked.written("data_types.grad_accum_dtype")
+        yield asked.no_effect(key, f"only sums of gradients in fp32 read it, and grad_accum_dtype is {sums} at {where}")
 
 
 def _loss_scale(asked: Asked) -> Iterator[Problem]:
