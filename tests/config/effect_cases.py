@@ -117,6 +117,7 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
         for name in ("zero0", "zero2", "zero3")
     ],
     "sequence_parallel_size": [],
+    "comms_logger.prof_ops": [{**stage(2), "comms_logger": {"enabled": True, "prof_all": False}}],
     **{name: [section] for name, section in ON.items() if name not in ("torch_autocast", "wandb", "comet")},
 }
 

@@ -121,6 +121,10 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
     for section in ("tensorboard", "csv_monitor"):
         if asked.is_on(f"{section}.enabled") and not asked.value(f"{section}.output_path"):
             yield asked.note(f"{section}.enabled", "without output_path it writes below the working directory")
+    ops = "comms_logger.prof_ops"
+    if asked.says_something(ops) and asked.value("comms_logger.prof_all", default=True) is True:
+        why = "comms_logger.prof_all is true, as it is where nothing is written, and logs every operation"
+        yield asked.no_effect(ops, why, "Write prof_all: false beside it, or delete it.")
     breakdown = "wall_clock_breakdown"
     if asked.is_on("flops_profiler.enabled") and asked.value(breakdown) is False:
         why = f"flops_profiler is on at {asked.written('flops_profiler.enabled')} and turns it on"
