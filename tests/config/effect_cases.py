@@ -57,9 +57,7 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     ],
     # Weights that are not kept whole, so that there is something to fetch.
     **{f"zero_optimization.{key}": [stage(3, stage3_param_persistence_threshold=0)] for key in FETCHING},
-    "zero_optimization.ignore_unused_parameters": [
-        stage(2, offload_optimizer={**CPU}, ignore_unused_parameters=True)
-    ],
+    "zero_optimization.ignore_unused_parameters": [stage(2, offload_optimizer={**CPU}, ignore_unused_parameters=True)],
     "zero_optimization.override_module_apply": [stage(3, override_module_apply=True)],
     "zero_optimization.save_muon_momentum_buffer_in_memory": [
         {
@@ -160,7 +158,8 @@ VALUES: Mapping[str, Any] = {
     "pipeline.partition": "uniform",
     "activation_checkpointing.number_checkpoints": 2,
 }
-REQUIRED: Mapping[str, dict[str, Any]] = {  # parameters of schedulers that have no default, or one that is none for five steps
+# Parameters of schedulers that have no default, or one that is none for five steps.
+REQUIRED: Mapping[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 2},  # the default is longer than the whole training here
     "WarmupDecayLR": {"total_num_steps": 8, "warmup_num_steps": 2},
     "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 2},
