@@ -129,7 +129,6 @@ VALUES: Mapping[str, Any] = {
     "zero_optimization.allgather_bucket_size": 64,
     "zero_optimization.sub_group_size": 64,
     "zero_optimization.stage3_prefetch_bucket_size": 300,
-    "zero_optimization.stage3_module_granularity_threshold": 1000,
     "zero_optimization.leaf_module.classes": ["Linear"],
     "zero_optimization.leaf_module.names": ["layers.0"],
     "zero_optimization.leaf_module.name_suffixes": ["0"],

@@ -1,7 +1,8 @@
 """Runs trainings with given configurations, each in a process of its own, and tells what two of them do differently.
 
-Reads lines of JSON, `[name, configuration, configuration, number of processes]`, those with the same first configuration one after the other
-(the next one's modules are imported here once for all of its runs), and answers each with a line `EFFECT` and JSON:
+Reads lines of JSON, `[name, configuration, configuration, number of processes]`, those with the same first
+configuration one after the other (what it imports is imported here once for all), and answers each with a line `EFFECT`
+and JSON:
 `[name, what the second run did otherwise, what it only held otherwise, what it alone said, its error, the first's]`.
 """
 
@@ -61,6 +62,7 @@ _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json")  # in a saved folder: what was configured
 _OF_THIS_PROCESS = re.compile(r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)")  # in names of files: time, machine, process
+_TENSOR = re.compile(r"\([\d, ]*\) torch\.")  # as `plain` shows it
 _DEEDS = ("loss", "rates", "weight", "files", "hooks", "printed")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size, torch.device)
 
@@ -250,7 +252,11 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
             break
     sys.setprofile(None)
     found["rates"] = rates
-    attributes(getattr(model, "__dict__", {}), "engine", found, set())
+    found |= {f"files: {path}": "a folder" for path in Path().rglob("*") if path.is_dir()}
+    seen: set[int] = set()
+    attributes(getattr(model, "__dict__", {}), "engine", found, seen)
+    for parameter in model.parameters():
+        attributes(getattr(parameter, "nvme_swapper", None), "swapper", found, seen)
     for n, group in enumerate(optimizer.param_groups):
         found |= {f"group {n} {key}": plain(value) for key, value in group.items() if key != "params"}
     found |= {f"weight {key}": plain(value) for key, value in (accelerator.get_state_dict(model) or {}).items()}
@@ -369,12 +375,14 @@ def base(configuration: str, world: int) -> tuple[dict[str, Any], dict[str, Any]
     return first, one, noise, {*one["said"].splitlines(), *other["said"].splitlines()}
 
 
-def is_deed(key: str) -> bool:
-    """Whether a difference is in what the training did: its numbers, files, hooks and the functions that ran.
+def is_deed(key: str, before: Any, after: Any) -> bool:
+    """Whether a difference is in what the training did: its numbers, memory, files, hooks, prints, functions that ran.
 
     Else a value is only held by an object or handed to a function, which may do nothing with it.
     """
-    return key.startswith(_DEEDS) or (key.startswith("calls") and "(" not in key)
+    called = key.startswith("calls") and "(" not in key
+    shapes = [str(value).partition(")")[0] for value in (before, after) if _TENSOR.match(str(value))]
+    return key.startswith(_DEEDS) or called or len(set(shapes)) == 2
 
 
 def compare(name: str, before: dict[str, Any], after: dict[str, Any], world: int) -> list[Any]:
@@ -386,8 +394,9 @@ def compare(name: str, before: dict[str, Any], after: dict[str, Any], world: int
     changed = [key for key in differing if without_value(key) not in noise and not run["error"]]
     new = [line for line in run["said"].splitlines() if line not in said]
     shown = {key: f"{key}: {first.get(key)} -> {then.get(key)}"[:300] for key in changed}
-    deeds = sorted((key for key in changed if is_deed(key)), key=lambda key: key.startswith("calls"))
-    held = [key for key in changed if not is_deed(key)]
+    done = {key for key in changed if is_deed(key, first.get(key), then.get(key))}
+    deeds = sorted(done, key=lambda key: (key.startswith("calls"), key))
+    held = [key for key in changed if key not in done]
     return [name, [shown[key] for key in deeds], [shown[key] for key in held], new, run["error"], outcome["error"]]
 
 
