@@ -24,6 +24,18 @@ STAGES = {f"zero{number}": stage(number) for number in (0, 1, 2, 3)}
 SWITCHED = ("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "flops_profiler", "torch_autocast")
 ON = {name: {**stage(2), name: {"enabled": True}} for name in (*SWITCHED, "hybrid_engine", "expert_parallel")}
 
+RANDOM_LTD = {
+    "enabled": True,
+    "total_layer_num": 2,
+    "random_ltd_layer_num": 1,
+    "random_ltd_layer_id": [1],
+    "random_ltd_schedule": {
+        "min_value": 1,
+        "max_value": 4,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 4, "seq_per_step": 1},
+    },
+}
 # Keys of stage 3's fetching of weights.
 FETCHING = (
     "stage3_prefetch_bucket_size",
@@ -34,15 +46,18 @@ FETCHING = (
     "stage3_use_all_reduce_for_fetch_params",
     "stage3_allgather_sequential",
     "log_trace_cache_warnings",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
     "enable_sanity_checks",
     "memory_efficient_linear",
     "overlap_comm",
 )
 # Keys that say something of what processes send one another.
-OF_TWO_PROCESSES = (*FETCHING, "zero_hpz_partition_size", "use_multi_rank_bucket_allreduce", "reduce_scatter")
+OF_TWO_PROCESSES = (
+    *FETCHING,
+    "zero_hpz_partition_size",
+    "use_multi_rank_bucket_allreduce",
+    "reduce_scatter",
+    "allgather_bucket_size",
+)
 
 # Where a key could do something, beside the four plain stages: prefix of keys -> configurations.
 SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
@@ -54,6 +69,7 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
         stage(2, offload_optimizer={**CPU}),
         stage(3, offload_optimizer={**CPU}),
         stage(3, offload_optimizer={**NVME}),
+        stage(3, offload_optimizer={**NVME}, offload_param={**NVME, "max_in_cpu": 0}),
     ],
     # Weights that are not kept whole, so that there is something to fetch.
     **{f"zero_optimization.{key}": [stage(3, stage3_param_persistence_threshold=0)] for key in FETCHING},
@@ -106,6 +122,9 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
     ],
     "data_efficiency.data_routing": [
         {**stage(2), "data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}
+    ],
+    "data_efficiency.data_routing.random_ltd": [
+        {**stage(2), "data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": RANDOM_LTD}}}
     ],
     "weight_quantization": [{**stage(3), "weight_quantization": {"enabled": True}}],
     "tensor_parallel": [{**stage(1), "tensor_parallel": {"autotp_size": 1}}],
@@ -178,7 +197,7 @@ BESIDE: Mapping[tuple[str, str], dict[str, Any]] = {
 }
 # Types of optimizers whose parameters are tried nowhere.
 NOT_RUN: Mapping[str, str] = {
-    "LBFGS": "the type is an error",
+    **dict.fromkeys(("LBFGS", "SparseAdam"), "the type is an error"),
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "without the package mup, which is not installed, it is an error"),
 }
 
@@ -322,7 +341,7 @@ def _around(section: str, kind: str) -> dict[str, dict[str, Any]]:
         adam = {"type": "AdamW", "params": {"lr": 1e-2}}
         sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
         return {"zero2": {**STAGES["zero2"], "optimizer": adam if kind == "OneCycle" else sgd}}
-    if kind in ("Lamb", "Adafactor", "SparseAdam"):
+    if kind in ("Lamb", "Adafactor"):
         return {"zero0": STAGES["zero0"]}
     offloaded = {"zero2-cpu": stage(2, offload_optimizer={**CPU}), "zero3-cpu": stage(3, offload_optimizer={**CPU})}
     if kind == "Muon":  # beside a kernel that is built anyway

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from paths import PAIR, assert_near, global_batch, is_zero, loss_of, make_net, own_batch, raised, running, weights
 from torch import nn
 from torch.optim import Optimizer
@@ -316,6 +317,20 @@ def check_fp16_under_deepspeed_on_a_cpu(folder: Path) -> None:
             raised(ConfigError, "fp16", "cpu", "bf16", by=lambda: accelerator.prepare(model, sgd))  # noqa: B023
 
 
+def check_options_of_torch_in_a_section_are_spoken_of_where_a_kernel_runs(path: str) -> None:
+    """foreach, fused: DeepSpeed's constructor would not take them; its kernel steps, and a line says so."""
+    for option in ("foreach", "fused"):
+        section = {"type": "AdamW", "params": {"lr": 0.01, option: True}}
+        with contextlib.redirect_stderr(io.StringIO()) as said, running(path, deepspeed={"optimizer": section}) as own:
+            model = make_net()
+            model, optimizer = own.prepare(model, DummyOptim(model.parameters()))
+            own.backward(loss_of(model, own_batch(0)))
+            optimizer.step()
+            assert type(optimizer.optimizer).__name__ == "DeepSpeedCPUAdam"
+        if dist.get_rank() == 0:
+            assert f"AdamW: {option} has no effect" in said.getvalue()
+
+
 def check_an_optimizer_of_a_package_that_is_not_installed(folder: Path) -> None:
     """DeepSpeed takes some from mup: without it an error names the key, where it is written, and the package."""
     section = {"type": "MuAdamW", "params": {"lr": 0.1}}
@@ -335,6 +350,7 @@ _PATHS_OF = {
     check_an_own_optimizer_is_tried: ("zero1", "zero2", "zero3", "zero2-cpu"),
     check_what_is_not_elementwise: PAIR,
     check_deepspeeds_own_classes_run: ("zero2-cpu",),
+    check_options_of_torch_in_a_section_are_spoken_of_where_a_kernel_runs: ("zero2-cpu",),
 }
 CHECKS = {
     **{

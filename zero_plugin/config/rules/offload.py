@@ -26,6 +26,9 @@ def check_offload(asked: Asked) -> Iterator[Problem]:
     for section in (_OPTIMIZER, _PARAM):
         yield from _device(asked, section)
         yield from _idle_keys(asked, section)
+    fast, params = f"{_OPTIMIZER}.fast_init", asked.offload("param")
+    if asked.is_on(fast) and asked.offload("optimizer") == "nvme" and params in ("none", "cpu"):
+        yield asked.no_effect(fast, f"only parameters on nvme are read that way, and {_PARAM}.device is {params}")
     yield from _ratio(asked)
     yield from _super_offload(asked)
     yield from _aio(asked)

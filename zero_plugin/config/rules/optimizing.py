@@ -16,6 +16,10 @@ _OF_WHOLE_TENSORS: Final = {
     "lamb": "scales each tensor's update by its norm",
     "adafactor": "factors each tensor's second moment",
 }
+_NEVER: Final = {
+    "lbfgs": "computes the loss itself, several times a step, and gradients come from accelerator.backward",
+    "sparseadam": "steps sparse gradients alone, and a model that has them is refused under DeepSpeed",
+}
 
 
 def check_optimizing(asked: Asked) -> Iterator[Problem]:
@@ -31,9 +35,12 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         message = f"{name} {_OF_WHOLE_TENSORS[kind]}, and ZeRO updates flat pieces of them; {asked.stage_said}"
         fix = "Write AdamW, or stage 0. If you know better: zero_allow_untested_optimizer: true."
         yield asked.error("optimizer.type", f"{message}. It would train, and differ", fix)
-    if kind == "lbfgs":
-        message = f"{name} computes the loss itself, several times a step, and gradients come from accelerator.backward"
-        yield asked.error("optimizer.type", message, "Write an optimizer that steps without a closure, such as AdamW.")
+    if kind in _NEVER:
+        yield asked.error("optimizer.type", f"{name} {_NEVER[kind]}", "Write another, such as AdamW.")
+    states = f"{_PARAMS}.fp32_optimizer_states"
+    in_halves = any(asked.is_on(f"{kind}.{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
+    if asked.value(states) is False and not in_halves:
+        yield asked.no_effect(states, "the weights that the optimizer steps are in fp32, and so are its states")
     scale = asked.value("fp16.loss_scale")
     if kind == "lamb" and is_number(scale) and scale != 0:
         message = f"{scale}, but DeepSpeed's Lamb needs a dynamic loss scale"
@@ -47,7 +54,7 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
             yield asked.error("zero_optimization.zero_quantized_gradients", message, "Delete it.")
     if asked.is_on("optimizer.legacy_fusion") and (asked.stage or asked.precision in ("no", "bf16")):
         yield asked.no_effect("optimizer.legacy_fusion", "only fp16 at stage 0 reads it")
-    untested = kind not in ("", "lbfgs", *_TESTED_WITH_ZERO, *_OF_WHOLE_TENSORS)
+    untested = kind not in ("", *_NEVER, *_TESTED_WITH_ZERO, *_OF_WHOLE_TENSORS)
     if untested and asked.value("zero_allow_untested_optimizer") is False and asked.stage:
         message = f"false, but DeepSpeed has not tried {name} with ZeRO and refuses it then"
         fix = "Delete it: this package checks by itself that an optimizer works on flat pieces."

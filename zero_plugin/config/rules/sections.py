@@ -22,6 +22,7 @@ _SWITCHED: Final = (
     "hybrid_engine",
     "expert_parallel",
     "autotuning",
+    "data_efficiency.data_routing.random_ltd",
 )
 _NESTED: Final = (
     ("data_efficiency.data_routing.enabled", "data_efficiency.enabled"),
@@ -55,6 +56,13 @@ _UNREAD: Final[Mapping[str, tuple[str, str]]] = {
             "Delete it, and choose samples and batch sizes in a sampler or batch_sampler of the script's DataLoader.",
         ),
     ),
+    **{
+        f"data_efficiency.data_routing.random_ltd.{key}": (f"DeepSpeed writes {batch} over it", _DELETE)
+        for key, batch in (
+            ("global_batch_size", "train_batch_size"),
+            ("micro_batch_size", "train_micro_batch_size_per_gpu"),
+        )
+    },
     **{
         f"tensor_parallel.{key}": ("only tensor_parallel.autotp_size above 1 reads it, which is not supported", _DELETE)
         for key in (
@@ -93,6 +101,13 @@ def check_sections(asked: Asked) -> Iterator[Problem]:
     quantized = "weight_quantization.quantized_initialization"
     if asked.stage in (0, 1, 2) and asked.document.deepspeed.section(*quantized.split(".")).entries:
         yield asked.no_effect(quantized, f"only stage 3 reads it, and {asked.stage_said}")
+    schedule = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule"
+    if asked.is_on(f"{schedule}.enabled"):
+        yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
+    elif below := asked.document.deepspeed.section(*schedule.split(".")):
+        first = next((key for path in below if asked.says_something(key := f"{schedule}.{'.'.join(path)}")), None)
+        if first:
+            yield asked.no_effect(first, "DeepSpeed has not implemented the schedule")
     refused = list(_data_sampling(asked))
     yield from refused
     for key, (why, fix) in _UNREAD.items():
@@ -111,7 +126,7 @@ def _data_sampling(asked: Asked) -> Iterator[Problem]:
 
 def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
     for section in _SWITCHED:
-        paths = [f"{section}.{'.'.join(path)}" for path in asked.document.deepspeed.section(section)]
+        paths = [f"{section}.{'.'.join(path)}" for path in asked.document.deepspeed.section(*section.split("."))]
         first = next((path for path in paths if asked.says_something(path)), None)
         if first and asked.entry(f"{section}.enabled") is None:
             yield asked.no_effect(first, f"{section}.enabled is not written, and is false then", "Write enabled: true.")

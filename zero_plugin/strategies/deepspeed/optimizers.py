@@ -117,6 +117,9 @@ def _engine_builds(
         return False
     if kind in ("adam", "adamw") and section.params.get("torch_adam"):
         return offloaded or device.type != "cpu"
+    typed = {name for group in groups for name in group}
+    if typed.intersection(_SPEED_OPTIONS) or (offloaded and "set_grad_none" in typed):
+        return False  # DeepSpeed's constructor has no such argument
     if _options_of_torch_alone(_TORCH_CLASSES[kind], groups):
         return False
     return _forced(resolved) is not False if offloaded else kind != "adagrad" and device.type != "cpu"
@@ -175,6 +178,9 @@ def _expect_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: Sess
     if not is_theirs and kind in _KERNEL_OPTIONS:
         why = f"{_FORCE} is false" if _forced(resolved) is False else f"DeepSpeed's faster kernel {why}"
         request.say(f"{name}: torch's own runs on the CPU, since {why}")
+    idle = [option for option in _SPEED_OPTIONS if any(group.get(option) for group in optimizer.param_groups)]
+    if kernel is not None and idle:
+        request.say(f"{name}: {', '.join(idle)} has no effect, since DeepSpeed's kernel for the CPU runs")
     is_adam = kind in (torch.optim.Adam, torch.optim.AdamW) and not left_out
     groups = optimizer.param_groups
     decoupled = is_adam and all(group.get(_DECOUPLED, kind is torch.optim.AdamW) for group in groups)
