@@ -159,6 +159,7 @@ VALUES: Mapping[str, Any] = {
     "gradient_accumulation_steps": 2,
     "optimizer.params": {"lr": 0.1},
     "optimizer.type": "SGD",
+    "optimizer.params.etas": [0.6, 1.1],
     "scheduler.type": "WarmupLR",
     "scheduler.params": None,
     "steps_per_print": 1,
@@ -190,13 +191,25 @@ REQUIRED: Mapping[str, dict[str, Any]] = {
     "CyclicLR": {"base_lr": 1e-3, "max_lr": 1e-2},
     "OneCycleLR": {"max_lr": 1e-2, "total_steps": 8},
 }
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 1, "cycle_second_step_size": 1}
+HALVES = {"cycle_first_step_size": 2, "cycle_second_step_size": 2}
 # The same for single parameters, which do something beside others than these.
 BESIDE: Mapping[tuple[str, str], dict[str, Any]] = {
+    **{("SGD", name): {"lr": 1e-3, "momentum": 0.9} for name in ("dampening", "nesterov")},
+    **{  # falling losses are bad ones
+        ("ReduceLROnPlateau", name): {"mode": "max", "patience": 0} for name in ("mode", "factor", "cooldown")
+    },
+    ("OneCycle", "decay_step_size"): {**CYCLE, "decay_lr_rate": 0.1, "decay_step_size": 1},
+    **{("OneCycle", f"decay_{name}_rate"): {**CYCLE, "decay_step_size": 1} for name in ("lr", "mom")},
+    **{("OneCycle", f"cycle_{half}_stair_count"): {**CYCLE, **HALVES} for half in ("first", "second")},
+    ("CyclicLR", "gamma"): {"base_lr": 1e-3, "max_lr": 1e-2, "mode": "exp_range"},
+    ("ReduceLROnPlateau", "threshold_mode"): {"threshold": 1.0, "patience": 0},
     ("OneCycleLR", "epochs"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
     ("OneCycleLR", "steps_per_epoch"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
 }
 # Types of optimizers whose parameters are tried nowhere.
 NOT_RUN: Mapping[str, str] = {
+    "Lamb": "needs a GPU",
     **dict.fromkeys(("LBFGS", "SparseAdam"), "the type is an error"),
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "without the package mup, which is not installed, it is an error"),
 }
@@ -341,7 +354,7 @@ def _around(section: str, kind: str) -> dict[str, dict[str, Any]]:
         adam = {"type": "AdamW", "params": {"lr": 1e-2}}
         sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
         return {"zero2": {**STAGES["zero2"], "optimizer": adam if kind == "OneCycle" else sgd}}
-    if kind in ("Lamb", "Adafactor"):
+    if kind == "Adafactor":
         return {"zero0": STAGES["zero0"]}
     offloaded = {"zero2-cpu": stage(2, offload_optimizer={**CPU}), "zero3-cpu": stage(3, offload_optimizer={**CPU})}
     if kind == "Muon":  # beside a kernel that is built anyway

@@ -62,6 +62,7 @@ _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json")  # in a saved folder: what was configured
 _OF_THIS_PROCESS = re.compile(r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)")  # in names of files: time, machine, process
+_TIME = re.compile(r"^\[[\d-]+ [\d:,]+\] ")  # at the head of what DeepSpeed logs
 _TENSOR = re.compile(r"\([\d, ]*\) torch\.")  # as `plain` shows it
 _DEEDS = ("loss", "rates", "weight", "files", "hooks", "printed")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size, torch.device)
@@ -328,7 +329,8 @@ def forked(configuration: dict[str, Any], world: int = 1, seconds: int = 300) ->
         for log in Path(folder).glob("output?") if outcome["error"] else ():
             outcome["error"] += f"\n{log.name}: {log.read_text(errors='replace')[-2000:]}"
         # Of what is printed, the words before a measured number.
-        outcome["found"]["printed"] = dict.fromkeys((line.partition(":")[0] for line in output.splitlines()), "a line")
+        lines = (_TIME.sub("", line) for line in output.splitlines())
+        outcome["found"]["printed"] = dict.fromkeys((line.partition(":")[0] for line in lines), "a line")
         text = json.dumps(outcome["found"], default=str).replace(folder, "FOLDER")
         found = json.loads(_OF_THIS_PROCESS.sub("HERE", text))
         return {**outcome, "found": found, "said": outcome["said"].replace(folder, "FOLDER")}

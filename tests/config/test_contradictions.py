@@ -103,6 +103,8 @@ CONTRADICTIONS = [
     ("batch among processes", "error", YAML + "  train_batch_size: 10\n", "c.yaml:4:3: train_batch_size: 10 is not a multiple of num_processes 4", '10', '8'),
     # --- optimizer, schedule
     ("LBFGS", "error", '{"optimizer": {"type": "LBFGS"}}', "c.json:1:16: optimizer.type: LBFGS computes the loss itself, several times a step, and gradients come from accelerator.backward", 'LBFGS', 'SGD'),
+    ("Lamb on a CPU", "error", "use_cpu: true\n" + YAML + "  zero_stage: 0\n  optimizer: {type: Lamb}\n", "c.yaml:6:15: optimizer.type: Lamb needs a GPU, but use_cpu is true at c.yaml:1:1", 'Lamb', 'Adam'),
+    ("a scale that no file can hold", "warning", '{"scheduler": {"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": 0.2, "scale_mode": "iterations"}}}', "c.json:1:77: scheduler.params.scale_mode = \"iterations\": has no effect: only scale_fn reads it, a function, which no file can hold", '"iterations"', '"cycle"'),
     ("sparse gradients alone", "error", '{"optimizer": {"type": "SparseAdam"}}', "c.json:1:16: optimizer.type: SparseAdam steps sparse gradients alone, and a model that has them is refused under DeepSpeed", 'SparseAdam', 'Adam'),
     ("states of weights in fp32", "warning", '{"optimizer": {"type": "AdamW", "params": {"fp32_optimizer_states": false}}}', "c.json:1:44: optimizer.params.fp32_optimizer_states = false: has no effect: the weights that the optimizer steps are in fp32, and so are its states", 'false', 'true'),
     ("Lamb at stage 1", "error", '{' + ZERO_1[:-2] + '}, "optimizer": {"type": "Lamb"}}', "c.json:1:51: optimizer.type: Lamb scales each tensor's update by its norm, and ZeRO updates flat pieces of them; the stage is 1 at c.json:1:24. It would train, and differ", '"stage": 1', '"stage": 0'),

@@ -37,6 +37,10 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         yield asked.error("optimizer.type", f"{message}. It would train, and differ", fix)
     if kind in _NEVER:
         yield asked.error("optimizer.type", f"{name} {_NEVER[kind]}", "Write another, such as AdamW.")
+    on_cpu = asked.document.launch.get("use_cpu")
+    if kind == "lamb" and on_cpu is not None and on_cpu.value is True:
+        message = f"{name} needs a GPU, but use_cpu is true at {on_cpu.origin.where}"
+        yield asked.error("optimizer.type", message, "Write AdamW, or train on a GPU.")
     states = f"{_PARAMS}.fp32_optimizer_states"
     in_halves = any(asked.is_on(f"{kind}.{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
     if asked.value(states) is False and not in_halves:
@@ -75,6 +79,9 @@ def _schedule(asked: Asked) -> Iterator[Problem]:
     if is_count(warmup) and is_count(total) and warmup > total:
         message = f"{warmup} steps of warm-up are more than the total_num_steps of {total}"
         yield asked.error(path, message, f"Write at most {total}, or raise total_num_steps.")
+    mode = "scheduler.params.scale_mode"
+    if asked.value(mode) not in (None, "cycle") and asked.value("scheduler.params.scale_fn") is None:
+        yield asked.no_effect(mode, "only scale_fn reads it, a function, which no file can hold")
     top, rate = "scheduler.params.warmup_max_lr", f"{_PARAMS}.lr"
     if is_number(asked.value(top)) and is_number(asked.value(rate)) and asked.value(top) != asked.value(rate):
         why = f"the schedule sets the learning rate, up to warmup_max_lr {asked.value(top)} at {asked.written(top)}"

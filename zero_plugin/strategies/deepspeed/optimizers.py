@@ -231,13 +231,15 @@ class FlatAdagrad(Optimizer):
             with_gradient = [p for p in group["params"] if p.grad is not None]
             if not with_gradient:
                 continue
-            states = [self._state(p) for p in with_gradient]
+            states = [self._state(p, fused=bool(group["fused"])) for p in with_gradient]
             adagrad(
                 with_gradient,
                 [p.grad for p in with_gradient],
                 [state["sum"] for state in states],
                 [state["step"] for state in states],
+                fused=group["fused"],
                 has_sparse_grad=False,
+                differentiable=group["differentiable"],
                 lr=group["lr"],
                 weight_decay=group["weight_decay"],
                 lr_decay=group["lr_decay"],
@@ -247,10 +249,10 @@ class FlatAdagrad(Optimizer):
             )
         return loss
 
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
+    def _state(self, parameter: Tensor, *, fused: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device=parameter.device if fused else "cpu")
             # As torch does, from the constructor's argument: a group's own is not looked at.
             state["sum"] = torch.full_like(parameter, self.defaults["initial_accumulator_value"])
         return state
