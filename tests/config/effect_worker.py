@@ -60,8 +60,9 @@ _READERS = (
 _OF_PACKAGE = ("strategies/", "checkpoint/", "data/", "loop/", "memory/", "trackers/")
 _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
-_DESCRIPTIONS = ("resolved_config.json", "manifest.json")  # in a saved folder: what was configured
-_OF_THIS_PROCESS = re.compile(r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)")  # in names of files: time, machine, process
+_DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: what was configured
+# In names of files and folders: time, machine, process.
+_OF_THIS_PROCESS = re.compile(r"(?<=tfevents\.)\d+\.[\w.-]+?\.\d+(?=\.\d)|(?<=zero_plugin-swap-)\d+-\w+")
 _TIME = re.compile(r"^\[[\d-]+ [\d:,]+\] ")  # at the head of what DeepSpeed logs
 _TENSOR = re.compile(r"\([\d, ]*\) torch\.")  # as `plain` shows it
 _DEEDS = ("loss", "rates", "weight", "files", "hooks", "printed")

@@ -39,11 +39,29 @@ NOT_TO_BE_SEEN: Final[Mapping[str, str]] = {
     "zero_optimization.zero_hpz_partition_size": "one process is one node",
     "weight_quantization.quantized_initialization": "needs a GPU",
     "hybrid_engine": "needs a GPU",
+    **{
+        f"data_efficiency.data_routing.random_ltd.{key}": "layers that a script converts by DeepSpeed's helper read it"
+        for key in ("random_ltd_layer_id", "model_mask_name", "model_type", "hidden_state_order")
+    },
+    "data_efficiency.enabled": "a switch of what is below it",
+    "data_efficiency.data_routing.enabled": "a switch of what is below it",
     "wandb": "needs a login",
     "comet": "needs a package that is not installed",
 }
 # Keys whose value is only to be seen where an engine holds it: why.
-ONLY_HELD: Final[Mapping[str, str]] = {}
+ONLY_HELD: Final[Mapping[str, str]] = {
+    "zero_optimization.log_trace_cache_warnings": "warns where a model runs its modules in another order than before",
+    "data_efficiency.data_routing.random_ltd.total_layer_num": "counts the tokens of layers",
+    "data_efficiency.data_routing.random_ltd.random_ltd_layer_num": "counts the tokens of layers",
+    **{
+        f"data_efficiency.data_routing.random_ltd.random_ltd_schedule.{key}": "sets how many tokens converted layers keep"
+        for key in ("min_value", "max_value", "schedule_config.seq_per_step")
+    },
+}
+# Cases in which a key has nothing to do, which does something in others: why.
+IDLE: Final[Mapping[str, str]] = {
+    "optimizer.params.torch_adam of AdamW [zero2]": "on a CPU without offload torch's runs anyway",
+}
 HELD: Final = "only held: "
 SECONDS: Final = 7200
 
@@ -151,6 +169,8 @@ def test_no_key_is_silent() -> None:
     for case in cases():
         if told := spoken(case):
             table[case.name] = told[0]
+        elif case.name in IDLE:
+            table[case.name] = f"{HELD}{IDLE[case.name]}"
         elif is_excused(".".join(case.key)):
             table[case.name] = "not to be seen: " + next(
                 why for known, why in NOT_TO_BE_SEEN.items() if f"{'.'.join(case.key)}.".startswith(f"{known}.")

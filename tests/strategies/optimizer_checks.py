@@ -25,6 +25,7 @@ ELEMENTWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor-lr": ("AdamW", {"lr": torch.tensor(0.01)}),
     "foreach": ("AdamW", {"foreach": True}),
     "fused": ("AdamW", {"fused": True}),
+    "fused Adagrad": ("Adagrad", {"fused": True}),
     "amsgrad": ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
     "maximize": ("AdamW", {"maximize": True}),
     "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True, "lr": 0.01}),

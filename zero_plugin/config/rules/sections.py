@@ -104,9 +104,9 @@ def check_sections(asked: Asked) -> Iterator[Problem]:
     schedule = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule"
     if asked.is_on(f"{schedule}.enabled"):
         yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
-    elif below := asked.document.deepspeed.section(*schedule.split(".")):
-        first = next((key for path in below if asked.says_something(key := f"{schedule}.{'.'.join(path)}")), None)
-        if first:
+    else:
+        below = [f"{schedule}.{'.'.join(path)}" for path in asked.document.deepspeed.section(*schedule.split("."))]
+        if first := next((key for key in below if asked.says_something(key)), None):
             yield asked.no_effect(first, "DeepSpeed has not implemented the schedule")
     refused = list(_data_sampling(asked))
     yield from refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -92,7 +93,7 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
 def _expect_mup(section: OptimizerSection, resolved: Resolved) -> None:
     """Refuse an optimizer of a package that is not installed; DeepSpeed would use a name that it has not imported."""
     try:
-        import mup  # noqa: F401
+        importlib.import_module("mup")
     except ImportError:
         entry = resolved.tree.get("optimizer", "type")
         message = f"{section.type} is of the package mup, which cannot be imported"
