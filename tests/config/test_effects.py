@@ -54,7 +54,7 @@ ONLY_HELD: Final[Mapping[str, str]] = {
     "data_efficiency.data_routing.random_ltd.total_layer_num": "counts the tokens of layers",
     "data_efficiency.data_routing.random_ltd.random_ltd_layer_num": "counts the tokens of layers",
     **{
-        f"data_efficiency.data_routing.random_ltd.random_ltd_schedule.{key}": "sets how many tokens converted layers keep"
+        f"data_efficiency.data_routing.random_ltd.random_ltd_schedule.{key}": "sets how many tokens layers keep"
         for key in ("min_value", "max_value", "schedule_config.seq_per_step")
     },
 }
