@@ -25,13 +25,12 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.activations import trace_activations
 from zero_plugin.plan.footprint import Footprint, footprint
-from zero_plugin.plan.known_devices import ATTAINABLE
+from zero_plugin.plan.live_model import model_sizes
+from zero_plugin.plan.machines import ATTAINABLE, state_cluster
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
 from zero_plugin.plan.step_time import step_time
-from zero_plugin.probe.activations import trace_activations
-from zero_plugin.probe.sizes import model_sizes
 
 MIB = 2**20
 OPTIMIZER = OptimizerSizes()

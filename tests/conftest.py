@@ -26,7 +26,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from forked import run_as_script
 
-from zero_plugin.strategies.deepspeed.build_lock import build_folder, find_stale_build_locks
+from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 
 _OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.

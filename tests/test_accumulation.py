@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_plugin import Accelerator, PartialState
-from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.data.active import RunningLoops
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import LoopError
+from zero_plugin.strategies.window import AccumulationWindow
 
 
 @dataclass

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_plugin import Accelerator
-from zero_plugin.choices import DynamoBackend, PrecisionType
-from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
-from zero_plugin.errors import ConfigError
-from zero_plugin.plugins import (
+from zero_plugin.config.choices import DynamoBackend, PrecisionType
+from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin
+from zero_plugin.config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -25,6 +24,7 @@ from zero_plugin.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from zero_plugin.errors import ConfigError
 
 pytestmark = pytest.mark.processes
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
-from zero_plugin.backward import run_backward
+from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.errors import LoopError
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.resolve.facts import Facts
-from zero_plugin.strategies.graph import find_leaves
+from zero_plugin.loop.backward import run_backward
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.training import Training
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.training import Training
+from zero_plugin.strategies.window import AccumulationWindow, TogetherWindows
+from zero_plugin.tensors.wrappers import find_leaves
 
 
 def make_trainings(count: int, steps: int = 1) -> list[Training]:

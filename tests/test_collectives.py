@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_plugin import collectives
+from zero_plugin.distributed import collectives
 from zero_plugin.errors import LoopError
 
 Pair = namedtuple("Pair", "left right")

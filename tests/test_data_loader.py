@@ -23,7 +23,7 @@ from zero_plugin.data_loader import (
     skip_first_batches,
 )
 from zero_plugin.errors import LoopError
-from zero_plugin.state import GradientState
+from zero_plugin.loop.state import GradientState
 
 HALVES = [[8, 9, 10, 11], [12, 13, 14, 15]]
 

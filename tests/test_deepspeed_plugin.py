@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from zero_plugin.config.deepspeed_plugin import ONLY, Configurations, DeepSpeedPlugin
 from zero_plugin.config.document import Document
+from zero_plugin.config.hf_deepspeed_config import HfDeepSpeedConfig
 from zero_plugin.config.read import read_document
-from zero_plugin.configurations import ONLY, Configurations
-from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
 from zero_plugin.errors import ConfigError
-from zero_plugin.hf_deepspeed_config import HfDeepSpeedConfig
 
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
 

@@ -8,11 +8,11 @@ import pytest
 
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
+from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.errors import ConfigError, LaunchError
-from zero_plugin.fewer_processes import find_intended_processes, share_out_steps
-from zero_plugin.memory.backing_off import accumulate_more
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
-from zero_plugin.resolve.resolve import resolve
+from zero_plugin.loop.fewer_processes import find_intended_processes, share_out_steps
+from zero_plugin.loop.out_of_memory import accumulate_more
 
 
 def launched(**keys: Any) -> dict[str, str]:

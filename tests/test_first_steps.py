@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.errors import LoopError
-from zero_plugin.first_steps import FirstSteps
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.resolve.facts import Facts
+from zero_plugin.loop.backward import FirstSteps
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.training import Training
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.training import Training
+from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Loop:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zero_plugin.doctor
+import zero_plugin.resolve
 
 import zero_plugin.cli
 import zero_plugin.config
-import zero_plugin.doctor
 import zero_plugin.launch
 import zero_plugin.plan
-import zero_plugin.resolve
 
 COLD_PACKAGES = [
     zero_plugin.config,

@@ -12,7 +12,7 @@ import pytest
 
 from zero_plugin.errors import LoopError
 from zero_plugin.logging import get_logger
-from zero_plugin.state import PartialState
+from zero_plugin.loop.state import PartialState
 
 
 @pytest.fixture(autouse=True)

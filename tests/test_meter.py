@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_plugin import meter
+from zero_plugin.machine import device_memory as meter
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 
-from zero_plugin.nested import list_leaves, map_leaves
+from zero_plugin.tensors.nested import list_leaves, map_leaves
 
 Point = namedtuple("Point", "x y")
 

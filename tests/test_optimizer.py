@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.errors import LoopError
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.strategies.lone import LoneOptimizer
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.strategies.optimizer_only import LoneOptimizer
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Loop:

@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 
+from zero_plugin.config.resolve.draft import OPTIMIZER_DEFAULTS
+from zero_plugin.config.resolve.facts import OptimizerSection
 from zero_plugin.errors import ConfigError
-from zero_plugin.optimizers import Lion, build_optimizer, describe_optimizer
-from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS
-from zero_plugin.resolve.resolved import OptimizerSection
+from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer, describe_optimizer
 
 
 def train(optimizer_of, steps=5):

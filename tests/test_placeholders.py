@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from zero_plugin.config.placeholders import UNSET, DummyOptim, DummyScheduler
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.placeholders import UNSET, DummyOptim, DummyScheduler
 
 
 def test_only_what_was_given_is_described():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.choices import DDPCommunicationHookType, DynamoBackend, LoggerType, PrecisionType, RNGType
-from zero_plugin.plugins import (
+from zero_plugin.config.choices import DDPCommunicationHookType, DynamoBackend, LoggerType, PrecisionType, RNGType
+from zero_plugin.config.plugins import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
@@ -120,5 +120,7 @@ def test_the_profiler_is_torchs(tmp_path: Path) -> None:
 
 def test_records_need_no_torch() -> None:
     """A launcher or a questionnaire may read them without loading torch."""
-    code = "import sys, zero_plugin.plugins, zero_plugin.deepspeed_plugin; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, zero_plugin.config.plugins, zero_plugin.config.deepspeed_plugin; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zero_plugin.progress import Progress
+from zero_plugin.loop.progress import Progress
 
 
 class CountedLoss(float):
@@ -87,7 +87,7 @@ TWO_PROCESSES = """
 import io, sys, time, torch
 from rich.console import Console
 from torch import distributed
-from zero_plugin.progress import Progress
+from zero_plugin.loop.progress import Progress
 
 distributed.init_process_group("gloo")
 rank = distributed.get_rank()

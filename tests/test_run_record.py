@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.resolve.facts import Facts, MachineFacts
-from zero_plugin.resolve.resolve import resolve
-from zero_plugin.run_record import RECORD_NAME, describe_run, keep_record, write_record
+from zero_plugin.config.resolve.facts import Facts, MachineFacts
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.resolve.run_record import RECORD_NAME, describe_run, keep_record, write_record
 
 CONFIG = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": "auto"}
 

@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
-from zero_plugin.resolve.resolved import SchedulerSection
-from zero_plugin.schedule_report import (
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts, SchedulerSection
+from zero_plugin.loop.schedule_report import (
     ScheduleLength,
     describe_counting,
     describe_section,
     describe_torch_schedule,
     own_steps,
 )
-from zero_plugin.schedules import build_schedule
+from zero_plugin.strategies.torch_optimizers import build_schedule
 
 
 def sgd(lr: float = 1.0) -> torch.optim.Optimizer:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from zero_plugin.accumulation import AccumulationWindow
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.scheduler import AcceleratedScheduler
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Loop:

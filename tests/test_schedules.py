@@ -8,11 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zero_plugin.curves import CURVES
+from zero_plugin.config.resolve.draft import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
+from zero_plugin.config.resolve.facts import SchedulerSection
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.defaults import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
-from zero_plugin.resolve.resolved import SchedulerSection
-from zero_plugin.schedules import build_schedule
+from zero_plugin.strategies.torch_optimizers import CURVES, build_schedule
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

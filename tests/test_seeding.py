@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zero_plugin.choices import RNGType
+from zero_plugin.config.choices import RNGType
+from zero_plugin.distributed.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
 from zero_plugin.errors import LoopError
-from zero_plugin.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
 
 
 def draw() -> tuple[float, float, float]:

@@ -18,28 +18,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_plugin.agreement import collective
-from zero_plugin.arguments import (
-    choose_accumulation,
-    choose_compiler,
-    choose_loading,
-    choose_plugins,
-    choose_project,
-    choose_rng_types,
-    overlay_arguments,
-    refuse_arguments,
-)
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.lineage import Lineages
-from zero_plugin.choices import DynamoBackend, RNGType
+from zero_plugin.checkpoint.folders import Lineages
+from zero_plugin.config.choices import DynamoBackend, RNGType
+from zero_plugin.config.deepspeed_plugin import Configurations, DeepSpeedPlugin
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
-from zero_plugin.configurations import Configurations
+from zero_plugin.config.plugins import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    sort_handlers,
+)
+from zero_plugin.config.resolve.facts import LoopFacts, Resolved
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.prepare import ShardIterable
-from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
+from zero_plugin.distributed.collective_check import call_before_end, collective
+from zero_plugin.distributed.process_calls import ProcessCalls
+from zero_plugin.distributed.processes import Processes, call_at_exit, start_processes
+from zero_plugin.distributed.stop_request import StopRequest
 from zero_plugin.facade.checkpoints import CheckpointCalls, SaveHook
 from zero_plugin.facade.collecting import CollectingCalls
 from zero_plugin.facade.compute import ComputeCalls
@@ -49,41 +51,34 @@ from zero_plugin.facade.loading import LoadingCalls
 from zero_plugin.facade.loop import LoopCalls
 from zero_plugin.facade.prepare import PrepareCalls
 from zero_plugin.facade.pretrained import checking_pretrained
-from zero_plugin.facade.processes import ProcessCalls
 from zero_plugin.facade.restoring import LoadHook, RestoringCalls
 from zero_plugin.facade.resuming import ResumingCalls
 from zero_plugin.facade.settings import SettingCalls
-from zero_plugin.facade.shortages import Shortages
-from zero_plugin.facade.stop_request import StopRequest
 from zero_plugin.facade.tracking import TrackingCalls
 from zero_plugin.facade.weights import WeightCalls
-from zero_plugin.fewer_processes import find_intended_processes
-from zero_plugin.first_steps import FirstSteps
-from zero_plugin.handlers import sort_handlers
-from zero_plugin.last_calls import call_before_end
-from zero_plugin.memory.backing_off import accumulate_more, agree_on_cut
-from zero_plugin.memory.out_of_memory import explain_shortages
-from zero_plugin.memory.predicting import local_processes
-from zero_plugin.meter import Meter, memory_available_bytes
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.plugins import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
+from zero_plugin.loop.arguments import (
+    choose_accumulation,
+    choose_compiler,
+    choose_loading,
+    choose_plugins,
+    choose_project,
+    choose_rng_types,
+    overlay_arguments,
+    refuse_arguments,
 )
-from zero_plugin.resolve.facts import LoopFacts
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.same_everywhere import expect_same_run
-from zero_plugin.state import AcceleratorState, show_run
+from zero_plugin.loop.backward import FirstSteps
+from zero_plugin.loop.fewer_processes import find_intended_processes
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.out_of_memory import Shortages, accumulate_more, agree_on_cut, explain_shortages
+from zero_plugin.loop.same_everywhere import expect_same_run
+from zero_plugin.loop.state import AcceleratorState, show_run
+from zero_plugin.loop.training import Training
+from zero_plugin.machine.device_memory import Meter, memory_available_bytes
+from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.strategies.base import Session, Strategy
-from zero_plugin.strategies.processes import Processes, call_at_exit, start_processes
 from zero_plugin.strategies.select import select_strategy
-from zero_plugin.trackers.base import GeneralTracker
 from zero_plugin.trackers.choose import choose_trackers
-from zero_plugin.training import Training
+from zero_plugin.trackers.trackers import GeneralTracker
 
 __all__ = ["Accelerator"]
 
@@ -126,7 +121,7 @@ class Accelerator(
         project_config: where the run keeps what it writes, in one record.
         gradient_accumulation_plugin: how gradients add up, in one record.
         step_scheduler_with_optimizer: a prepared schedule moves with the optimizer only; else at each of its calls.
-        kwargs_handlers: arguments of torch's own objects; see `zero_plugin.plugins`.
+        kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.plugins`.
         dynamo_backend, dynamo_plugin: compile models, by the compiler's name or with all arguments.
         deepspeed_plugins: the same as `deepspeed_plugin`.
         config: path of a launch YAML or a DeepSpeed JSON, or a dict with either content.

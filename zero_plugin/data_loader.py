@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from zero_plugin import collectives
 from zero_plugin.data.active import DataLoaderStateMixin
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.batch_sampler import BatchSamplerShard, SkipBatchSampler
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
-from zero_plugin.data.loader import DataLoaderShard, refuse_mesh
+from zero_plugin.data.division import SeedableRandomSampler
+from zero_plugin.data.loader import DataLoaderShard, SkipDataLoader, refuse_mesh, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.data.samplers import SeedableRandomSampler
-from zero_plugin.data.skip import SkipDataLoader, skip_first_batches
 from zero_plugin.data.stream import IterableDatasetShard
+from zero_plugin.distributed import collectives
 
 __all__ = [
     "BatchSamplerShard",

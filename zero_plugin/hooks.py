@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from zero_plugin.bigmodel.align import AlignDevicesHook
-from zero_plugin.bigmodel.hooks import (
+from zero_plugin.big_models.align import AlignDevicesHook
+from zero_plugin.big_models.dispatch import CpuOffload, UserCpuOffloadHook, attach_align_device_hook
+from zero_plugin.big_models.hooks import (
+    LayerwiseCastingHook,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from zero_plugin.bigmodel.layerwise import LayerwiseCastingHook
-from zero_plugin.bigmodel.offload import attach_align_device_hook
-from zero_plugin.bigmodel.whole import CpuOffload, UserCpuOffloadHook
 
 __all__ = [
     "AlignDevicesHook",

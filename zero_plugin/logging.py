@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from zero_plugin.errors import LoopError
-from zero_plugin.state import PartialState
+from zero_plugin.loop.state import PartialState
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 

@@ -106,7 +106,7 @@ def train(args: argparse.Namespace) -> None:
     import torch
 
     from zero_plugin import Accelerator, set_seed
-    from zero_plugin.demo.gpt import GPT, GPTConfig, next_byte_loss
+    from zero_plugin.demo.train import GPT, GPTConfig, next_byte_loss
 
     accelerator = Accelerator()
     set_seed(0)

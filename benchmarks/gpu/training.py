@@ -144,12 +144,11 @@ def train(run: Run, report: Path) -> None:
     import torch
 
     from zero_plugin import Accelerator, set_seed
+    from zero_plugin.plan.activations import trace_activations
     from zero_plugin.plan.footprint import footprint
-    from zero_plugin.plan.optimizers import optimizer_sizes
-    from zero_plugin.plan.running import running_setup
-    from zero_plugin.plan.situation import Cluster
-    from zero_plugin.probe.activations import trace_activations
-    from zero_plugin.probe.sizes import model_sizes
+    from zero_plugin.plan.live_model import model_sizes
+    from zero_plugin.plan.options import running_setup
+    from zero_plugin.plan.situation import Cluster, optimizer_sizes
 
     on_gpu = not run.cpu
     accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from zero_plugin import Accelerator, DistributedDataParallelKwargs
-from zero_plugin.agreement import Patience, start_watching
+from zero_plugin.distributed.collective_check import Patience, start_watching
 from zero_plugin.tracking import GeneralTracker
 
 

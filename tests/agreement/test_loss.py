@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from zero_plugin import agreement
-from zero_plugin.agreement import CollectiveCheck, Patience
+from zero_plugin.distributed import collective_check as agreement
+from zero_plugin.distributed.collective_check import CollectiveCheck, Patience
 
 
 @pytest.fixture

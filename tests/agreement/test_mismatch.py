@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from zero_plugin.agreement import Patience
-from zero_plugin.mismatch import Call, Waiting, describe_late, find_mismatch
-from zero_plugin.standing import ScriptView, Standing
+from zero_plugin.distributed.collective_check import Patience
+from zero_plugin.distributed.mismatch import Call, ScriptView, Standing, Waiting, describe_late, find_mismatch
 
 CALL = Call(number=5, name="gather", passes=2)
 HERE = Standing(calls=4, call="gather", left=4, passes=2, **ScriptView(0, 10.0).describe())

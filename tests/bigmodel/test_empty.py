@@ -8,7 +8,7 @@ from torch import nn
 
 from zero_plugin import init_empty_weights
 from zero_plugin.big_modeling import init_on_device
-from zero_plugin.bigmodel.empty import outermost_modules
+from zero_plugin.tensors.empty import outermost_modules
 from zero_plugin.utils import find_tied_parameters
 
 

@@ -27,10 +27,9 @@ from paths import own_batch, running
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero_plugin import collectives
 from zero_plugin.checkpoint.convert.open_source import open_source
-from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
-from zero_plugin.checkpoint.convert.to_universal import write_universal
+from zero_plugin.checkpoint.convert.write import write_checkpoint, write_universal
+from zero_plugin.distributed import collectives
 
 SAVED_AFTER, STEPS = 3, 6
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from paths import loss_of, make_net, own_batch, running
 
-from zero_plugin import Accelerator, collectives
+from zero_plugin import Accelerator
 from zero_plugin.checkpoint import save
 from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 
 _MS_RDONLY, _MS_REMOUNT, _MS_REC_PRIVATE, _CLONE_NEWNS = 1, 32, 0x4000 | 0x40000, 0x20000

@@ -30,8 +30,8 @@ from paths import global_batch, loss_of, running
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from zero_plugin import collectives
-from zero_plugin.checkpoint.nested_file import read_nested
+from zero_plugin.checkpoint.objects import read_nested
+from zero_plugin.distributed import collectives
 
 SAVED_AFTER, STEPS = 2, 5  # the third step is one where DeepSpeed's CPU Adam could get another bias correction
 SAMPLES = 12  # of all processes together: 1 to 4 have equal parts of them

@@ -19,10 +19,11 @@ from fork_server import FREE, PHASES
 from paths import ZERO, loss_of, own_batch
 from torch import nn
 
-from zero_plugin import Accelerator, collectives
+from zero_plugin import Accelerator
 from zero_plugin.checkpoint import folders
+from zero_plugin.config.plugins import ProjectConfiguration
+from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
-from zero_plugin.plugins import ProjectConfiguration
 
 SAVED, REACHED = FREE, FREE + 1  # steps that the last finished save had; steps taken
 

@@ -17,16 +17,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zero_plugin.checkpoint.convert.deepspeed_plain import plain_groups
+from zero_plugin.checkpoint.convert.deepspeed import plain_groups
 from zero_plugin.checkpoint.convert.open_source import open_source
-from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
-from zero_plugin.checkpoint.convert.to_model import write_model, write_single_file
-from zero_plugin.checkpoint.convert.to_universal import write_universal
+from zero_plugin.checkpoint.convert.write import write_checkpoint, write_model, write_single_file, write_universal
+from zero_plugin.checkpoint.load import find_differences
 from zero_plugin.checkpoint.manifest import find_damage, read_manifest
-from zero_plugin.checkpoint.nested_file import read_nested
-from zero_plugin.checkpoint.verify import find_differences
+from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.errors import CheckpointError
-from zero_plugin.strategies.fragments import MASTER, WEIGHT
+from zero_plugin.tensors.fragments import MASTER, WEIGHT
 
 SECOND = torch.arange(1.0, 8.0)
 
@@ -312,7 +310,7 @@ def test_what_was_there_comes_back_where_the_new_one_cannot_take_its_name(
 
     out, source = tmp_path / "out", open_source(model_folder)
     write_model(source, out, dtype=None, max_shard_bytes=2**31, overwrite=False, progress=quiet)
-    monkeypatch.setattr("zero_plugin.checkpoint.convert.output.publish_draft", fail)
+    monkeypatch.setattr("zero_plugin.checkpoint.convert.write.publish_draft", fail)
     with pytest.raises(CheckpointError, match="cannot be replaced"):
         write_model(source, out, dtype=torch.float16, max_shard_bytes=2**31, overwrite=True, progress=quiet)
     assert load_file(out / "model.safetensors")["a"].dtype == torch.float32
@@ -353,11 +351,11 @@ import json, sys, threading, time
 from pathlib import Path
 import torch
 from zero_plugin.checkpoint.convert.open_source import open_source
-from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
-from zero_plugin.checkpoint.convert.to_model import write_model
-from zero_plugin.checkpoint.convert.to_universal import write_universal
+from zero_plugin.checkpoint.convert.write import write_checkpoint
+from zero_plugin.checkpoint.convert.write import write_model
+from zero_plugin.checkpoint.convert.write import write_universal
 from zero_plugin.checkpoint.manifest import read_manifest
-from zero_plugin.checkpoint.verify import find_differences
+from zero_plugin.checkpoint.load import find_differences
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()

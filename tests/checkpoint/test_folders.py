@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.checkpoint import folders
-from zero_plugin.checkpoint.durable import reserve
 from zero_plugin.checkpoint.folders import (
     choose_checkpoint,
     discard_draft,
+    is_held,
     open_draft,
     publish_draft,
     rotate_checkpoints,
 )
-from zero_plugin.checkpoint.holding import is_held
 from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.errors import CheckpointError
+from zero_plugin.machine.durable_files import reserve
 
 
 def fill(folder: Path, content: str, run: str = "mine") -> None:
@@ -139,7 +139,7 @@ def test_rotation_leaves_what_another_job_is_writing(tmp_path: Path) -> None:
     draft = tmp_path / ".step_9.0a1b2c3d.writing"
     draft.mkdir()
     other_job = (
-        "import sys, pathlib; from zero_plugin.checkpoint.holding import hold\n"
+        "import sys, pathlib; from zero_plugin.checkpoint.folders import hold\n"
         "hold(pathlib.Path(sys.argv[1])); print('holds', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", other_job, str(draft)]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from zero_plugin.checkpoint.peers import GlooPeers, Meeting
-from zero_plugin.checkpoint.together import all_or_none
+from zero_plugin.checkpoint.background import GlooPeers, Meeting
+from zero_plugin.distributed.together import all_or_none
 from zero_plugin.errors import CheckpointError
 
 LIMIT = timedelta(seconds=20)

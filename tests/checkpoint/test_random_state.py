@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.random_state import random_state, restore_random_state
-from zero_plugin.seeding import set_seed
+from zero_plugin.checkpoint.save import random_state, restore_random_state
+from zero_plugin.distributed.seeding import set_seed
 
 
 def draw() -> list[float]:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint.folders import open_draft
 from zero_plugin.checkpoint.layout import INDEX_NAME, SINGLE_NAME
-from zero_plugin.checkpoint.safetensors_file import DTYPE_NAMES, write_file
-from zero_plugin.checkpoint.save_model import parse_size, write_model
-from zero_plugin.checkpoint.saved_weights import parse_dtype, weights_of_module
+from zero_plugin.checkpoint.save_model import parse_dtype, parse_size, weights_of_module, write_model
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError
+from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, write_file
 
 
 def write(

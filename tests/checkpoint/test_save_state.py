@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
+from zero_plugin.config.plugins import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 from zero_plugin.errors import CheckpointError
-from zero_plugin.plugins import DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
 
 
 class Training:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero_plugin.checkpoint.weight_names import find_weights, match_weights
+from zero_plugin.checkpoint.load_weights import find_weights, match_weights
 from zero_plugin.errors import CheckpointError
 
 

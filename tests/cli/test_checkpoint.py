@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
-from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
+from zero_plugin.checkpoint.convert.write import write_checkpoint
 from zero_plugin.cli.main import main
-from zero_plugin.strategies.fragments import MASTER, WEIGHT
+from zero_plugin.tensors.fragments import MASTER, WEIGHT
 
 COLD = """
 import sys

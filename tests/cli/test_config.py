@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
+from zero_plugin.cli.config import ask_launch_config
 from zero_plugin.cli.prompts import NumberedLists
-from zero_plugin.cli.questionnaire import ask_launch_config
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.commented import COMMENTS
 from zero_plugin.config.read import read_document
-from zero_plugin.launch.machine import Machine
+from zero_plugin.machine.hardware import Machine
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "configs"
 

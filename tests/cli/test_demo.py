@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.launch.machine import count_gpus
+from zero_plugin.machine.hardware import count_gpus
 
 
 def dry_run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:

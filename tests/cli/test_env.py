@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from zero_plugin.probe.tpu import PJRT_DEVICE
+from zero_plugin.machine.xla_runtime import PJRT_DEVICE
 
 
 def test_versions_devices_and_default_config(tmp_path: Path) -> None:

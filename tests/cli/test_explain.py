@@ -304,7 +304,7 @@ def test_a_deepspeed_json_and_no_file(explain: Explain, tmp_path: Path) -> None:
 
 def test_a_file_for_gpus_on_a_machine_without(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong only for the machine that was guessed says how to ask for the other."""
-    monkeypatch.setattr("zero_plugin.launch.machine._GPU_DRIVERS", ())
+    monkeypatch.setattr("zero_plugin.machine.hardware._GPU_DRIVERS", ())
     offload = "zero_optimization.offload_param={device: nvme, nvme_path: auto}"
     arguments = ("zero3.yaml", "--set", "mixed_precision=fp16", "--set", offload)
     code, _, errors = explain(*arguments)

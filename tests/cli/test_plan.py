@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.cli.main import main
-from zero_plugin.cli.plan_report import show_count
+from zero_plugin.cli.plan import show_count
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.read import read_document
 

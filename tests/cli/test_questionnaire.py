@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from zero_plugin.cli.questionnaire import ask_launch_config
+from zero_plugin.cli.config import ask_launch_config
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.commented import config_text
 from zero_plugin.config.read import read_document
-from zero_plugin.launch.machine import Machine
+from zero_plugin.machine.hardware import Machine
 
 T = TypeVar("T")
 

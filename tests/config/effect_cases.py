@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_plugin.config.registry import deepspeed_schema, types_of, walk_keys
-from zero_plugin.config.tree import Path
+from zero_plugin.config.schema import deepspeed_schema, types_of, walk_keys
+from zero_plugin.config.tree import KeyPath
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3}}
 
@@ -227,13 +227,13 @@ class Case:
     """
 
     name: str
-    key: Path
+    key: KeyPath
     before: dict[str, Any]
     after: dict[str, Any]
     world: int = 1
 
 
-def other_value(path: Path, schema: Mapping[str, Any]) -> Any:
+def other_value(path: KeyPath, schema: Mapping[str, Any]) -> Any:
     """A legal value that is not the default; None where there is none."""
     if ".".join(path) in VALUES:
         return VALUES[".".join(path)]
@@ -272,7 +272,7 @@ def _of_kind(kind: str, default: Any, branch: Mapping[str, Any]) -> Any:
     return {} if kind == "object" and default is not None else None
 
 
-def put(config: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+def put(config: Mapping[str, Any], path: KeyPath, value: Any) -> dict[str, Any]:
     """A copy of `config` with `value` at `path`."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     section = changed

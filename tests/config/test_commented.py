@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from zero_plugin.config.commented import COMMENTS, config_text, replace_file, write_config
-from zero_plugin.config.compiler_keys import compiler_schema
-from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
-from zero_plugin.config.translate import LAUNCH_FIELDS, SHORT_FIELDS
+from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS
+from zero_plugin.config.launch_settings import LaunchSettings, compiler_schema, launch_schema
 from zero_plugin.errors import ConfigError, MachineError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.compiler_keys import asked_compiler
 from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.errors import ConfigError
 

@@ -11,12 +11,11 @@ import pytest
 
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
-from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, LaunchSettings
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.spec import Program
+from zero_plugin.machine.hardware import Machine
 
 ONE: Final = {"use_cpu": True, "num_processes": 2}
 GPUS: Final = {"num_processes": 2}

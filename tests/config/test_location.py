@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.config.location import default_config_file, find_config_file
+from zero_plugin.config.find import default_config_file, find_config_file
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 from zero_plugin.config.document import Document
 from zero_plugin.config.overlay import overlay_code, overlay_flags, same_value
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.config.tree import AUTO, Origin, Path, Tree
+from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree
 from zero_plugin.errors import ConfigError
 
-STAGE: Path = ("deepspeed", "zero_optimization", "stage")
-CLIPPING: Path = ("deepspeed", "gradient_clipping")
-PRECISION: Path = ("mixed_precision",)
+STAGE: KeyPath = ("deepspeed", "zero_optimization", "stage")
+CLIPPING: KeyPath = ("deepspeed", "gradient_clipping")
+PRECISION: KeyPath = ("mixed_precision",)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def document() -> Document:
     return Document(Tree.from_nested(launch, lambda _: file), Tree.from_nested(training, lambda _: file))
 
 
-def code(document: Document, values: dict[Path, Any]) -> Document:
+def code(document: Document, values: dict[KeyPath, Any]) -> Document:
     return overlay_code(document, values, {path: f"Accelerator({path[-1]}=…)" for path in values})
 
 
@@ -46,8 +46,8 @@ def test_a_flag_overrides_the_file(document: Document) -> None:
 
 def test_code_fills_what_is_open(document: Document) -> None:
     """Code sets open, absent, null and defaulted values, and its call is their origin."""
-    steps: Path = ("deepspeed", "gradient_accumulation_steps")
-    new: Path = ("deepspeed", "bf16", "enabled")
+    steps: KeyPath = ("deepspeed", "gradient_accumulation_steps")
+    new: KeyPath = ("deepspeed", "bf16", "enabled")
     laid = code(document, {steps: 4, new: True, ("main_process_ip",): "10.0.0.1"})
     assert laid.deepspeed.value("gradient_accumulation_steps") == 4
     assert laid.deepspeed.get("bf16", "enabled").origin == Origin("code", "Accelerator(enabled=…)")
@@ -58,7 +58,7 @@ def test_code_fills_what_is_open(document: Document) -> None:
 
 def test_equal_values_never_clash(document: Document) -> None:
     """1 and 1.0, equal texts, equal lists agree and keep the file as origin; an open argument changes nothing."""
-    betas: Path = ("deepspeed", "optimizer", "params", "betas")
+    betas: KeyPath = ("deepspeed", "optimizer", "params", "betas")
     laid = code(document, {CLIPPING: 1, PRECISION: "bf16", betas: [0.9, 0.99], STAGE: "auto"})
     assert laid.deepspeed == document.deepspeed
     assert laid.launch == document.launch
@@ -67,7 +67,7 @@ def test_equal_values_never_clash(document: Document) -> None:
 def test_every_clash_is_listed_at_once(document: Document) -> None:
     """Code against explicit other values of file or flag is one error with all pairs, each with both places."""
     flagged = overlay_flags(document, {STAGE: 3}, {STAGE: "--zero_stage"})
-    whole: Path = ("deepspeed", "zero_optimization", "offload_optimizer")
+    whole: KeyPath = ("deepspeed", "zero_optimization", "offload_optimizer")
     with pytest.raises(ConfigError) as caught:
         code(flagged, {STAGE: 1, CLIPPING: 0.5, PRECISION: "fp16", whole: None})
     found = {p.key: (p.where, p.message) for p in caught.value.problems}

@@ -17,17 +17,23 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment, to_environment
 from zero_plugin.config.launch_settings import launch_schema, launch_settings
 from zero_plugin.config.read import document_from_mapping, read_document
-from zero_plugin.config.registry import deepspeed_schema
-from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.resolve.facts import (
+    Facts,
+    LoopFacts,
+    MachineFacts,
+    ModelFacts,
+    OptimizerFacts,
+    Resolved,
+    SchedulerFacts,
+)
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
-from zero_plugin.resolve.resolve import resolve
-from zero_plugin.resolve.resolved import Resolved
 
 Schema = Mapping[str, Any]
 Values = st.SearchStrategy[Any]

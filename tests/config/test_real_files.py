@@ -14,10 +14,10 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment, to_environment
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.read import read_document
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
+from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
-from zero_plugin.resolve.resolve import resolve
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "configs"
 FILES = {

@@ -13,10 +13,10 @@ import jsonschema
 import pytest
 import yaml
 
-from zero_plugin.config import registry
+from zero_plugin.config import schema as registry
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.read import read_document
-from zero_plugin.config.registry import (
+from zero_plugin.config.schema import (
     KNOWN_RELEASES,
     changed_defaults,
     deepspeed_schema,

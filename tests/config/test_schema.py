@@ -13,11 +13,18 @@ from typing import Any
 import jsonschema
 import pytest
 
-from zero_plugin.config.registry import KNOWN_RELEASES, deepspeed_schema, key_schema, renamed_keys, types_of, walk_keys
-from zero_plugin.config.retired import RETIRED_KEYS
-from zero_plugin.config.translate import one_spelling
+from zero_plugin.config.document import one_spelling
+from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
+from zero_plugin.config.schema import (
+    KNOWN_RELEASES,
+    RETIRED_KEYS,
+    deepspeed_schema,
+    key_schema,
+    renamed_keys,
+    types_of,
+    walk_keys,
+)
 from zero_plugin.config.tree import Origin, Tree
-from zero_plugin.resolve.defaults import DEEPSPEED_AUTO, OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 
 # section -> the model that DeepSpeed parses it with
 MODELS = {

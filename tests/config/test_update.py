@@ -10,12 +10,11 @@ import pytest
 import yaml
 
 from zero_plugin.config.check import find_problems
+from zero_plugin.config.commented import update_config
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING
-from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, launch_settings
 from zero_plugin.config.read import read_document
 from zero_plugin.config.tree import Tree
-from zero_plugin.config.update import update_config
 from zero_plugin.errors import ConfigError
 
 PUBLISHED = sorted(

@@ -11,10 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import Document, accelerate_values, yaml_text
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import Tree
-from zero_plugin.config.write import accelerate_values, yaml_text
 from zero_plugin.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

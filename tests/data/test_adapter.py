@@ -20,8 +20,8 @@ from torch.utils.data import (
 )
 
 from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.loader import skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.data.skip import skip_first_batches
 
 
 class Numbers(Dataset):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
-from zero_plugin.data.example import peek_batch
+from zero_plugin.data.prepare import peek_batch
 
 
 class Growing(Dataset[dict[str, Tensor]]):

@@ -20,15 +20,14 @@ from torch.utils.data import (
 )
 
 from zero_plugin.accelerator import Accelerator
-from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.config.plugins import DataLoaderConfiguration
 from zero_plugin.data.active import RUNNING
-from zero_plugin.data.device import move_batch
-from zero_plugin.data.loader import DataLoaderShard
+from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.data.skip import skip_first_batches
+from zero_plugin.data.read_ahead import move_batch
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.plugins import DataLoaderConfiguration
+from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Numbers(Dataset):

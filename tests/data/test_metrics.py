@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from zero_plugin.collectives import barrier, num_processes, process_index
 from zero_plugin.data.loader import DataLoaderShard
 from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
+from zero_plugin.distributed.collectives import barrier, num_processes, process_index
 from zero_plugin.errors import LoopError
 
 SIZES = {"short": ((2, 7, 12), (1, 3)), "full": (range(1, 41), range(1, 10))}

@@ -20,10 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from zero_plugin.collectives import barrier, gather, gather_object
-from zero_plugin.data.loader import DataLoaderShard
+from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.data.skip import skip_first_batches
+from zero_plugin.distributed.collectives import barrier, gather, gather_object
 from zero_plugin.errors import LoopError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_plugin.data.rows import count_rows, cut_rows, join_rows
+from zero_plugin.data.dispatch import count_rows, cut_rows, join_rows
 
 BATCH = {
     "ids": torch.arange(6).reshape(3, 2),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.demo.gpt import GPT, GPTConfig, generate, next_byte_loss
+from zero_plugin.demo.train import GPT, GPTConfig, generate, next_byte_loss
 
 TINY = GPTConfig(hidden_size=32, layers=2, heads=2, block=16)
 

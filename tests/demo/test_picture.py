@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.demo.picture import save_curves
+from zero_plugin.demo.train import save_curves
 
 LOSSES, RATES = [8.0, 6.0, 4.5, 4.0], [0.0, 2e-3, 1e-3, 0.0]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_plugin.demo.text import Blocks, read_text
+from zero_plugin.demo.train import Blocks, read_text
 from zero_plugin.errors import MachineError
 
 

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from zero_plugin.demo import train
-from zero_plugin.demo.gpt import GPT, GPTConfig, next_byte_loss
-from zero_plugin.demo.text import Blocks, read_text
+from zero_plugin.demo.train import GPT, Blocks, GPTConfig, next_byte_loss, read_text
 
 SMALL = ["--steps=12", "--batch_size=32", "--block=32", "--width=32", "--layers=1", "--heads=2", "--sample=8"]
 DEMO = ["-m", "zero_plugin", "demo"]

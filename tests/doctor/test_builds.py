@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.doctor.builds import check_builds, check_locks, missing_builds
-from zero_plugin.strategies.deepspeed.build_lock import build_folder
+from zero_plugin.cli.doctor_checks.build_tools import check_builds, check_locks, missing_builds
+from zero_plugin.machine.op_builds import build_folder
 
 
 def test_what_is_built_is_seen(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from zero_plugin.accelerator import Accelerator
 from zero_plugin.errors import LoopError
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.state import AcceleratorState, GradientState
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.state import AcceleratorState, GradientState
 
 
 @pytest.fixture(autouse=True)

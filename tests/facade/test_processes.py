@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from zero_plugin import Accelerator
-from zero_plugin.distributed_type import DistributedType
-from zero_plugin.facade.processes import ProcessCalls
-from zero_plugin.state import PartialState
+from zero_plugin.config.choices import DistributedType
+from zero_plugin.distributed.process_calls import ProcessCalls
+from zero_plugin.loop.state import PartialState
 
 
 def check_order(calls: ProcessCalls, folder: Path) -> None:

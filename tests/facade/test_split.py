@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from zero_plugin.distributed.process_calls import split
 from zero_plugin.errors import LoopError
-from zero_plugin.facade.split import split
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.facade.stop_request import StopRequest
-from zero_plugin.stop_note import find_stop_note, leave_stop_note
+from zero_plugin.distributed.stop_request import StopRequest, find_stop_note, leave_stop_note
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import ConfigError
-from zero_plugin.launch.allocation import fill_from_job
+from zero_plugin.launch.build import fill_from_job
 
 # srun --ntasks-per-node=1 on two nodes, on the second.
 SRUN = {

@@ -9,11 +9,11 @@ import pytest
 
 from zero_plugin import write_basic_config
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.location import default_config_file
+from zero_plugin.config.find import default_config_file
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError
-from zero_plugin.launch.basic_config import basic_values, best_precision
-from zero_plugin.launch.machine import Machine, look_at_machine
+from zero_plugin.launch.flags import basic_values, best_precision
+from zero_plugin.machine.hardware import Machine, look_at_machine
 
 
 def test_what_suits_a_machine() -> None:

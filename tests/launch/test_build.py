@@ -14,8 +14,8 @@ from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script, worker_command
-from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program
+from zero_plugin.machine.hardware import Machine
 
 LAPTOP = Machine(gpus=0, cores=8)
 SERVER = Machine(gpus=4, cores=64)

@@ -16,9 +16,9 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
-from zero_plugin.launch.machine import Machine
-from zero_plugin.launch.parcel import Parcel, choose_variables, pack, unpack
+from zero_plugin.launch.remote_worker import Parcel, choose_variables, pack, unpack
 from zero_plugin.launch.spec import LaunchSpec, Program
+from zero_plugin.machine.hardware import Machine
 
 LAPTOP = Machine(gpus=0, cores=8)
 SCRIPT = Program(__file__, ("--lr", "1", "a b", "ü;$x"))

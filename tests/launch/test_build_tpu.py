@@ -13,9 +13,9 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script, worker_command
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.spec import LaunchSpec, Program
-from zero_plugin.strategies.xla_runtime import find_version_problem
+from zero_plugin.machine.hardware import Machine
+from zero_plugin.machine.xla_runtime import find_version_problem
 
 TPU_HOST = Machine(gpus=0, cores=96, tpu="4 TPU chips on the PCI bus")
 LAPTOP = Machine(gpus=0, cores=8)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.launch.machine import port_is_free
+from zero_plugin.machine.hardware import port_is_free
 
 pytestmark = [
     pytest.mark.processes,

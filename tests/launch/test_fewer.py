@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from zero_plugin.launch.machine import port_is_free
+from zero_plugin.machine.hardware import port_is_free
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 

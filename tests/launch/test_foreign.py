@@ -14,9 +14,9 @@ import pytest
 
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.foreign import overridden
-from zero_plugin.launch.machine import Machine
+from zero_plugin.launch.command import overridden
 from zero_plugin.launch.spec import LaunchSpec, Program
+from zero_plugin.machine.hardware import Machine
 
 FOLDER = Path(__file__).parent
 LAUNCH = (sys.executable, "-m", "zero_plugin", "launch")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.launch.hostfile import Host, filter_hosts, read_hostfile
+from zero_plugin.launch.spec import Host, filter_hosts, read_hostfile
 
 
 def write(folder: Path, text: str) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.launch import machine
-from zero_plugin.launch.machine import count_cores, count_gpus, host_memory_bytes, port_is_free
+from zero_plugin.machine import hardware as machine
+from zero_plugin.machine.hardware import count_cores, count_gpus, host_memory_bytes, port_is_free
 
 
 def test_cores_are_those_this_process_may_use() -> None:
@@ -20,7 +20,7 @@ def test_cores_are_those_this_process_may_use() -> None:
     if hasattr(os, "sched_setaffinity"):
         code = (
             "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]);"
-            "from zero_plugin.launch.machine import count_cores; print(count_cores())"
+            "from zero_plugin.machine.hardware import count_cores; print(count_cores())"
         )
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "1"
 

@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.launch.meeting import meet_machines
+from zero_plugin.launch.pre_rendezvous import meet_machines
 from zero_plugin.launch.spec import Rendezvous
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,7 +51,9 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     shared = HashStore()
     monkeypatch.setattr(torch._C._distributed_c10d, "TCPStore", lambda *_, **__: shared)
     monkeypatch.setattr(torch._C._distributed_c10d, "PrefixStore", WatchedStore)
-    monkeypatch.setattr("zero_plugin.launch.meeting.listening_socket", lambda *_: SimpleNamespace(detach=lambda: -1))
+    monkeypatch.setattr(
+        "zero_plugin.launch.pre_rendezvous.listening_socket", lambda *_: SimpleNamespace(detach=lambda: -1)
+    )
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -110,7 +112,7 @@ def test_one_machine_too_many(endpoint: str) -> None:
 
 def test_a_machine_that_is_killed_while_they_meet(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one ends within its time, and names it; it goes on only if the lost one had seen both."""
-    monkeypatch.setattr("zero_plugin.launch.meeting._FAREWELL_S", 0.2)
+    monkeypatch.setattr("zero_plugin.launch.pre_rendezvous._FAREWELL_S", 0.2)
     told = {"came, but does not answer any more": 0, "did not come": 0, "met": 0}
     for ends in hold_up_each(endpoint, [(0, 2), (1, 2)], dies=True):
         lost = ends.index("killed")

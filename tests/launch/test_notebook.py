@@ -230,7 +230,7 @@ except Exception as error:
 accelerator.end_training()
 
 def who():
-    from zero_plugin.state import PartialState, is_initialized
+    from zero_plugin.loop.state import PartialState, is_initialized
     assert not is_initialized()
     os.write(1, f"process {PartialState().process_index}\\n".encode())
 

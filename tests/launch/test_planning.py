@@ -12,14 +12,13 @@ import pytest
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import from_environment, to_environment
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts
+from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.errors import ConfigError
-from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.machine import Machine
-from zero_plugin.launch.planning import plan_launch, sequence_length
+from zero_plugin.launch.build import build_spec, plan_launch, sequence_length
 from zero_plugin.launch.spec import Program
+from zero_plugin.machine.hardware import Machine
 from zero_plugin.plan.model_source import ModelSource
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts
-from zero_plugin.resolve.resolve import resolve
 
 SERVER = Machine(gpus=8, cores=64)
 OPEN = {"device": "auto"}
@@ -41,7 +40,7 @@ def model(tmp_path: Path) -> str:
 @pytest.fixture
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where transformers is not installed: the trace of a large model takes seconds."""
-    monkeypatch.setattr("zero_plugin.launch.planning.ModelSource", lambda model: ModelSource(model, trace=False))
+    monkeypatch.setattr("zero_plugin.launch.build.ModelSource", lambda model: ModelSource(model, trace=False))
 
 
 def asked(memory: str = "80GiB", micro_batch: Any = "auto", **zero: Any) -> Document:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from zero_plugin import Accelerator
-from zero_plugin.memory.measuring import Prediction, compare_memory, measure_states
-from zero_plugin.memory.predicting import RunMemory
+from zero_plugin.loop.memory_check import Prediction, compare_memory, measure_states
 from zero_plugin.plan.footprint import Footprint
+from zero_plugin.plan.run_plan import RunMemory
 
 GIB = 2**30
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from zero_plugin import Accelerator
-from zero_plugin.memory.out_of_memory import FailedLoop, describe_shortage
-from zero_plugin.memory.predicting import RunMemory
-from zero_plugin.memory.recognise import is_out_of_memory
+from zero_plugin.loop.out_of_memory import FailedLoop, describe_shortage, is_out_of_memory
+from zero_plugin.plan.run_plan import RunMemory
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
 from zero_plugin.strategies.base import Saving
 

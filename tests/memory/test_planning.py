@@ -12,13 +12,12 @@ from torch import nn
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, OptimizerFacts, Resolved
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError
-from zero_plugin.memory.planning import plan_open_fields
-from zero_plugin.probe.model import probe_model
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, OptimizerFacts
-from zero_plugin.resolve.resolve import resolve
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.processes import Processes
+from zero_plugin.plan.live_model import probe_model
+from zero_plugin.plan.run_plan import plan_open_fields
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 ADAMW = OptimizerFacts("adamw", {"lr": 1e-3})

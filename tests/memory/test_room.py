@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import zero_plugin.memory.room
+import zero_plugin.loop.memory_check
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, Resolved
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import MachineError, StrategyError
-from zero_plugin.memory.room import (
+from zero_plugin.loop.memory_check import (
     Room,
     expect_room,
     expect_room_to_load,
@@ -22,10 +25,6 @@ from zero_plugin.memory.room import (
     shortages,
 )
 from zero_plugin.plan.footprint import Footprint
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts
-from zero_plugin.resolve.resolve import resolve
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.processes import Processes
 
 GIB = 2**30
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -85,7 +84,7 @@ def test_offload_is_refused_where_host_memory_is_short(monkeypatch: pytest.Monke
     said: list[str] = []
     expect_room(model(), resolved, 2, facts, ALONE, said.append)
     assert said == []
-    monkeypatch.setattr(zero_plugin.memory.room, "memory_available_bytes", lambda _: 10_000_000)
+    monkeypatch.setattr(zero_plugin.loop.memory_check, "memory_available_bytes", lambda _: 10_000_000)
     with pytest.raises(MachineError, match=r"nothing was allocated:\n1 processes keep .* MiB in host memory") as caught:
         expect_room(model(), resolved, 2, facts, ALONE, said.append)
     assert "and only 17.2 MiB can be had" in str(caught.value)  # 10,000,000 and the model's 8,008,000 bytes
@@ -93,7 +92,7 @@ def test_offload_is_refused_where_host_memory_is_short(monkeypatch: pytest.Monke
 
 def test_nothing_is_looked_at_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is a collective run: the machine has no part in it."""
-    monkeypatch.setattr(zero_plugin.memory.room, "memory_available_bytes", lambda _: 0)
+    monkeypatch.setattr(zero_plugin.loop.memory_check, "memory_available_bytes", lambda _: 0)
     _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2}})
     expect_room(model(), resolved, 2, facts, ALONE, print)
     expect_room(model(), resolved, None, facts, ALONE, print)

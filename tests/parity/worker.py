@@ -21,7 +21,7 @@ from cases import EPOCHS, PATHS, Case, case_for, width_for
 from model import code_schedule, make_loader, make_model, parameter_groups
 
 from zero_plugin import Accelerator, DummyOptim, DummyScheduler
-from zero_plugin.optimizers import Lion
+from zero_plugin.strategies.torch_optimizers import Lion
 
 
 def config_of(case: Case, training: dict[str, Any], nvme: str) -> dict[str, Any]:

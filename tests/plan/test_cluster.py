@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.cluster import state_cluster
-from zero_plugin.plan.known_devices import KNOWN_DEVICES, find_device, nearest_device
+from zero_plugin.plan.machines import KNOWN_DEVICES, find_device, nearest_device, state_cluster
 from zero_plugin.plan.situation import Cluster
 
 GIB = 2**30

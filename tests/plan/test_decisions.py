@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
+from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.search import Plan, search
 from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError
+from zero_plugin.plan.activations import trace_activations
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
+from zero_plugin.plan.live_model import model_sizes
 from zero_plugin.plan.situation import Activations
-from zero_plugin.probe.activations import trace_activations
-from zero_plugin.probe.sizes import model_sizes
-from zero_plugin.resolve.facts import Precision
 
 TOKENS = 256
 

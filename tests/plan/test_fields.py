@@ -9,17 +9,21 @@ import pytest
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.config.resolve.facts import (
+    Facts,
+    LoopFacts,
+    MachineFacts,
+    ModelFacts,
+    OptimizerFacts,
+    OptimizerSection,
+)
+from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.fields import fits_nowhere, fixed_fields, open_fields, planned_values
-from zero_plugin.plan.optimizers import asked_optimizer, optimizer_sizes
+from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import search
-from zero_plugin.plan.situation import OptimizerSizes
-from zero_plugin.plan.what_if import Change, what_if
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts
-from zero_plugin.resolve.resolve import resolve
-from zero_plugin.resolve.resolved import OptimizerSection
+from zero_plugin.plan.search import Change, search, what_if
+from zero_plugin.plan.situation import OptimizerSizes, asked_optimizer, optimizer_sizes
 
 MACHINE = MachineFacts("cuda", 8, fp16=True)
 STAGE, DEVICE = ("zero_optimization", "stage"), ("zero_optimization", "offload_optimizer", "device")

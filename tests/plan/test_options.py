@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Batch, Wanted, batches, options
 from zero_plugin.plan.search import search
 from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from zero_plugin.errors import ConfigError, MachineError
-from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
-from zero_plugin.plan.naming import name_setup
+from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.picture import _worth_drawing, draw_plan
+from zero_plugin.plan.plot import _worth_drawing, draw_plan
 from zero_plugin.plan.search import Plan, search
-from zero_plugin.plan.situation import Cluster, OptimizerSizes
+from zero_plugin.plan.situation import Cluster, OptimizerSizes, name_setup
 
 
 def planned(gpu_memory: int = 40 * 2**30) -> tuple[Plan, Cluster]:
@@ -79,7 +78,7 @@ def test_kinds_of_file(tmp_path: Path, suffix: str, magic: bytes) -> None:
 
 def test_the_colours_stay_apart_in_grey() -> None:
     """Terms that lie beside each other in a bar differ in lightness."""
-    from zero_plugin.plan.picture import _COLOURS
+    from zero_plugin.plan.plot import _COLOURS
 
     def lightness(colour: str) -> float:
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))

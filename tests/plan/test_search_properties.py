@@ -10,12 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.cluster import state_cluster
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.footprint import footprint
-from zero_plugin.plan.known_devices import KNOWN_DEVICES
+from zero_plugin.plan.machines import KNOWN_DEVICES, state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Candidate, Plan, search
+from zero_plugin.plan.search import Candidate, Plan, scale_model, search, what_if
 from zero_plugin.plan.situation import (
     Activations,
     Affine,
@@ -27,7 +26,6 @@ from zero_plugin.plan.situation import (
     highest,
 )
 from zero_plugin.plan.step_time import step_time
-from zero_plugin.plan.what_if import scale_model, what_if
 
 GIB = 2**30
 EXAMPLES = settings(max_examples=25)

@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_plugin.plan.buffers import gathered_parameters, host_swap_buffers, step_moments
-from zero_plugin.plan.footprint import footprint
-from zero_plugin.plan.partitions import flat_elements, sharded_elements, sub_groups, touched_elements
+from zero_plugin.plan.footprint import footprint, gathered_parameters, host_swap_buffers, step_moments
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
-from zero_plugin.plan.states import device_states, host_tensors, nvme_states, window_gradients
+from zero_plugin.plan.states import (
+    device_states,
+    flat_elements,
+    host_tensors,
+    nvme_states,
+    sharded_elements,
+    sub_groups,
+    touched_elements,
+    window_gradients,
+)
 
 GIB = 2**30
 ADAM = OptimizerSizes()

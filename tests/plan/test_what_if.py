@@ -6,14 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from zero_plugin.config.amounts import read_bytes
-from zero_plugin.plan.amounts import round_up, show_gib
-from zero_plugin.plan.cluster import state_cluster
+from zero_plugin.config.amounts import read_bytes, round_up, show_gib
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
+from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import search
+from zero_plugin.plan.search import WhatIf, scale_model, search, what_if
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes
-from zero_plugin.plan.what_if import WhatIf, scale_model, what_if
 
 GIB = 2**30
 ADAM = OptimizerSizes()

@@ -3,7 +3,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from zero_plugin.probe.machine import probe_machine
+from zero_plugin.plan.run_facts import probe_machine
 
 
 def test_this_machine():

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from zero_plugin.probe.network import (
+from zero_plugin.machine.network import (
     address_towards,
     host_of,
     interface_towards,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.probe.scheduler import Place, expand_hosts, find_allocation, find_place, own_gpu
+from zero_plugin.machine.scheduler_job import Place, expand_hosts, find_allocation, find_place, own_gpu
 
 # What srun sets in the second task on the second of two nodes, two tasks each.
 SRUN = {

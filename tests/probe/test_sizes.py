@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from zero_plugin.plan.live_model import model_sizes, repeated_blocks
+from zero_plugin.plan.model_facts import is_expert
 from zero_plugin.plan.situation import ParameterSize
-from zero_plugin.probe.expert_names import is_expert
-from zero_plugin.probe.sizes import model_sizes, repeated_blocks
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.probe.tpu import find_tpu
+from zero_plugin.machine.xla_runtime import find_tpu
 
 
 def chip(root: Path, slot: str, vendor: str = "0x1ae0", device: str = "0x0063") -> None:
@@ -56,7 +56,7 @@ def test_a_container_that_hides_the_bus(tmp_path: Path, name: str) -> None:
 
 def test_nothing_is_imported_to_look() -> None:
     """The launcher and `env` look before there is a worker, and in milliseconds."""
-    code = "import sys, os, zero_plugin.probe.tpu as t; t.find_tpu(os.environ); print('torch' in sys.modules)"
+    code = "import sys, os, zero_plugin.machine.xla_runtime as t; t.find_tpu(os.environ); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, text=True, timeout=60
     )

@@ -1,9 +1,9 @@
 import pytest
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.resolve.facts import Facts
+from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import Origin, Tree, dotted
-from zero_plugin.resolve.facts import Facts
-from zero_plugin.resolve.resolve import resolve
 
 
 @pytest.fixture

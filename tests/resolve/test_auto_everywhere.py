@@ -12,20 +12,26 @@ import pytest
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.config.registry import deepspeed_schema
-from zero_plugin.config.tree import Origin, Path, Tree, dotted
+from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, holds_auto
+from zero_plugin.config.resolve.facts import (
+    Facts,
+    LoopFacts,
+    MachineFacts,
+    ModelFacts,
+    OptimizerFacts,
+    Resolved,
+    SchedulerFacts,
+)
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.schema import deepspeed_schema
+from zero_plugin.config.tree import KeyPath, Origin, Tree, dotted
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.resolve.defaults import DEEPSPEED_AUTO
-from zero_plugin.resolve.draft import holds_auto
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
-from zero_plugin.resolve.resolve import resolve
-from zero_plugin.resolve.resolved import Resolved
 
 SCHEMA = deepspeed_schema()
 STAGE = ("zero_optimization", "stage")
 
 
-def keys(section: Any, path: Path = ()) -> Iterator[Path]:
+def keys(section: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Every key of the schema that holds a value rather than keys."""
     for name, child in section.get("properties", {}).items():
         if "properties" not in child and child.get("type") not in ("object", ["object", "null"]):
@@ -33,7 +39,7 @@ def keys(section: Any, path: Path = ()) -> Iterator[Path]:
         yield from keys(child, (*path, name))
 
 
-def parameters(section: str) -> Iterator[tuple[str, Path]]:
+def parameters(section: str) -> Iterator[tuple[str, KeyPath]]:
     """Every parameter of every optimizer or schedule, with its type."""
     for branch in SCHEMA["properties"][section]["allOf"]:
         named = branch["if"]["properties"]["type"]
@@ -56,7 +62,7 @@ def facts(accelerator: str) -> Facts:
     )
 
 
-def document(path: Path, kind: str) -> Document:
+def document(path: KeyPath, kind: str) -> Document:
     """A valid configuration in which only `path` is open."""
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
     if path[0] in ("optimizer", "scheduler"):
@@ -92,7 +98,7 @@ def attempt(asked: Document, known: Facts) -> tuple[Resolved | None, tuple[Probl
 
 
 @pytest.mark.parametrize(("kind", "path"), CASES, ids=[f"{kind}-{dotted(path)}" for kind, path in CASES])
-def test_auto_is_filled_or_refused_by_name(kind: str, path: Path) -> None:
+def test_auto_is_filled_or_refused_by_name(kind: str, path: KeyPath) -> None:
     """At every stage, on a CPU and on a GPU; the word itself stays only where it is DeepSpeed's own."""
     written = document(path, kind)
     if dotted(path) in refusals(written):

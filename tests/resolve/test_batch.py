@@ -1,7 +1,7 @@
 import pytest
 
+from zero_plugin.config.resolve.facts import LoopFacts, MachineFacts
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.facts import LoopFacts, MachineFacts
 
 LOADER = LoopFacts(micro_batch=8, micro_batch_reason="the training DataLoader's batch_size")
 PEEKED = LoopFacts(micro_batch=8, micro_batch_reason="the first batch", micro_batch_fixed=False)

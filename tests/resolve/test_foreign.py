@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.resolve.foreign import config_for_scripts
-from zero_plugin.resolve.preflight import resolve_before_run
+from zero_plugin.config.resolve.resolve import config_for_scripts, resolve_before_run
 
 LOOPS = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"

@@ -1,8 +1,8 @@
 import pytest
 
+from zero_plugin.config.resolve.draft import OPTIMIZER_DEFAULTS
+from zero_plugin.config.resolve.facts import MachineFacts, OptimizerFacts
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.defaults import OPTIMIZER_DEFAULTS
-from zero_plugin.resolve.facts import MachineFacts, OptimizerFacts
 
 GPU = MachineFacts(accelerator="cuda", bf16=True, fp16=True)
 CPU = MachineFacts(accelerator="cpu")

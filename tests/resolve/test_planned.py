@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts
+from zero_plugin.config.resolve.resolve import config_for_scripts, resolve, resolve_before_run
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
-from zero_plugin.launch.foreign import foreign_variables
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts
-from zero_plugin.resolve.foreign import config_for_scripts
-from zero_plugin.resolve.preflight import resolve_before_run
-from zero_plugin.resolve.resolve import resolve
+from zero_plugin.launch.command import foreign_variables
 
 GPU = MachineFacts(accelerator="cuda", processes=4, bf16=True, fp16=True)
 STAGE = ("zero_optimization", "stage")

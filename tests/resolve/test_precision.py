@@ -1,7 +1,7 @@
 import pytest
 
+from zero_plugin.config.resolve.facts import MachineFacts
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.facts import MachineFacts
 
 GPU = MachineFacts(accelerator="cuda", bf16=True, fp16=True)
 OLD_GPU = MachineFacts(accelerator="cuda", bf16=False, fp16=True)

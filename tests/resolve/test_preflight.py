@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.resolve.preflight import find_hopeless, resolve_before_run
+from zero_plugin.config.resolve.resolve import find_hopeless, resolve_before_run
 
 AUTO_EVERYWHERE: dict[str, Any] = {
     "train_batch_size": "auto",

@@ -4,13 +4,12 @@ import sys
 
 import pytest
 
-from zero_plugin.config.registry import changed_defaults
+from zero_plugin.config.resolve.draft import holds_auto
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
+from zero_plugin.config.resolve.resolve import list_values, resolve
+from zero_plugin.config.schema import changed_defaults
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.draft import holds_auto
-from zero_plugin.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
-from zero_plugin.resolve.listing import list_values
-from zero_plugin.resolve.resolve import resolve
 
 EVERYTHING = {
     "train_batch_size": "auto",
@@ -115,7 +114,9 @@ def test_all_problems_of_all_topics_come_at_once(document):
 
 def test_resolution_does_not_import_torch():
     """The command line resolves without the seconds that torch's import takes."""
-    modules = "zero_plugin.resolve.resolve, zero_plugin.placeholders, zero_plugin.curves"
+    modules = (
+        "zero_plugin.config.resolve.resolve, zero_plugin.config.placeholders, zero_plugin.strategies.torch_optimizers"
+    )
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 

@@ -1,7 +1,7 @@
 import pytest
 
+from zero_plugin.config.resolve.facts import MachineFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.facts import MachineFacts, OptimizerFacts, SchedulerFacts
 
 FOUR = MachineFacts(processes=4)
 OPTIMIZER = OptimizerFacts(given={"lr": 3e-4}, placeholder=True)

@@ -1,7 +1,7 @@
 import pytest
 
+from zero_plugin.config.resolve.facts import MachineFacts, ModelFacts
 from zero_plugin.errors import ConfigError
-from zero_plugin.resolve.facts import MachineFacts, ModelFacts
 
 GPU = MachineFacts(accelerator="cuda", processes=4, bf16=True, fp16=True)
 CPU = MachineFacts(accelerator="cpu", processes=2)

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from zero_plugin import Accelerator
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.selftest import offload, training
-from zero_plugin.selftest.collectives import check_all_reduce, check_barrier
-from zero_plugin.selftest.data import check_data_loader
-from zero_plugin.selftest.outcome import CheckError, LeftOut
-from zero_plugin.selftest.run import Run
+from zero_plugin.cli.selftest_checks import checks as offload
+from zero_plugin.cli.selftest_checks import checks as training
+from zero_plugin.cli.selftest_checks.checks import Run, check_all_reduce, check_barrier, check_data_loader
+from zero_plugin.cli.selftest_checks.outcome import CheckError, LeftOut
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.selftest.outcome import STEPS
+from zero_plugin.cli.selftest_checks.outcome import STEPS
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 
@@ -56,7 +56,7 @@ def test_two_processes(config: str, tmp_path: Path, run_launcher: Run) -> None:
 DIES = """
 import os, sys
 if os.environ.get("RANK") == "0" and "worker.py" in sys.argv[0] + " ".join(sys.orig_argv):
-    import zero_plugin.selftest.data as data
+    import zero_plugin.cli.selftest_checks.checks as data
     def end(run): os._exit(7)
     data.check_data_loader = end
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zero_plugin.cli.selftest_checks.outcome import document_of_test
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.selftest.document import document_of_test
 
 CONFIG = """
 distributed_type: DEEPSPEED

@@ -23,10 +23,10 @@ from offload_checks import prepared, zero3
 from paths import is_zero, make_net, own_batch, raised, running, same, weights
 from torch import Tensor
 
-from zero_plugin import meter
+from zero_plugin.checkpoint.background import Snapshot
 from zero_plugin.checkpoint.manifest import find_damage
-from zero_plugin.checkpoint.snapshot import Snapshot
 from zero_plugin.errors import CheckpointError
+from zero_plugin.machine import device_memory as meter
 
 
 class Average:

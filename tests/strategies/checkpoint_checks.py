@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zero_plugin import Accelerator, ProjectConfiguration, collectives
+from zero_plugin import Accelerator, ProjectConfiguration
 from zero_plugin.checkpoint.ranges import RangeWriter
+from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_plugin.errors import LoopError
-from zero_plugin.optimizers import Lion
+from zero_plugin.strategies.torch_optimizers import Lion
 
 KINDS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),

@@ -29,9 +29,9 @@ from paths import (
 from torch import Tensor, nn
 
 from zero_plugin import Accelerator
-from zero_plugin.collectives import gather_object
+from zero_plugin.config.plugins import GradientAccumulationPlugin
+from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.plugins import GradientAccumulationPlugin
 
 
 def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:

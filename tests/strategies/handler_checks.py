@@ -28,10 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import profile
 
-from zero_plugin.choices import DDPCommunicationHookType
+from zero_plugin.config.choices import DDPCommunicationHookType
+from zero_plugin.config.plugins import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    TorchDynamoPlugin,
+)
 from zero_plugin.errors import ConfigError
-from zero_plugin.memory.predicting import predict_memory
-from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, TorchDynamoPlugin
+from zero_plugin.plan.run_plan import predict_memory
 
 STEPS = 3
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from zero_plugin import DummyOptim
 from zero_plugin.errors import ConfigError
-from zero_plugin.optimizers import Lion
+from zero_plugin.strategies.torch_optimizers import Lion
 
 ELEMENTWISE: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "SGD")},

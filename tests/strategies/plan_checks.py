@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, DummyOptim, DummyScheduler
-from zero_plugin.collectives import gather_object
+from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.cluster import state_cluster
-from zero_plugin.plan.optimizers import optimizer_sizes
+from zero_plugin.plan.activations import trace_activations
+from zero_plugin.plan.live_model import model_sizes
+from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.search import Plan, search
-from zero_plugin.probe.activations import trace_activations
-from zero_plugin.probe.sizes import model_sizes
+from zero_plugin.plan.situation import optimizer_sizes
 
 AUTO: Mapping[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "ds_configs" / "auto.yaml").read_text())
 MICRO = "train_micro_batch_size_per_gpu"

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from zero_plugin import Accelerator
 from zero_plugin.errors import LoopError
-from zero_plugin.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
 
 STEPS = 3
 

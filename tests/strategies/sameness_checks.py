@@ -16,11 +16,11 @@ from torch import nn
 from zero_plugin import Accelerator, DummyOptim
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
+from zero_plugin.config.packages import installed_version
 from zero_plugin.config.tree import Entry, Origin, Tree
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.installed import installed_version
-from zero_plugin.same_everywhere import expect_same_run
-from zero_plugin.strategies.processes import Processes
+from zero_plugin.loop.same_everywhere import expect_same_run
 
 SOON_S = 20  # far below the process group's time-out; it takes milliseconds
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.errors import MachineError
-from zero_plugin.strategies.deepspeed.build_lock import refuse_stale_build_locks
+from zero_plugin.machine.op_builds import refuse_stale_build_locks
 
 
 @pytest.fixture

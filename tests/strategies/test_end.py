@@ -105,7 +105,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_plugin import Accelerator
-from zero_plugin.trackers.base import GeneralTracker
+from zero_plugin.trackers.trackers import GeneralTracker
 
 def fail(*_, **__):
     raise ConnectionError("at the end")

@@ -12,7 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from zero_plugin.strategies.deepspeed.session import EngineSession
-from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
+from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, LossScale
 
 SECTIONS: list[dict[str, Any]] = [
     {},

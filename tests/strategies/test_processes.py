@@ -13,10 +13,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from zero_plugin import Accelerator
+from zero_plugin.config.plugins import InitProcessGroupKwargs
+from zero_plugin.distributed.processes import Processes, refuse_shared_gpu
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.plugins import InitProcessGroupKwargs
-from zero_plugin.state import PartialState
-from zero_plugin.strategies.processes import Processes, refuse_shared_gpu
+from zero_plugin.loop.state import PartialState
 
 ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 2}}}
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from zero_plugin.choices import DDPCommunicationHookType
+from zero_plugin.config.choices import DDPCommunicationHookType
 from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.plugins import DistributedDataParallelKwargs, Handlers, TorchDynamoPlugin
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, StrategyError
-from zero_plugin.handlers import Handlers
-from zero_plugin.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
-from zero_plugin.strategies.processes import Processes
 from zero_plugin.strategies.select import Selection, select_strategy
 
 ZERO2 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

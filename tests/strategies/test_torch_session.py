@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_plugin.strategies.base import SessionRequest
-from zero_plugin.strategies.plain_torch import torch_optimizer
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.strategies.torch_strategies import torch_optimizer
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0, 1.0 + 1e-6, 3.0, math.inf])

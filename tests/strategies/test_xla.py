@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.distributed.replica import Replica, find_replica
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.replica import Replica, find_replica
 from zero_plugin.strategies.xla import XlaStrategy
 
 _AGENT = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -32,7 +32,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> None:
         device=lambda: torch.device("cpu"),
     )
     monkeypatch.setitem(sys.modules, "torch_xla", package)
-    monkeypatch.setattr("zero_plugin.strategies.xla_runtime.find_version_problem", lambda: "")
+    monkeypatch.setattr("zero_plugin.machine.xla_runtime.find_version_problem", lambda: "")
 
 
 @pytest.mark.parametrize(("world_size", "address", "port"), [(4, "localhost", "29500"), (8, "10.0.0.1", "12355")])
@@ -89,7 +89,7 @@ def test_a_first_backward_that_fails(
         raise RuntimeError(said)
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("zero_plugin.strategies.replica.start_runtime", lambda: "TPU")
+    monkeypatch.setattr("zero_plugin.distributed.replica.start_runtime", lambda: "TPU")
     monkeypatch.setattr(torch.Tensor, "backward", fail)
     with pytest.raises(raised, match=told):
         find_replica()

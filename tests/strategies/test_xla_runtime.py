@@ -10,13 +10,13 @@ import pytest
 from packaging.version import Version
 
 from zero_plugin.accelerator import Accelerator
+from zero_plugin.config.packages import installed_version
 from zero_plugin.errors import ConfigError, LaunchError, MachineError
-from zero_plugin.installed import installed_version
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.launch.machine import Machine
 from zero_plugin.launch.spec import Program
-from zero_plugin.strategies.xla_runtime import check_world_size, import_torch_xla
+from zero_plugin.machine.hardware import Machine
+from zero_plugin.machine.xla_runtime import check_world_size, import_torch_xla
 
 pytestmark = pytest.mark.skipif(installed_version("torch_xla") is not None, reason="torch_xla is installed here")
 

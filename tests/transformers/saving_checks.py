@@ -16,7 +16,7 @@ from small import VOCABULARY, bert, build, gpt2, mixtral, sgd, stored, t5, train
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from zero_plugin import collectives
+from zero_plugin.distributed import collectives
 from zero_plugin.errors import LoopError, StrategyError
 
 LORA = LoraConfig(r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.unwrapping import extract_model
-from zero_plugin.utils.trees import (
+from zero_plugin.tensors.trees import (
     TensorInformation,
     concatenate,
     convert_outputs_to_fp32,
@@ -33,6 +32,7 @@ from zero_plugin.utils.trees import (
     send_to_device,
     slice_tensors,
 )
+from zero_plugin.tensors.wrappers import extract_model
 
 Point = namedtuple("Point", "x y")
 META = torch.device("meta")

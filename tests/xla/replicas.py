@@ -34,9 +34,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch_xla._internal import pjrt
 
-from zero_plugin import state
 from zero_plugin.data.active import ActiveLoaders
-from zero_plugin.strategies import processes
+from zero_plugin.distributed import processes
+from zero_plugin.loop import state
 
 __all__ = ["WORLD", "run_replicas"]
 

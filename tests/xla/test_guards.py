@@ -46,7 +46,7 @@ def test_fewer_devices_than_the_launcher_was_asked_for(tmp_path: Path) -> None:
 RUNTIMES = """
 import os
 from zero_plugin.errors import LaunchError, MachineError
-from zero_plugin.strategies.xla_runtime import start_runtime
+from zero_plugin.machine.xla_runtime import start_runtime
 
 def told():
     try:

@@ -1,23 +1,315 @@
-"""Writes a checkpoint behind the training, in a thread."""
+"""Saves beside the training: a copy, a thread, and a process group of its own.
+
+Writes a checkpoint behind the training, in a thread.
+
+The processes' threads that save reach each other: a process group of their own, and how they get to it.
+
+Copies what a checkpoint is to hold into host memory, so that training can go on while it is written.
+
+What only an optimizer's step changes (its states, and its own copy of the weights) and lies in host memory is copied
+behind the forwards and backwards that follow: the next step waits for it. What the module holds is copied at once: a
+script may write to it at any time (averages of weights are swapped in so), and a forward to its buffers.
+"""
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+import json
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from threading import Event
+from typing import Any, Final
 
-from zero_plugin.checkpoint.peers import GlooPeers, Meeting
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from zero_plugin.checkpoint.layout import described_fragments, placed_fragments, session_fragments
 from zero_plugin.checkpoint.save import OpenCheckpoint
-from zero_plugin.checkpoint.snapshot import Snapshot
-from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, describe_error
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collective_check import time_out
+from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, describe_error
 from zero_plugin.errors import CheckpointError
+from zero_plugin.machine.device_memory import memory_available_bytes
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.fragments import Fragment
+from zero_plugin.tensors.fragments import Fragment
 
-__all__ = ["BackgroundWriter"]
+_LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
+_CONNECT: Final = timedelta(seconds=60)
+_LOOK_S: Final = (0.01, 0.5)  # between two looks into the store, at first and at most: it may have many visitors
+_COMING: Final = "coming"  # how many processes, in the store
+_STAYING_AWAY: Final = "staying_away"
+_numbers: Final = count()  # of groups: each needs its own names in the store
+
+
+class GlooPeers:
+    """`Peers` of a thread beside the script's, over a gloo group of its own.
+
+    torch keeps no list of this group: nobody takes its operations for the training's, and it ends with its last
+    reference, whatever becomes of the training's group.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
+        self.is_main = rank == 0
+        self._world_size = world_size
+        self._group: Any = None
+        if world_size > 1:
+            # All begin at once; and who waits in the store keeps it from answering this process' other threads.
+            self._group = dist.ProcessGroupGloo(store, rank, world_size, min(limit, _CONNECT))
+            self._group._set_default_timeout(limit)
+
+    def gather(self, text: str | None) -> list[str | None]:
+        """See `Peers.gather`."""
+        if self._group is None:
+            return [text]
+        own = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+        sizes = self._gather_equal(torch.tensor([own.numel()]))
+        padded = own.new_zeros(int(max(sizes)))
+        padded[: own.numel()] = own
+        texts = self._gather_equal(padded)
+        return [json.loads(bytes(line[: int(size)].tolist())) for line, size in zip(texts, sizes, strict=True)]
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """See `Peers.sum`."""
+        total = numbers.clone()
+        if self._group is not None:
+            self._group.allreduce([total]).wait()
+        return total
+
+    def close(self) -> None:
+        """End the group: a process that still has one when it ends may abort."""
+        self._group = None
+
+    def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        self._group.allgather([gathered], [tensor]).wait()
+        return gathered
+
+
+class Meeting:
+    """How the threads get to their group: each process' script says whether its thread is going to come.
+
+    A script that is interrupted in the middle of a save (Ctrl-C) may never start its thread. The others' need not wait
+    for it then, and hold up the end of their processes.
+
+    Args:
+        store: where they meet; None for one process.
+        rank: of this process.
+        world_size: processes.
+        limit: that a process waits for another in the group.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._limit = limit
+
+    @classmethod
+    def of_all_processes(cls) -> Meeting:
+        """The next one; every process makes as many."""
+        number = next(_numbers)
+        if not dist.is_initialized():
+            return cls(None, 0, 1, timedelta())
+        group = c10d._get_default_group()
+        store = c10d.PrefixStore(f"zero_plugin/saving/{number}", c10d._get_default_store())
+        limit = timedelta(seconds=min(time_out(group), _LONGEST_SECONDS))
+        return cls(store, group.rank(), group.size(), limit)
+
+    def announce(self, *, coming: bool) -> None:
+        """Say whether this process' thread is going to come."""
+        if self._store is not None:
+            self._store.add(_COMING if coming else _STAYING_AWAY, 1)
+
+    def connect(self) -> GlooPeers:
+        """The other processes' threads, when all come.
+
+        Raises:
+            CheckpointError: one does not.
+        """
+        if self._store is not None:
+            self._await_all()
+        return GlooPeers(self._store, self._rank, self._world_size, self._limit)
+
+    def _await_all(self) -> None:
+        pause, longest = _LOOK_S
+        deadline = time.monotonic() + _CONNECT.total_seconds()
+        while (coming := self._store.add(_COMING, 0)) < self._world_size:
+            if self._store.add(_STAYING_AWAY, 0):
+                raise CheckpointError("another process was interrupted before it began to write.")
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self._world_size - coming} of {self._world_size} processes have not begun to write within "
+                    f"{_CONNECT.seconds} s."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+_CHUNK_BYTES: Final = 2**26  # a power of two: torch rounds pinned memory up to one
+_ALIGNMENT: Final = 64  # of each fragment in a chunk, for vector instructions
+_LEFT_FREE: Final = 0.1  # of what is available: training needs memory too, and so do the files that wait for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A copy that waits to be made: of `source`, while that has this version, into `room`."""
+
+    named: str
+    source: Tensor
+    room: Tensor
+    version: int
+
+
+class Snapshot:
+    """Host memory that holds one copy of what this process writes of a checkpoint.
+
+    It is kept from one copy to the next: memory that the system has to hand out anew, page by page, is filled seven
+    times slower. What comes from a GPU goes into pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[bool, list[Tensor]] = {False: [], True: []}  # pinned or not
+        self._filled: dict[bool, int] = {False: 0, True: 0}  # bytes
+        self._later: list[_Later] = []
+        self._failure: Exception | None = None  # of `finish`
+
+    def take(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | str:
+        """Copy all that `opened` still needs of the training. Collective.
+
+        What the last copy held is overwritten. The copy is whole after `finish`, and before an optimizer steps.
+
+        Args:
+            opened: the checkpoint.
+            sessions: of its models.
+
+        Returns:
+            Each model's fragments, or a sentence: why the copy does not fit the memory of some machine.
+
+        Raises:
+            CheckpointError: on every process, where one cannot copy.
+        """
+        sentence = _lack_of_room(all_or_none(lambda: self._missing_bytes(opened, sessions)))
+        return sentence or all_or_none(lambda: self._copy(opened, sessions))
+
+    @torch.inference_mode()  # else what was made inside inference_mode could not be written to
+    def finish(self) -> None:
+        """Copy the rest, in any thread; `check` tells whether that went well."""
+        try:
+            for copy in self._later:
+                copy.room.copy_(copy.source)
+                if copy.source._version != copy.version:
+                    raise CheckpointError(
+                        f"the {copy.named} was changed while it was copied, after save_state(asynchronous=True) and "
+                        "before the next optimizer.step().\nChange optimizer states before the save, or save without "
+                        "asynchronous."
+                    )
+        except Exception as error:  # noqa: BLE001 - `check` raises it, where all processes hear of it
+            self._failure = error
+        self._later = []
+
+    def check(self) -> None:
+        """Raise what went wrong in `finish`.
+
+        Raises:
+            CheckpointError: the copy is not what was there when it was begun.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    def release(self) -> None:
+        """Keep nothing; a copy that is in use stays until it is written."""
+        for chunks in self._chunks.values():
+            chunks.clear()
+
+    def _missing_bytes(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> int:
+        needed = sum(tree.size for tree in opened.trees.values())
+        for session, layout in zip(sessions, opened.layouts, strict=True):
+            for fragment in placed_fragments(described_fragments(session), layout):
+                begin, end = fragment.written
+                needed += (end - begin) * fragment.values.element_size()
+        kept = _CHUNK_BYTES * sum(map(len, self._chunks.values()))
+        return max(0, needed - kept)
+
+    def _copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]]:
+        self._filled = dict.fromkeys(self._filled, 0)
+        self._later, self._failure = [], None
+        opened.trees = {stem: tree.copy() for stem, tree in opened.trees.items()}
+        copies = [
+            [
+                part
+                for fragment in placed_fragments(session_fragments(session), layout)
+                for part in self._copy_fragment(fragment, waits=session.states_stay and _storage(fragment) not in held)
+            ]
+            for session, layout in zip(sessions, opened.layouts, strict=True)
+            for held in [{_storage(weight) for weight in session.weight_fragments()}]
+        ]
+        if self._filled[True]:
+            torch.cuda.synchronize()
+        for pinned, chunks in self._chunks.items():
+            del chunks[-(-self._filled[pinned] // _CHUNK_BYTES) :]
+        return copies
+
+    def _copy_fragment(self, fragment: Fragment, *, waits: bool) -> Iterable[Fragment]:
+        if fragment.is_elsewhere:
+            raise CheckpointError(f"{fragment.name} ({fragment.kind}) is not in memory, and nothing brings it there.")
+        begin, end = fragment.written
+        if begin == end:
+            return
+        flat = fragment.values.reshape(-1)[begin:end]
+        pinned = flat.device.type == "cuda"
+        # What `reshape` had to copy is one of what was there by now.
+        waits = waits and flat.device.type == "cpu" and flat.untyped_storage().data_ptr() == _storage(fragment)
+        done = 0
+        while done < flat.numel():
+            room = self._room_for(flat.numel() - done, flat.dtype, pinned)
+            source = flat[done : done + room.numel()]
+            if waits:
+                self._later.append(_Later(f"{fragment.kind} of {fragment.name}", source, room, source._version))
+            else:
+                room.copy_(source, non_blocking=pinned)
+            start = fragment.start + begin + done
+            yield Fragment(fragment.kind, fragment.name, fragment.shape, start, room, (0, room.numel()))
+            done += room.numel()
+
+    def _room_for(self, count: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        """The next free memory of one chunk: room for `count` elements, or for as many as fit."""
+        chunks, filled = self._chunks[pinned], self._filled[pinned]
+        index, offset = divmod(filled, _CHUNK_BYTES)
+        if index == len(chunks):
+            chunks.append(torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned))
+        taken = min(count * dtype.itemsize, _CHUNK_BYTES - offset)
+        self._filled[pinned] += -(-taken // _ALIGNMENT) * _ALIGNMENT
+        return chunks[index][offset : offset + taken].view(dtype)
+
+
+def _storage(fragment: Fragment) -> int:
+    """Where the memory that a fragment lies in begins."""
+    return fragment.values.untyped_storage().data_ptr()
+
+
+def _lack_of_room(needed_bytes: int) -> str | None:
+    """A sentence if what the processes of some machine need is not available there; the same on all. Collective."""
+    told = collectives.gather_object([(platform.node(), needed_bytes, memory_available_bytes(torch.device("cpu")))])
+    needed: dict[str, int] = defaultdict(int)
+    available: dict[str, list[int]] = defaultdict(list)
+    for machine, its_needed, its_available in told:
+        needed[machine] += its_needed
+        available[machine] += [] if its_available is None else [its_available]
+    for machine, total in needed.items():
+        least = min(available[machine], default=total)
+        if total > 0 and total > least * (1 - _LEFT_FREE):
+            return f"the copy takes {total:,} bytes of memory on {machine}, where {least:,} bytes are available"
+    return None
 
 
 class BackgroundWriter:

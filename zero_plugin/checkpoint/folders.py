@@ -1,7 +1,15 @@
-"""The folders of checkpoints: written aside, published by a rename, found, rotated."""
+"""The folders of checkpoints: written, published, held, rotated, and whose they are.
+
+The folders of checkpoints: written aside, published by a rename, found, rotated.
+
+Says to other jobs that a folder is being written, for as long as this process lives.
+
+Which checkpoints of a folder are this run's own: those of its launch, restarts, and the launch it resumed from.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -12,26 +20,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.checkpoint.durable import exchange, make_folder, sync_folder
-from zero_plugin.checkpoint.holding import hold, is_held, let_go
-from zero_plugin.checkpoint.manifest import MANIFEST_NAME, find_damage, read_manifest
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, find_damage, read_manifest
+from zero_plugin.config.handover import keep_run, kept_run
+from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
+from zero_plugin.machine.durable_files import exchange, make_folder, sync_folder
 
-__all__ = [
-    "KnownCheckpoint",
-    "automatic_folder",
-    "choose_checkpoint",
-    "discard_draft",
-    "has_checkpoints",
-    "known_checkpoints",
-    "next_number",
-    "numbered_checkpoints",
-    "offer_previous",
-    "open_draft",
-    "publish_draft",
-    "rotate_checkpoints",
-    "split_number",
-]
+_descriptors: Final[dict[Path, int]] = {}
+
+
+def hold(folder: Path) -> None:
+    """Have `is_held` say so everywhere, also when the folder gets another name, until `let_go` or this process ends.
+
+    Nothing happens where the file system cannot lock a folder (NFS).
+    """
+    descriptor = _descriptors[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def let_go(folder: Path) -> None:
+    """End `hold`, if it holds.
+
+    Args:
+        folder: as it was called there.
+    """
+    if (descriptor := _descriptors.pop(folder, None)) is not None:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # else processes forked meanwhile would hold it further
+        os.close(descriptor)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process that lives holds it. False where nobody can know."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
 
 _NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
 _AUTOMATIC: Final = "checkpoint_"
@@ -340,3 +375,66 @@ def _keep_other_files(old: Path, new: Path) -> None:
 
 def _beside(target: Path, state: str) -> Path:
     return target.with_name(f".{target.name}.{state}")
+
+
+class Lineages:
+    """The run's id in each folder that it saves checkpoints into.
+
+    The first launch makes it; manifests have it. Restarts by the launcher keep it, and a launch that resumes from the
+    newest checkpoint of a run joins that run. Where it resumes from an older one, the newer ones of that run stay.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[Path, str] = {}
+        self._orders: dict[tuple[Path, str], int] = {}  # of the newest save; on the main process
+
+    def known(self, folder: Path) -> str | None:
+        """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
+        folder = folder.resolve()
+        if folder not in self._runs:
+            told = collectives.gather_object([kept_run(folder, os.environ)])
+            if (run := next(filter(None, told), None)) is None:  # a machine that has come back knows of none
+                return None
+            self.join(folder, run)
+        return self._runs[folder]
+
+    def own(self, folder: Path) -> str:
+        """The id, made where there is none yet. Collective."""
+        run = self.known(folder)
+        if run is None:
+            run = collectives.broadcast_object_list([secrets.token_hex(8)])[0]
+            self.join(folder, run)
+        return run
+
+    def join(self, folder: Path, run: str) -> None:
+        """Go on with a run's checkpoints in `folder`, now and after restarts; called on every process."""
+        folder = folder.resolve()
+        self._runs[folder] = run
+        keep_run(folder, run, os.environ)
+
+    def is_newest(self, path: Path, manifest: Manifest) -> bool:
+        """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
+
+        On the main process.
+        """
+        run, number = manifest.about.get("run"), split_number(path.name)
+        if run is None or number is None:
+            return False
+        order = manifest.about.get("order")  # None where the name had no number when it was saved
+        order = number[1] if order is None else order
+        own = [one for one in known_checkpoints(path.parent, number[0]) if one.run == run]
+        return not any(one.order > order and find_damage(one.path) is None for one in own)
+
+    def next_order(self, target: Path) -> int | None:
+        """The place of a new checkpoint among those that are named alike; None without a number. On the main process.
+
+        It is its number, unless one that was saved before has a larger one: numbers of steps begin again.
+        """
+        number = split_number(target.name)
+        if number is None:
+            return None
+        key = target.parent.resolve(), number[0]
+        if key not in self._orders:
+            self._orders[key] = max((one.order for one in known_checkpoints(*key)), default=-1)
+        self._orders[key] = max(number[1], self._orders[key] + 1)
+        return self._orders[key]

@@ -1,26 +1,31 @@
-"""Reads a checkpoint into sessions of any layout: every process just the ranges that it needs."""
+"""Reads checkpoints: into sessions, or to compare them with their checksums.
+
+Reads a checkpoint into sessions of any layout: every process just the ranges that it needs.
+
+Reads a whole checkpoint again in one process, and compares it with its checksums.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from zero_plugin import collectives
 from zero_plugin.checkpoint.folders import offer_previous
+from zero_plugin.checkpoint.layout import session_fragments
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
-from zero_plugin.checkpoint.place import Place
-from zero_plugin.checkpoint.ranges import open_reader
-from zero_plugin.checkpoint.session_tensors import session_fragments
-from zero_plugin.checkpoint.together import all_or_none, on_main
+from zero_plugin.checkpoint.ranges import RangeReader, open_reader
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment, share_of
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
-
-__all__ = ["LoadReport", "load_tensors", "verify_checksums"]
+from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment, share_of
+from zero_plugin.tensors.model_folder import Place
 
 
 @dataclass(slots=True)
@@ -187,3 +192,41 @@ def _stored_states(stored: StoredModel) -> Mapping[str, Mapping[str, tuple[tuple
 
 def _numel(place: Place) -> int:
     return place.size // place.dtype.itemsize
+
+
+_PIECE: Final = 2**24  # elements between two reports
+
+
+def find_differences(
+    folder: Path, manifest: Manifest, progress: Callable[[int], None], *, skipped: Collection[str] = ()
+) -> Iterator[str]:
+    """Every tensor and every other file that differs from its checksum; a staging buffer is all that is in memory.
+
+    Args:
+        folder: of a checkpoint.
+        manifest: its.
+        progress: told the bytes that were read.
+        skipped: files that are not read, since they have other sizes.
+    """
+    with open_reader(folder) as reader:
+        for model in manifest.models:
+            for (kind, name), place in model.places.items():
+                if place.file not in skipped and _sums(reader, place, progress) != model.sums[kind, name]:
+                    yield f"{place.file}: {name} ({kind}) differs from its checksum"
+    for path, (size, checksum) in manifest.files.items():
+        if checksum is None or path in skipped:
+            continue
+        if checksum_of_file(folder / path) != checksum:
+            yield f"{path} differs from its checksum"
+        progress(size)
+
+
+def _sums(reader: RangeReader, place: Place, progress: Callable[[int], None]) -> tuple[int, int]:
+    total = torch.zeros(2, dtype=torch.int64)
+    count = math.prod(place.shape)
+    for begin in range(0, count, _PIECE):
+        end = min(begin + _PIECE, count)
+        total += reader.sums(place, (begin, end))
+        progress((end - begin) * place.dtype.itemsize)
+    first, second = total.tolist()
+    return first, second

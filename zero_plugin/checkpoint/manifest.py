@@ -1,31 +1,30 @@
-"""The manifest of a checkpoint: what it holds, where, and how to tell that it is whole. Its last file to be written."""
+"""What a checkpoint, or another folder, holds: from its small files alone.
+
+The manifest of a checkpoint: what it holds, where, and how to tell that it is whole. Its last file to be written.
+
+What a checkpoint holds, in numbers: from its manifest and records alone, without torch.
+
+What a folder holds: a checkpoint of this package, several, one of another layer, or a model; without torch.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from zero_plugin.checkpoint.durable import write_text
-from zero_plugin.checkpoint.place import ITEM_BYTES, Place
+from zero_plugin.config.resolve.run_record import RECORD_NAME
 from zero_plugin.errors import CheckpointError
+from zero_plugin.machine.durable_files import write_text
+from zero_plugin.tensors.model_folder import ITEM_BYTES, Place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "MANIFEST_NAME",
-    "Manifest",
-    "StoredModel",
-    "checksum_of_file",
-    "find_damage",
-    "find_wrong_files",
-    "list_files",
-    "read_manifest",
-]
 
 MANIFEST_NAME: Final = "manifest.json"
 _FORMAT: Final = 1
@@ -179,3 +178,234 @@ def _known_type(name: str) -> str:
     if name not in ITEM_BYTES:
         raise ValueError(f"a tensor of type {name}")
     return name
+
+
+_WEIGHT: Final = "weight"
+_FLOATS: Final = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class KindSummary:
+    """All tensors of one kind: `weight`, `master`, or a state of the optimizer's.
+
+    Attributes:
+        kind: see above.
+        tensors: how many.
+        bytes: of them all.
+        types: safetensors' names of their types.
+    """
+
+    kind: str
+    tensors: int
+    bytes: int
+    types: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """One model.
+
+    Attributes:
+        kind: name of its class.
+        folder: below the checkpoint's.
+        trained: elements of the parameters that the optimizer steps.
+        frozen: elements of all other weights and buffers.
+        tied: further names of shared weights.
+        algorithm: of the optimizer; None without one, or where it is not known.
+        kinds: what is stored.
+    """
+
+    kind: str
+    folder: str
+    trained: int
+    frozen: int
+    tied: int
+    algorithm: str | None
+    kinds: tuple[KindSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One checkpoint.
+
+    Attributes:
+        folder: where it is.
+        damage: what makes it incomplete; None if nothing does. The rest may be missing then.
+        step: optimizer steps that the first model had taken.
+        bytes: of all files.
+        precision: that it was trained in; where that was not recorded, that of most weights.
+        topology: what wrote it, as far as that is known: `strategy`, `zero_stage`, `optimizer_on` and `parameters_on`
+            where they were offloaded, `processes`, `run` (its id), and `imported_from`.
+        created: when, as ISO 8601.
+        versions: package → version.
+        models: in the order of `prepare`.
+        files: path → bytes.
+    """
+
+    folder: Path
+    damage: str | None
+    step: int | None = None
+    bytes: int = 0
+    precision: str | None = None
+    topology: Mapping[str, Any] = field(default_factory=dict)
+    created: str | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    models: tuple[ModelSummary, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+
+
+def summarise(folder: Path) -> Summary:
+    """The summary of a checkpoint; of a damaged one as far as it can be read.
+
+    Args:
+        folder: of one checkpoint.
+    """
+    damage = find_damage(folder)
+    try:
+        manifest = read_manifest(folder)
+        records = _read_json(folder / "training.json")["models"]
+    except (CheckpointError, KeyError, TypeError) as error:
+        return Summary(folder, damage or str(error))
+    optimizers = [record["optimizer"] or {} for record in records]
+    files = {path: size for path, (size, _) in manifest.files.items()}
+    run = _read_json(folder / RECORD_NAME) if (folder / RECORD_NAME).is_file() else {}
+    values = {entry["path"]: entry["value"] for entry in run.get("values", ())}
+    return Summary(
+        folder,
+        damage,
+        step=next((optimizer["applied_steps"] for optimizer in optimizers if optimizer), None),
+        bytes=sum(files.values()) + (folder / MANIFEST_NAME).stat().st_size,
+        precision=_precision(values.get("mixed_precision"), manifest),
+        topology=_topology(manifest, run.get("deepspeed_config") or {}),
+        created=manifest.about.get("created"),
+        versions=manifest.about.get("versions") or {},
+        models=tuple(map(_summarise_model, manifest.models, optimizers)),
+        files=files,
+    )
+
+
+def _summarise_model(model: StoredModel, optimizer: Mapping[str, Any]) -> ModelSummary:
+    stepped = {name for group in optimizer.get("groups", ()) for name in group["params"]}
+    counts = {True: 0, False: 0}
+    kinds: dict[str, list[Any]] = {}
+    for (kind, name), place in model.places.items():
+        kinds.setdefault(kind, []).append(place)
+        if kind == _WEIGHT:
+            counts[name in stepped] += math.prod(place.shape)
+    return ModelSummary(
+        model.kind,
+        model.folder,
+        counts[True],
+        counts[False],
+        len(model.tied),
+        optimizer.get("algorithm"),
+        tuple(
+            KindSummary(
+                kind,
+                len(places),
+                sum(place.size for place in places),
+                tuple(sorted({place.type_name for place in places})),
+            )
+            for kind, places in kinds.items()
+        ),
+    )
+
+
+def _precision(recorded: str | None, manifest: Manifest) -> str | None:
+    if recorded is not None:
+        return "fp32" if recorded == "no" else recorded
+    sizes = dict.fromkeys(_FLOATS, 0)
+    for model in manifest.models:
+        for (kind, _), place in model.places.items():
+            if kind == _WEIGHT and place.type_name in sizes:
+                sizes[place.type_name] += place.size
+    return _FLOATS[max(sizes, key=lambda name: sizes[name])] if any(sizes.values()) else None
+
+
+def _topology(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
+    about = manifest.about
+    zero = deepspeed_config.get("zero_optimization") or {}
+    imported = about.get("imported") or {}
+    found = {
+        "imported_from": imported.get("format"),
+        "strategy": about.get("strategy"),
+        "zero_stage": imported.get("zero_stage", zero.get("stage")),
+        "optimizer_on": (zero.get("offload_optimizer") or {}).get("device"),
+        "parameters_on": (zero.get("offload_param") or {}).get("device"),
+        "processes": about.get("processes"),
+        "run": about.get("run"),
+    }
+    return {key: value for key, value in found.items() if value not in (None, "none")}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    return content
+
+
+Kind = Literal["checkpoint", "several", "deepspeed", "deepspeed_universal", "model", "pickled_model", "adapter"]
+
+KINDS: Final = {
+    "checkpoint": "a checkpoint of save_state",
+    "several": "a folder of several such",
+    "deepspeed": "a checkpoint of DeepSpeed's save_checkpoint",
+    "deepspeed_universal": "a universal checkpoint of DeepSpeed",
+    "model": "a Hugging Face model folder",
+    "pickled_model": "a model folder whose weights are pickles",
+    "adapter": "a PEFT adapter",
+}
+_MODEL_STATES: Final = "*_model_states.pt"
+
+
+def recognise(folder: Path) -> Kind | None:
+    """What lies in a folder, by its files' names; None for anything else."""
+    if (folder / MANIFEST_NAME).is_file():
+        return "checkpoint"
+    if several_checkpoints(folder):
+        return "several"
+    if (folder / "latest_universal").is_file() or (folder / "zero" / "optimizer_state.pt").is_file():
+        return "deepspeed_universal"
+    if find_deepspeed(folder) is not None:
+        return "deepspeed"
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    if any(folder.glob("*.safetensors")):
+        return "model"
+    return "pickled_model" if any(folder.glob("pytorch_model*.bin")) else None
+
+
+def several_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints just below a folder, the damaged ones too: named by number, or with a manifest; oldest first."""
+    found = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if path.is_dir() and not path.name.startswith(".") and _is_checkpoint(path)
+    ]
+    return sorted(found, key=_by_number)
+
+
+def find_deepspeed(folder: Path) -> Path | None:
+    """The folder with a DeepSpeed checkpoint's files: this one, that of its `latest` tag, or Accelerate's in it."""
+    if any(folder.glob(_MODEL_STATES)):
+        return folder
+    latest = folder / "latest"
+    if latest.is_file():
+        tagged = folder / latest.read_text(encoding="utf-8", errors="replace").strip()
+        if any(tagged.glob(_MODEL_STATES)):
+            return tagged
+    inner = folder / "pytorch_model"  # Accelerate's save_state
+    return inner if any(inner.glob(_MODEL_STATES)) else None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    if (path / MANIFEST_NAME).is_file():
+        return True
+    return path.name.removeprefix("checkpoint_").isdigit() and path.name.startswith("checkpoint_")
+
+
+def _by_number(path: Path) -> tuple[int, str]:
+    digits = path.name[len(path.name.rstrip("0123456789")) :]
+    return int(digits or -1), path.name

@@ -1,40 +1,48 @@
-"""Writes a checkpoint: every process its own ranges, then the main process what is small, the manifest and the name."""
+"""Writes a checkpoint, random number generators included.
+
+Writes a checkpoint: every process its own ranges, then the main process what is small, the manifest and the name.
+
+The states of Python's, NumPy's and torch's random number generators, of every process.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import random
+import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin import collectives
-from zero_plugin.checkpoint.durable import reserve, sync_file, write_text
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
-from zero_plugin.checkpoint.layout import Layout, describe, index_file, plan_layout
+from zero_plugin.checkpoint.layout import (
+    ASK_TO_REPORT,
+    Layout,
+    describe,
+    described_fragments,
+    index_file,
+    placed_fragments,
+    plan_layout,
+)
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
-from zero_plugin.checkpoint.nested_file import EncodedTree, encode_nested
+from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
 from zero_plugin.checkpoint.ranges import open_writer
-from zero_plugin.checkpoint.session_tensors import ASK_TO_REPORT, described_fragments, placed_fragments
 from zero_plugin.checkpoint.shared_folder import refuse_separate_folders
-from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, on_main
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.seeding import seed_torch
+from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, on_main
 from zero_plugin.errors import CheckpointError
+from zero_plugin.machine.durable_files import reserve, sync_file, write_text
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.fragments import WEIGHT, Fragment
-from zero_plugin.strategies.named_tensors import shared_names
-
-__all__ = [
-    "Draft",
-    "OpenCheckpoint",
-    "agree_on",
-    "create_files",
-    "open_checkpoint",
-    "refuse_gaps",
-]
+from zero_plugin.tensors.fragments import WEIGHT, Fragment
+from zero_plugin.tensors.modules import shared_names
 
 _SMALL_BYTES = 2**24  # room for what is not a model's tensors
 
@@ -246,3 +254,66 @@ def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
                 # and may write them over what another machine has written there.
                 reserve(opened, layout.sizes[file])
                 opened.write(head)
+
+
+def random_state() -> dict[str, Any]:
+    """This process' generators, as nested containers of arrays and tensors."""
+    version, words, gauss = random.getstate()
+    return {
+        "python": (version, np.array(words, dtype=np.uint64), gauss),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
+        "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
+    }
+
+
+def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str | None:
+    """Go on drawing where a checkpoint stands; a sentence where this process cannot.
+
+    A process that the checkpoint does not know draws as the first one where all saved ones drew alike, as after one
+    `set_seed` for all. Else it begins anew, from a seed made of a saved process' state and its own rank.
+
+    Args:
+        saved: of each process that wrote the checkpoint.
+        rank: of this process.
+    """
+    if not saved:
+        return "random states: there are none in the checkpoint"  # it was imported
+    if rank < len(saved):
+        _restore(saved[rank])
+        return None
+    first = saved[0]
+    if all(_same(first, other) for other in saved[1:]):
+        _restore(first)
+        return f"the random states of process {rank}, which was not there: it draws as the others do"
+    other: Tensor = saved[rank % len(saved)]["torch"]
+    seed = zlib.crc32(other.numpy().tobytes()) + rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    seed_torch(seed)
+    return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
+
+
+def _uses_cuda() -> bool:
+    """Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _restore(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(word) for word in words), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if state.get("xla") is not None and "torch_xla" in sys.modules:  # checkpoints of before have no such key
+        sys.modules["torch_xla"].manual_seed(state["xla"])
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return (
+        torch.equal(one["torch"], other["torch"])
+        and np.array_equal(one["python"][1], other["python"][1])
+        and np.array_equal(one["numpy"][1], other["numpy"][1])
+    )

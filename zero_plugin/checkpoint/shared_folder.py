@@ -7,9 +7,9 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from zero_plugin import collectives
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zero_plugin.checkpoint.together import all_or_none, on_main
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 
 __all__ = ["is_one_folder", "read_common_manifest", "refuse_separate_folders"]

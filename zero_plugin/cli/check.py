@@ -1,30 +1,242 @@
-"""`zero-plugin check`: every problem of configuration files, located."""
+"""`zero-plugin check`: every problem of configuration files, located.
+
+`zero-plugin check`: every problem of configuration files, located.
+
+What a check found, as text, as text with excerpts in colour, as JSON, and as GitHub annotations.
+
+Which files below a folder are launch configs or DeepSpeed configurations.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from zero_plugin.cli.findings import Findings, as_github, as_json, as_text, print_excerpts
-from zero_plugin.cli.folders import config_files
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.document import Document
-from zero_plugin.config.files import STANDARD_INPUT
+from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
-from zero_plugin.config.read import read_document
-from zero_plugin.config.registry import deepspeed_schema, known_release, yaml_schema
-from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.resolve.draft import holds_auto
-from zero_plugin.resolve.preflight import find_hopeless
+from zero_plugin.config.read import STANDARD_INPUT, parse_file, read_document
+from zero_plugin.config.resolve.draft import holds_auto
+from zero_plugin.config.resolve.resolve import find_hopeless
+from zero_plugin.config.schema import deepspeed_schema, known_release, yaml_schema
+from zero_plugin.errors import ConfigError, Problem, Severity
 
-__all__ = ["check"]
+_SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
+_STYLES: Final = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+_GITHUB_LEVELS: Final = {"error": "error", "warning": "warning", "note": "notice"}
+_MARKED: Final = re.compile(r'"(?:[^"\\]|\\.)*"?|[^\s:,{}\[\]]+|.')  # a quoted word, a bare one, or one character
+_WIDEST: Final = 100  # characters of a line in an excerpt
+_MOST_SKIPPED: Final = 5  # names of skipped files in a text; JSON has them all
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a check found.
+
+    Attributes:
+        files: the files that were asked for, in order.
+        skipped: files of folders that are no configurations.
+        problems: errors, warnings and notes, file by file, in reading order.
+        contents: the text of files that cannot be read again, by name.
+    """
+
+    files: tuple[str, ...]
+    skipped: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    contents: Mapping[str, str] = field(default_factory=dict)
+
+    def count(self, severity: Severity) -> int:
+        """How many problems are of that severity."""
+        return sum(problem.severity == severity for problem in self.problems)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many files, how many problems of each kind."""
+        subject = self.files[0] if len(self.files) == 1 else f"{len(self.files)} files"
+        counts = [(self.count(severity), severity) for severity in _SEVERITIES]
+        found = ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for n, severity in counts if n)
+        return f"{subject}: {found or 'no problem found'}"
+
+
+def as_text(findings: Findings) -> str:
+    """A line for each problem and one for what to write, then the summary; never broken, so that it can be searched."""
+    lines = []
+    for problem in findings.problems:
+        lines.append(f"{problem.where}: {problem.severity}: {problem.finding}")
+        lines += [f"    {line}" for line in problem.fix.splitlines()]
+    return "\n".join([*lines, *_skipped(findings), findings.summary])
+
+
+def print_excerpts(findings: Findings) -> None:
+    """Each problem with the line that it is about, for a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    lines_of = dict(findings.contents)
+    for problem in findings.problems:
+        style = _STYLES[problem.severity]
+        console.print(Text.assemble((problem.severity, style), (f": {problem.finding}", "bold")))
+        file, row, column = problem.place
+        gutter = " " * len(str(row))
+        console.print(Text.assemble((f"{gutter}--> ", "blue"), problem.where))
+        excerpt = _excerpt(lines_of, file, row, column)
+        if excerpt is not None:
+            line, start, length = excerpt
+            console.print(Text.assemble((f"{gutter} |\n{row} | ", "blue"), line))
+            console.print(Text.assemble((f"{gutter} | ", "blue"), " " * start, ("^" * length, style)))
+        for line in problem.fix.splitlines():
+            console.print(Text.assemble((f"{gutter} = ", "blue"), line))
+        console.print()
+    for line in _skipped(findings):
+        console.print(line, style="dim", markup=False)
+    worst = next((severity for severity in _SEVERITIES if findings.count(severity)), None)
+    console.print(findings.summary, style=_STYLES[worst] if worst else "bold green", markup=False)
+
+
+def as_json(findings: Findings) -> str:
+    """One object: the files, every problem with its parts, and the counts."""
+    return json.dumps(
+        {
+            "files": findings.files,
+            "skipped": findings.skipped,
+            "problems": [_parts(problem) for problem in findings.problems],
+            "summary": {f"{severity}s": findings.count(severity) for severity in _SEVERITIES},
+        },
+        indent=2,
+        ensure_ascii=False,
+    )
+
+
+def as_github(findings: Findings) -> str:
+    """GitHub's workflow commands, which show each problem at its line of the pull request; then the summary."""
+    return "\n".join([*map(_annotation, findings.problems), findings.summary])
+
+
+def _skipped(findings: Findings) -> Iterator[str]:
+    if findings.skipped:
+        names = list(findings.skipped[:_MOST_SKIPPED])
+        more = len(findings.skipped) - len(names)
+        yield f"skipped, as no configurations: {', '.join(names)}{f' and {more} more' if more else ''}"
+
+
+def _parts(problem: Problem) -> dict[str, Any]:
+    file, line, column = problem.place
+    return {
+        "severity": problem.severity,
+        "file": file,
+        "line": line,
+        "column": column,
+        "key": problem.key,
+        "value": problem.value,
+        "message": problem.message,
+        "fix": problem.fix,
+    }
+
+
+def _annotation(problem: Problem) -> str:
+    file, line, column = problem.place
+    place = {"file": file, "line": line or 1, "col": column or 1, "title": problem.key or "configuration"}
+    properties = ",".join(f"{name}={_escaped(str(value), ':,')}" for name, value in place.items())
+    text = "\n".join(part for part in (problem.finding, problem.fix) if part)
+    return f"::{_GITHUB_LEVELS[problem.severity]} {properties}::{_escaped(text)}"
+
+
+def _escaped(text: str, also: str = "") -> str:
+    for character in "%\r\n" + also:  # % first, for the others become %XX
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
+
+
+def _excerpt(contents: dict[str, str], file: str, row: int, column: int) -> tuple[str, int, int] | None:
+    """The line, and where in it the word that starts at `column` is: start and length; a long line is cut around it."""
+    if file not in contents:
+        try:
+            contents[file] = Path(file).read_text("utf-8-sig", "replace")
+        except (OSError, ValueError):
+            contents[file] = ""
+    lines = contents[file].replace("\r\n", "\n").split("\n")
+    if not 0 < row <= len(lines):
+        return None
+    line = "".join(character if character.isprintable() else " " for character in lines[row - 1])
+    start = column - 1
+    word = _MARKED.match(line, start)
+    length = len(word.group()) if word else 1
+    if len(line) <= _WIDEST:
+        return line, start, length
+    first = max(0, min(start - _WIDEST // 4, len(line) - _WIDEST))
+    length = max(1, min(length, first + _WIDEST - start))
+    return line[first : first + _WIDEST], start - first, length
+
+
+_SUFFIXES: Final = (".yaml", ".yml", ".json")
+_OTHERS_CODE: Final = ("node_modules", "site-packages", "__pycache__")
+
+# Keys that no other kind of file has at its top.
+_TELLING: Final = (
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "deepspeed_config",
+    "deepspeed_config_file",
+    "distributed_type",
+    "zero_stage",
+)
+_NEAR: Final = 0.9  # likeness from 0 to 1: a slip in a long word, not merely a word that begins alike
+_MOST_KEYS: Final = 50  # looked at in a file; a configuration has fewer
+_TELLING_IN_BROKEN_TEXT: Final = re.compile(rf"""(?m)^[\s{{,]*["']?({"|".join(_TELLING)})["']?\s*:""")
+
+
+def config_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The YAML and JSON files below `folder` that are configurations, and those that are something else.
+
+    Hidden folders, virtual environments and other people's code are not looked into, links are not followed.
+    """
+    known: tuple[list[Path], list[Path]] = [], []
+    for path in _files_below(folder):
+        known[0 if looks_like_config(path) else 1].append(path)
+    return known
+
+
+def looks_like_config(path: Path) -> bool:
+    """Whether a file is meant as a configuration: by a key that nothing else has, or by most of its keys."""
+    try:
+        keys = list(parse_file(path, []).value)
+    except ConfigError:
+        try:
+            return _TELLING_IN_BROKEN_TEXT.search(path.read_text("utf-8-sig", "replace")) is not None
+        except OSError:
+            return True  # that it cannot be read is worth telling
+    known = {*LaunchSettings.model_fields, *SHORT_FIELDS, *deepspeed_schema()["properties"]}
+    of_config = [near for key in keys[:_MOST_KEYS] if (near := _nearest(key, known.union(_TELLING)))]
+    return any(near in _TELLING for near in of_config) or 2 * len(of_config) > len(keys)
+
+
+def _nearest(key: str, words: Collection[str]) -> str:
+    """The word that `key` is, perhaps with a slip; "" where there is none."""
+    if key in words:
+        return key
+    return next(iter(difflib.get_close_matches(key, words, n=1, cutoff=_NEAR)), "")
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _is_skipped(Path(root, name)))
+        yield from (Path(root, name) for name in sorted(names) if name.lower().endswith(_SUFFIXES))
+
+
+def _is_skipped(folder: Path) -> bool:
+    return folder.name.startswith(".") or folder.name in _OTHERS_CODE or (folder / "pyvenv.cfg").exists()
+
 
 _SCHEMAS: Final = {"deepspeed": deepspeed_schema, "yaml": yaml_schema}
 

@@ -1,21 +1,278 @@
-"""`zero-plugin checkpoint`: what is in a checkpoint, whether it is whole, and to and from other formats."""
+"""`zero-plugin checkpoint`: what is in a checkpoint, whether it is complete, and conversions.
+
+`zero-plugin checkpoint`: what is in a checkpoint, whether it is whole, and to and from other formats.
+
+Prints what checkpoints and other folders hold.
+
+Reads checkpoints again, and prints what differs from their checksums.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from zero_plugin.checkpoint.recognise import KINDS, recognise
-from zero_plugin.cli.amounts import progress_bar
-from zero_plugin.cli.checkpoint_report import report
-from zero_plugin.cli.checkpoint_verify import verify_all
+from zero_plugin.checkpoint.manifest import (
+    KINDS,
+    Kind,
+    ModelSummary,
+    Summary,
+    find_damage,
+    find_deepspeed,
+    find_wrong_files,
+    read_manifest,
+    recognise,
+    several_checkpoints,
+    summarise,
+)
+from zero_plugin.cli.output import progress_bar, show_bytes
 from zero_plugin.errors import CheckpointError
+from zero_plugin.tensors.model_folder import read_model_folder
 
-__all__ = ["export", "import_", "inspect", "verify"]
+
+def report(folder: Path, *, tensors: bool, as_json: bool) -> None:
+    """Print what a folder holds.
+
+    Args:
+        folder: is there.
+        tensors: list each of them.
+        as_json: one JSON document in place of tables.
+
+    Raises:
+        CheckpointError: it holds nothing that is known, or a damaged checkpoint.
+    """
+    kind = recognise(folder)
+    if kind == "checkpoint":
+        content, show = _describe_checkpoint(folder, tensors=tensors)
+    elif kind == "several":
+        summaries = [summarise(path) for path in several_checkpoints(folder)]
+        content = {"checkpoints": [_encode(summary) for summary in summaries]}
+
+        def show() -> None:
+            _show_several(folder, summaries)
+    elif kind is not None:
+        content, show = _describe_other(folder, kind, tensors=tensors)
+    else:
+        legal = "\n".join(f"  {what}" for what in KINDS.values())
+        raise CheckpointError(f"{folder} is none of these, by the names of its files:\n{legal}")
+    if as_json:
+        print(json.dumps({"folder": str(folder), "kind": kind, **content}, indent=2, ensure_ascii=False))
+    else:
+        show()
+
+
+def _describe_checkpoint(folder: Path, *, tensors: bool) -> tuple[dict[str, Any], Callable[[], None]]:
+    summary = summarise(folder)
+    if not summary.models and summary.damage:
+        raise CheckpointError(summary.damage)
+    listed = _listed_tensors(folder) if tensors else []
+
+    def show() -> None:
+        _show_checkpoint(summary)
+        _show_tensors(listed)
+
+    return _encode(summary) | ({"tensors": listed} if tensors else {}), show
+
+
+def _describe_other(folder: Path, kind: Kind, *, tensors: bool) -> tuple[dict[str, Any], Callable[[], None]]:
+    """A folder that is no checkpoint of this package: what it is, and what to do with it."""
+    facts: dict[str, Any] = {"is": KINDS[kind]}
+    listed: list[dict[str, Any]] = []
+    hint = ""
+    if kind == "model":
+        model = read_model_folder(folder)
+        sizes = [place.size for place in model.places.values()]
+        facts |= {
+            "model": model.model_class,
+            "tensors": len(model.places),
+            "bytes": sum(sizes),
+            "types": sorted({place.type_name for place in model.places.values()}),
+            "tied": len(model.tied),
+        }
+        hint = "load_weights() takes it as it is; `zero-plugin checkpoint import` makes a checkpoint for load_state()"
+        if tensors:
+            listed = [_listed("weight", name, place) for name, place in model.places.items()]
+    elif kind == "deepspeed":
+        facts |= _deepspeed_facts(find_deepspeed(folder) or folder)
+        hint = f"zero-plugin checkpoint import {folder} OUT"
+    elif kind == "deepspeed_universal":
+        hint = "DeepSpeed loads it with checkpoint: {load_universal: true}; it is not imported"
+    elif kind == "pickled_model":
+        hint = "save its weights as safetensors first: model.save_pretrained(OUT)"
+
+    def show() -> None:
+        print(f"{folder}: {facts['is']}")
+        for name, value in list(facts.items())[1:]:
+            shown = show_bytes(value) if name == "bytes" else ", ".join(value) if isinstance(value, list) else value
+            print(f"  {name:<10} {shown}")
+        if hint:
+            print(f"  {hint}")
+        _show_tensors(listed)
+
+    return facts | ({"tensors": listed} if tensors else {}), show
+
+
+def _deepspeed_facts(folder: Path) -> dict[str, Any]:
+    """From the names of its files alone: they are pickles, and opening them takes torch."""
+    models = list(folder.glob("*_model_states.pt"))
+    ranks = len(list(folder.glob("*_optim_states.pt")))
+    is_partitioned = any(path.name.startswith("zero_pp_rank_") for path in models)
+    return {
+        "folder": str(folder),
+        "ZeRO stage": "3" if is_partitioned else "1 or 2" if ranks else "0",
+        "processes": str(ranks) if ranks else "not stored",
+        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+    }
+
+
+def _encode(summary: Summary) -> dict[str, Any]:
+    return {**asdict(summary), "folder": str(summary.folder)}
+
+
+def _listed_tensors(folder: Path) -> list[dict[str, Any]]:
+    return [
+        _listed(kind, name, place)
+        for model in read_manifest(folder).models
+        for (kind, name), place in model.places.items()
+    ]
+
+
+def _listed(kind: str, name: str, place: Any) -> dict[str, Any]:
+    return {"kind": kind, "name": name, "shape": list(place.shape), "type": place.type_name, "file": place.file}
+
+
+def _show_checkpoint(summary: Summary) -> None:
+    rows = {
+        "step": "not trained" if summary.step is None else f"{summary.step:,}",
+        "size": f"{show_bytes(summary.bytes)} in {len(summary.files)} files",
+        "precision": summary.precision,
+        "written by": _written_by(summary.topology),
+        "at": summary.created,
+        "versions": ", ".join(f"{name} {found}" for name, found in summary.versions.items() if found),
+    }
+    _print_table(str(summary.folder), (), [[name, str(value)] for name, value in rows.items() if value])
+    for model in summary.models:
+        _show_model(model)
+    _print_table("", ("file", "size"), [[path, show_bytes(size)] for path, size in summary.files.items()])
+    if summary.damage:
+        print(f"\ndamaged: {summary.damage}")
+
+
+def _show_model(model: ModelSummary) -> None:
+    total = model.trained + model.frozen
+    words = [f"{total:,} parameters and buffers ({model.trained:,} trained, {model.frozen:,} frozen or buffers)"]
+    words += [f"{model.tied} tied names"] if model.tied else []
+    words += [model.algorithm] if model.algorithm else []
+    kinds = [[kind.kind, str(kind.tensors), show_bytes(kind.bytes), ", ".join(kind.types)] for kind in model.kinds]
+    _print_table(f"\n{model.kind}: {', '.join(words)}", ("kind", "tensors", "size", "types"), kinds)
+
+
+def _show_several(folder: Path, summaries: Sequence[Summary]) -> None:
+    rows = [
+        [
+            summary.folder.name,
+            "" if summary.step is None else f"{summary.step:,}",
+            show_bytes(summary.bytes) if summary.bytes else "",
+            summary.created or "",
+            f"damaged: {summary.damage}" if summary.damage else _written_by(summary.topology),
+        ]
+        for summary in summaries
+    ]
+    _print_table(str(folder), ("checkpoint", "step", "size", "at", "written by"), rows)
+
+
+def _show_tensors(listed: Iterable[Mapping[str, Any]]) -> None:
+    rows = [[t["kind"], t["name"], "×".join(map(str, t["shape"])) or "scalar", t["type"], t["file"]] for t in listed]
+    if rows:
+        _print_table("", ("kind", "name", "shape", "type", "file"), rows)
+
+
+def _written_by(topology: Mapping[str, Any]) -> str:
+    phrases = {
+        "imported_from": "imported from {}",
+        "strategy": "{}",
+        "zero_stage": "ZeRO stage {}",
+        "optimizer_on": "optimizer on {}",
+        "parameters_on": "parameters on {}",
+        "processes": "{} process" if topology.get("processes") == 1 else "{} processes",
+        "run": "run {}",
+    }
+    return ", ".join(phrase.format(topology[key]) for key, phrase in phrases.items() if key in topology)
+
+
+def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table that fits the terminal; for a pipe aligned columns, whose lines are never broken."""
+    if not sys.stdout.isatty():
+        lines = [*([head] if head else []), *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        print(*([title] if title else []), sep="")
+        for line in lines:
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(title, "bold"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head), header_style="dim")
+    for column in head or [""] * len(rows[0]):
+        table.add_column(column, overflow="fold", justify="right" if column in ("size", "tensors", "step") else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def verify_all(folder: Path) -> bool:
+    """Read a checkpoint, or each of several, and say what differs; whether all are whole.
+
+    Raises:
+        CheckpointError: there is no checkpoint of this package.
+    """
+    kind = recognise(folder)
+    if kind not in ("checkpoint", "several"):
+        what = "holds no checkpoint" if kind is None else f"is {KINDS[kind]}, which has no checksums"
+        raise CheckpointError(f"{folder} {what}.\nName a checkpoint of save_state, or a folder of several.")
+    found = {path: _verify(path) for path in ([folder] if kind == "checkpoint" else several_checkpoints(folder))}
+    if all(found.values()):
+        return True
+    if kind == "several":
+        good = [path for path, is_whole in found.items() if is_whole]
+    else:
+        good = [path for path in several_checkpoints(folder.parent) if path != folder and find_damage(path) is None]
+    print(f"the newest whole one: {good[-1]}" if good else f"no other in {folder.parent} is whole")
+    return False
+
+
+def _verify(folder: Path) -> bool:
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return _print_differences(folder, [str(error)])
+    wrong = find_wrong_files(folder, manifest)
+    total = sum(size for path, (size, _) in manifest.files.items() if path not in wrong)
+
+    from zero_plugin.checkpoint.load import find_differences
+
+    with progress_bar(f"reading {folder.name}", total) as bar:
+        differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, bar, skipped=wrong)]
+    if wrong or differing:
+        return _print_differences(folder, [*wrong.values(), *differing])
+    print(f"{folder}: whole ({len(manifest.files)} files, {show_bytes(total)})")
+    return True
+
+
+def _print_differences(folder: Path, damages: list[str]) -> bool:
+    print("\n".join([f"{folder}: damaged", *(f"  {line}" for line in damages)]))
+    return False
+
 
 _DIR = typer.Argument(metavar="DIR", help="A checkpoint, or a folder of several.", show_default=False)
 _OUT = typer.Argument(metavar="OUT", help="What to write; is not there yet.", show_default=False)
@@ -83,10 +340,8 @@ def export(
     target, source_folder = out.expanduser().absolute(), _existing(folder)
 
     from zero_plugin.checkpoint.convert.open_source import open_source
-    from zero_plugin.checkpoint.convert.to_model import write_model, write_single_file
-    from zero_plugin.checkpoint.convert.to_universal import write_universal
-    from zero_plugin.checkpoint.save_model import parse_size
-    from zero_plugin.checkpoint.saved_weights import parse_dtype
+    from zero_plugin.checkpoint.convert.write import write_model, write_single_file, write_universal
+    from zero_plugin.checkpoint.save_model import parse_dtype, parse_size
 
     source = open_source(source_folder, model=model, trust_pickle=trust_pickle)
     wanted = None if dtype is _Type.keep else parse_dtype(dtype.value)
@@ -123,7 +378,7 @@ def import_(
         raise CheckpointError(f"{folder} is {KINDS['checkpoint']} already: load_state() and load_weights() take it.")
 
     from zero_plugin.checkpoint.convert.open_source import open_source
-    from zero_plugin.checkpoint.convert.to_checkpoint import write_checkpoint
+    from zero_plugin.checkpoint.convert.write import write_checkpoint
     from zero_plugin.checkpoint.save_model import parse_size
 
     source = open_source(folder, trust_pickle=trust_pickle)

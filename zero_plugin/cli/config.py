@@ -1,25 +1,327 @@
-"""`zero-plugin config`: ask how to train, and write that as a commented launch config."""
+"""`zero-plugin config`: asks how to train, and writes that as a commented launch config.
+
+`zero-plugin config`: ask how to train, and write that as a commented launch config.
+
+The questions of `zero-plugin config`: each is asked only if the answers before it leave it open.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
-from zero_plugin.cli.prompts import prompts_for_terminal
-from zero_plugin.cli.questionnaire import ask_launch_config
-from zero_plugin.config.commented import write_config
-from zero_plugin.config.location import default_config_file, find_config_file
-from zero_plugin.config.update import update_config
+from zero_plugin.cli.prompts import Prompts, prompts_for_terminal
+from zero_plugin.config.check import check_document
+from zero_plugin.config.commented import update_config, write_config
+from zero_plugin.config.document import Document
+from zero_plugin.config.find import default_config_file, find_config_file
+from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, LaunchError, Problem
-from zero_plugin.launch.basic_config import basic_values, best_precision
-from zero_plugin.launch.machine import look_at_machine
-from zero_plugin.launch.problems import obstacle
+from zero_plugin.launch.flags import basic_values, best_precision
+from zero_plugin.launch.report import obstacle
+from zero_plugin.machine.hardware import Machine, look_at_machine
 
-__all__ = ["config"]
+_STAGES: Final[Mapping[int | str, str]] = {
+    0: "nothing is split: every process holds all, as with DDP",
+    1: "optimizer states are split over the processes",
+    2: "optimizer states and gradients are split",
+    3: "optimizer states, gradients and weights are split",
+    "auto": "auto: the plan chooses it, and what to offload, by the model and the memory",
+}
+_PLACES: Final = {
+    "none": "nowhere: they stay on the device",
+    "cpu": "in host memory",
+    "nvme": "on a local NVMe disk",
+}
+_PRECISIONS: Final = {
+    "no": "no: fp32",
+    "bf16": "bf16: half the memory for weights and activations, the range of fp32",
+    "fp16": "fp16: for GPUs without bf16; the loss is scaled",
+    "auto": "auto: bf16 where the device that runs it has that, else fp16, else no",
+}
+_COMPILERS: Final = {
+    "no": "no: it runs as it is written",
+    "INDUCTOR": "inductor: torch's own, which makes kernels for the device",
+    "CUDAGRAPHS": "cudagraphs: recorded launches, no new kernels",
+    "AOT_EAGER": "aot_eager: traced and run without new kernels, to find what cannot be traced",
+}
+_COMPILER_MODES: Final = {
+    "default": "default: compiles fast",
+    "reduce-overhead": "reduce-overhead: CUDA graphs, for small batches",
+    "max-autotune": "max-autotune: tries kernels, compiles long",
+}
+_LAUNCHERS: Final = {
+    "standard": "standard: you start the same command on every machine, with its own number",
+    **{
+        name: f"{name}: {how}"
+        for name, how in {
+            "pdsh": "DeepSpeed's launcher starts the hosts of a hostfile by ssh, from this machine",
+            "openmpi": "the same by mpirun",
+            "slurm": "the same by srun",
+            "nossh": "a hostfile, and you start the same command on every machine, with its own number",
+            **dict.fromkeys(("mvapich", "mpich", "impi"), "DeepSpeed's launcher, not tested here"),
+        }.items()
+    },
+}
+
+
+def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dict[str, Any]:
+    """Ask for a launch config.
+
+    Args:
+        prompts: how to ask.
+        machine: what was found here; it gives the defaults, since the config may be meant for another.
+        precision: the default for mixed precision.
+
+    Returns:
+        The config in Accelerate's layout, keys in the order of `LaunchSettings`, without what has its default.
+    """
+    found = f" ({machine.gpus} found here)" if machine.gpus else " (none found here)"
+    devices = {"gpu": f"GPUs{found}", "cpu": "CPU", "tpu": f"TPU ({machine.tpu or 'none found here'})"}
+    default = "gpu" if machine.gpus else "tpu" if machine.tpu else "cpu"
+    device = prompts.choose("What does it train on?", devices, default)
+    machines = prompts.read("How many machines?", _whole(1), "1")
+    answers: dict[str, Any] = {"num_machines": machines} if machines > 1 else {}
+    answers |= _ask_processes(prompts, device, machine.gpus, machines)
+    answers |= _ask_how(prompts, device, answers.get("num_processes", 0))
+    training: dict[str, Any] = {}
+    document = Document()
+    if answers["distributed_type"] == "DEEPSPEED":
+        training, document = _ask_zero(prompts)
+        if machines > 1:
+            training |= _ask_launcher(prompts)
+    if machines > 1 and device != "tpu":  # whose runtime finds the machines
+        answers |= _ask_meeting(prompts, machines, training.get("deepspeed_multinode_launcher", "standard"))
+    answers |= _ask_precision(prompts, device, document, precision)
+    if device == "tpu":
+        answers["main_training_function"] = prompts.read(
+            "Function of the script that is called for each device:", _named, "main"
+        )
+    compiler = "" if device == "tpu" else ", the compiler"
+    if prompts.confirm(f"Set rarer things too: logs, threads, restarts{compiler}?", default=False):
+        answers |= _ask_rare(prompts, device)
+    ordered = {name: answers[name] for name in LaunchSettings.model_fields if name in answers}
+    sections = {"dynamo_config": answers.get("dynamo_config"), "deepspeed_config": training}
+    return {**ordered, **{name: section for name, section in sections.items() if section}}
+
+
+def _ask_processes(prompts: Prompts, device: str, gpus: int, machines: int) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    each, most = 1, math.inf
+    if device == "gpu":
+        ids = prompts.read("Which GPUs of each machine: all, or numbers such as 0,1?", _gpu_ids, "all")
+        if ids != "all":
+            answers["gpu_ids"] = ids
+            most = machines * len(ids.split(","))
+        each = max(1, gpus) if ids == "all" else len(ids.split(","))
+
+    def parse(line: str) -> int:
+        number = _whole(machines)(line)
+        if number % machines:
+            raise ValueError(f"Type a multiple of {machines}, the number of machines.")
+        if number > most:
+            raise ValueError(f"Type at most {most}: each process has a GPU of its own.")
+        return number
+
+    over = f", on all {machines} machines together" if machines > 1 else ""
+    if device == "tpu":
+        count = prompts.read(f"How many devices{over}? (auto: all that there are)", _or_auto(parse), "auto")
+        return {} if count == "auto" else {"num_processes": count}
+    answers["num_processes"] = prompts.read(f"How many processes{over}?", parse, str(each * machines))
+    return answers
+
+
+def _ask_how(prompts: Prompts, device: str, processes: int) -> dict[str, Any]:
+    """What the processes do together, as `distributed_type` and `use_cpu` say it."""
+    if device == "tpu":
+        return {"distributed_type": "XLA"}
+    on_cpu = {"use_cpu": True} if device == "cpu" else {}
+    ddp = {"cpu": "MULTI_CPU", "gpu": "MULTI_GPU"}[device]
+    zero = "ZeRO, by DeepSpeed: optimizer states, gradients, weights split or offloaded"
+    plain = (
+        {"NO": "one process with the whole model"} if processes == 1 else {ddp: "DDP: every process holds all of it"}
+    )
+    kinds = {**plain, "DEEPSPEED": zero}
+    default = "NO" if processes == 1 else "DEEPSPEED"
+    return {"distributed_type": prompts.choose("How does it train?", kinds, default), **on_cpu}
+
+
+def _ask_zero(prompts: Prompts) -> tuple[dict[str, Any], Document]:
+    """The training part, and what is known of it as a document."""
+    if prompts.confirm("Is there a DeepSpeed JSON to use?", default=False):
+        file, document = prompts.read("Its path:", _deepspeed_file)
+        answers: dict[str, Any] = {"deepspeed_config_file": file}
+        stage = document.deepspeed.value("zero_optimization", "stage")
+    else:
+        answers, document = _ask_stage(prompts), Document()
+        stage = answers["zero_stage"]
+    if stage == 3:
+        if not prompts.confirm("Have transformers' from_pretrained build partitioned models?", default=True):
+            answers["zero3_init_flag"] = False
+        if prompts.confirm("Name mixture-of-experts layers beside those found by their structure?", default=False):
+            names = prompts.read("Their class names, comma-separated:", _named)
+            answers["deepspeed_moe_layer_cls_names"] = names
+    return answers, document
+
+
+def _ask_stage(prompts: Prompts) -> dict[str, Any]:
+    stage = prompts.choose("Which ZeRO stage?", _STAGES, 2)
+    answers: dict[str, Any] = {"zero_stage": stage}
+    path = ""
+    if stage == "auto":
+        answers |= {"offload_optimizer_device": "auto", "offload_param_device": "auto"}
+    offloads = {"optimizer": ("optimizer states", stage in (1, 2, 3)), "param": ("weights", stage == 3)}
+    for name, (what, possible) in offloads.items():
+        if not possible:
+            continue
+        places = {place: line for place, line in _PLACES.items() if place != "nvme" or stage == 3}
+        place = prompts.choose(f"Where to offload {what}?", places, "none")
+        answers[f"offload_{name}_device"] = place
+        if place == "nvme":
+            path = prompts.read(f"Folder on the NVMe disk for {what}:", _named, path)
+            answers[f"offload_{name}_nvme_path"] = path
+    if stage == 3:
+        whole = prompts.confirm("Save models with whole 16-bit weights, gathered from all processes?", default=True)
+        answers["zero3_save_16bit_model"] = whole
+    steps = "How many micro-batches per optimizer step? (auto: as the script says)"
+    answers["gradient_accumulation_steps"] = prompts.read(steps, _or_auto(_whole(1)), "auto")
+    norm = "At which norm to clip gradients? (0: never, auto: as the script says)"
+    answers["gradient_clipping"] = prompts.read(norm, _or_auto(_norm), "auto")
+    return answers
+
+
+def _ask_launcher(prompts: Prompts) -> dict[str, Any]:
+    launcher = prompts.choose("What starts the other machines?", _LAUNCHERS, "standard")
+    answers = {"deepspeed_multinode_launcher": launcher}
+    if launcher == "standard":
+        return answers
+    answers["deepspeed_hostfile"] = prompts.read("Hostfile, with a line `host slots=GPUS` for each machine:", _named)
+    choices = {"all": "all of it", "inclusion": "only some of it", "exclusion": "all but some of it"}
+    way = prompts.choose("Which hosts of the file?", choices, "all")
+    if way != "all":
+        answers[f"deepspeed_{way}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _named)
+    return answers
+
+
+def _ask_meeting(prompts: Prompts, machines: int, launcher: str) -> dict[str, Any]:
+    """How machines find each other; a launcher with a hostfile tells them itself, but for `nossh`."""
+    if launcher not in ("standard", "nossh"):
+        return {}
+    answers: dict[str, Any] = {"same_network": prompts.confirm("Are all machines in one local network?", default=True)}
+    backend = "static"
+    if not answers["same_network"] and launcher == "standard":
+        ways = {"static": "static: each knows its number", "c10d": "c10d: they number themselves as they arrive"}
+        backend = prompts.choose("How do they find each other?", ways, "static")
+    answers["rdzv_backend"] = backend
+    if backend == "static":
+        answers["machine_rank"] = prompts.read(
+            f"Which machine is this, 0 to {machines - 1}?", _whole(0, machines - 1), "0"
+        )
+    answers["main_process_ip"] = prompts.read("Address of machine 0, as the others reach it:", _named)
+    answers["main_process_port"] = prompts.read("A free port on machine 0:", _whole(1, 65535), "29500")
+    return answers
+
+
+def _ask_precision(prompts: Prompts, device: str, document: Document, default: str) -> dict[str, Any]:
+    """Mixed precision, as far as the DeepSpeed JSON leaves it open."""
+    typed = {half: document.deepspeed.value(half, "enabled") for half in ("bf16", "fp16")}
+    options = {name: line for name, line in _PRECISIONS.items() if typed.get(name) is not False}
+    if device != "gpu":
+        options.pop("fp16", None)
+    if True in typed.values() or set(options) <= {"no", "auto"}:
+        return {}
+    return {"mixed_precision": prompts.choose("Mixed precision?", options, default if default in options else "no")}
+
+
+def _ask_rare(prompts: Prompts, device: str) -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    folder = prompts.read("Folder for a log of each worker, or none:", _text, "none")
+    if folder != "none":
+        answers["log_dir"] = folder
+    threads = prompts.read("Threads of each process? (auto: cores over processes)", _or_auto(_whole(1)), "auto")
+    if threads != "auto":
+        answers["num_cpu_threads_per_process"] = threads
+    restarts = prompts.read("How often do all workers start again after a crash?", _whole(0), "0")
+    if restarts:
+        answers["max_restarts"] = restarts
+    if prompts.confirm("Show the launcher's own log?", default=False):
+        answers["debug"] = True
+    if device == "tpu":  # torch_xla compiles by itself
+        return answers
+    compiler = prompts.choose("Compile the model by torch.compile?", _COMPILERS, "no")
+    if compiler != "no":
+        mode = prompts.choose("How does it compile?", _COMPILER_MODES, "default")
+        answers["dynamo_config"] = {"dynamo_backend": compiler, "dynamo_mode": mode}
+        if prompts.confirm("Compile repeated blocks once for all, which is sooner done?", default=False):
+            answers["dynamo_config"]["dynamo_use_regional_compilation"] = True
+    return answers
+
+
+def _whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    wanted = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
+
+    def parse(line: str) -> int:
+        if not (line.isascii() and line.isdigit() and len(line) < 10 and least <= int(line) <= most):
+            raise ValueError(f"Type a whole number {wanted}.")
+        return int(line)
+
+    return parse
+
+
+def _norm(line: str) -> float:
+    try:
+        number = float(line)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError("Type a number of at least 0.")
+    return number
+
+
+def _or_auto(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse_or_auto(line: str) -> Any:
+        return "auto" if line.lower() == "auto" else parse(line)
+
+    return parse_or_auto
+
+
+def _text(line: str) -> str:
+    if not line:
+        raise ValueError("Type something here.")
+    return line
+
+
+def _named(line: str) -> str:
+    if line.lower() in ("", "none", "auto"):  # in the file these words name no folder, hostfile or host
+        raise ValueError("Type a name or a path here; none and auto stand for nothing.")
+    return line
+
+
+def _gpu_ids(line: str) -> str:
+    ids = [part.strip() for part in line.split(",")]
+    if line != "all" and not (all(part.isascii() and part.isdigit() for part in ids) and len(set(ids)) == len(ids)):
+        raise ValueError("Type all, or numbers such as 0,1, each once.")
+    return ",".join(ids)
+
+
+def _deepspeed_file(line: str) -> tuple[str, Document]:
+    """A DeepSpeed JSON without problems, by its whole path: the config that names it may lie elsewhere."""
+    file = Path(_text(line)).expanduser().resolve()
+    try:
+        document = read_document(file)
+        check_document(document)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    if len(document.launch):
+        raise ValueError(f"{file} is a launch config, not a DeepSpeed JSON.")
+    return str(file), document
 
 
 class _Action(str, Enum):

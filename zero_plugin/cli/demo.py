@@ -17,8 +17,8 @@ from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.launch.machine import look_at_machine
 from zero_plugin.launch.spec import Program
+from zero_plugin.machine.hardware import look_at_machine
 
 __all__ = ["demo"]
 

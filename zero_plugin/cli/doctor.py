@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from zero_plugin.cli.verdicts import Verdict, print_verdicts
-from zero_plugin.doctor.examine import examine
+from zero_plugin.cli.doctor_checks.examine import examine
+from zero_plugin.cli.output import Verdict, print_verdicts
 from zero_plugin.launch.flags import document_from_flags
 
 __all__ = ["doctor"]

@@ -7,10 +7,10 @@ import platform
 from collections.abc import Iterator
 
 import zero_plugin
-from zero_plugin.config.location import find_config_file
-from zero_plugin.installed import installed_version
-from zero_plugin.launch.machine import count_cores, has_gpu_driver, host_memory_bytes
-from zero_plugin.probe.tpu import PJRT_DEVICE, find_tpu
+from zero_plugin.config.find import find_config_file
+from zero_plugin.config.packages import installed_version
+from zero_plugin.machine.hardware import count_cores, has_gpu_driver, host_memory_bytes
+from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_tpu
 
 __all__ = ["env"]
 

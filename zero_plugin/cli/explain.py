@@ -12,22 +12,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
-from zero_plugin.cli.table import Explained, print_difference, print_table
+from zero_plugin.cli.output import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
-from zero_plugin.config.files import STANDARD_INPUT
 from zero_plugin.config.launch_settings import (
     asks_for_cpu,
     asks_for_deepspeed,
     asks_for_tpu,
     launch_settings,
 )
-from zero_plugin.config.tree import AUTO, dotted
-from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.launch.machine import has_gpu_driver
-from zero_plugin.launch.planning import SizedModel, with_plan
-from zero_plugin.probe.model_folder import probe_model_folder
-from zero_plugin.resolve.facts import (
+from zero_plugin.config.read import STANDARD_INPUT
+from zero_plugin.config.resolve.facts import (
+    PLACEMENT,
     Facts,
     LoopFacts,
     MachineFacts,
@@ -36,9 +31,13 @@ from zero_plugin.resolve.facts import (
     SchedulerFacts,
     StrategyName,
 )
-from zero_plugin.resolve.listing import Row, list_defaults, list_values
-from zero_plugin.resolve.resolve import resolve
-from zero_plugin.resolve.resolved import PLACEMENT
+from zero_plugin.config.resolve.resolve import Row, list_defaults, list_values, resolve
+from zero_plugin.config.tree import AUTO, dotted
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.launch.build import SizedModel, with_plan
+from zero_plugin.launch.flags import document_from_flags
+from zero_plugin.machine.hardware import has_gpu_driver
+from zero_plugin.plan.model_facts import probe_model_folder
 
 __all__ = ["explain", "explain_file"]
 

@@ -9,15 +9,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
-from zero_plugin.launch.allocation import fill_from_job
-from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.command import shell_script, tell_cores
+from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch, sequence_length
+from zero_plugin.launch.command import overridden, shell_script, tell_cores
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.launch.foreign import overridden
-from zero_plugin.launch.machine import look_at_machine
-from zero_plugin.launch.planning import plan_launch, sequence_length
 from zero_plugin.launch.spec import Program
+from zero_plugin.machine.hardware import look_at_machine
 
 __all__ = ["launch"]
 

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import zero_plugin
 from zero_plugin.errors import ConfigError, ZeroPluginError
-from zero_plugin.launch.other_flags import refuse_flag
+from zero_plugin.launch.flags import refuse_flag
 
 __all__ = ["main"]
 

@@ -13,16 +13,14 @@ import typer
 
 from zero_plugin import selftest as package
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
-from zero_plugin.cli.verdicts import Mark, Verdict, print_verdicts
-from zero_plugin.launch.allocation import fill_from_job
-from zero_plugin.launch.build import build_spec
+from zero_plugin.cli.output import Mark, Verdict, print_verdicts
+from zero_plugin.cli.selftest_checks.outcome import Outcome, document_of_test, read_outcomes
+from zero_plugin.launch.build import build_spec, fill_from_job
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.launch.machine import look_at_machine
 from zero_plugin.launch.spec import Program
-from zero_plugin.selftest.document import document_of_test
-from zero_plugin.selftest.outcome import Outcome, read_outcomes
+from zero_plugin.machine.hardware import look_at_machine
 
 __all__ = ["selftest"]
 

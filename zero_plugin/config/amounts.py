@@ -1,11 +1,15 @@
-"""Amounts as people write them: bytes such as `24GiB`, counts such as `7B`."""
+"""Amounts as people write them, read and shown.
+
+Amounts as people write them: bytes such as `24GiB`, counts such as `7B`.
+
+Shows amounts of memory as GPUs are sold.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Final
-
-__all__ = ["BYTES_PATTERN", "LEAST_MEMORY", "read_bytes", "read_count"]
 
 BYTES_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([KMGTkmgt][Ii]?)?[Bb]\s*$"
 LEAST_MEMORY: Final = 2**20  # bytes: who writes less, `24`, has left the unit out
@@ -35,3 +39,16 @@ def read_count(amount: Any) -> int | None:
     if found is None or isinstance(amount, bool):
         return None
     return round(float(found[1].replace(",", "").replace("_", "")) * 1000 ** _POWERS[found[2].upper()]) or None
+
+
+def show_gib(count: float) -> str:
+    """Three digits in GiB, all of them from a thousand on; in MiB below a tenth of one."""
+    amount, unit = (count / 2**30, "GiB") if count >= 0.1 * 2**30 else (count / 2**20, "MiB")
+    return f"{amount:,.0f} {unit}" if amount >= 999.5 else f"{amount:.3g} {unit}"
+
+
+def round_up(count: int) -> int:
+    """The least amount of at least `count` bytes that `show_gib` shows in full."""
+    unit = 2**30 if count >= 0.1 * 2**30 else 2**20
+    steps = 10 ** max(0, 2 - math.floor(math.log10(max(1, count) / unit)))
+    return int(math.ceil(count / unit * steps) / steps * unit)

@@ -1,4 +1,9 @@
-"""A launch config as a person keeps it: beside each key one sentence on what it does and what is legal."""
+"""Launch configs as people keep them: a comment beside each key, and older ones rewritten.
+
+A launch config as a person keeps it: beside each key one sentence on what it does and what is legal.
+
+Rewrites an existing configuration in today's keys; what it says of a run stays.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +11,16 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.read import read_document
-from zero_plugin.config.tree import Path
-from zero_plugin.config.write import yaml_text
+from zero_plugin.config.document import Document, accelerate_values, yaml_text
+from zero_plugin.config.launch_settings import COMPILER_KEYS, REFUSED_KEYS, SAYS_NOTHING, WITHOUT_MEANING
+from zero_plugin.config.parse_json import looks_like_json
+from zero_plugin.config.read import parse_file, read_document
+from zero_plugin.config.tree import KeyPath, Tree
 from zero_plugin.errors import ConfigError, MachineError
-
-__all__ = ["COMMENTS", "config_text", "replace_file", "write_config"]
 
 _HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch --config_file FILE train.py\n"
 _FOLDER: Final = "folder on a local NVMe disk; not NFS, not a RAM disk"
@@ -75,7 +80,7 @@ _COMPILING: Final[Mapping[str, str]] = {
     "dynamo_use_dynamic": "true or false: compile for changing shapes; without it, torch finds out",
     "dynamo_use_regional_compilation": "true or false: compile repeated blocks once for all",
 }
-COMMENTS: Final[Mapping[Path, str]] = {
+COMMENTS: Final[Mapping[KeyPath, str]] = {
     **{(key,): comment for key, comment in _LAUNCH.items()},
     ("dynamo_config",): "how models are compiled",
     **{("dynamo_config", key): comment for key, comment in _COMPILING.items()},
@@ -84,14 +89,14 @@ COMMENTS: Final[Mapping[Path, str]] = {
 }
 
 
-def config_text(values: Mapping[str, Any], file: FilePath) -> str:
+def config_text(values: Mapping[str, Any], file: Path) -> str:
     """A launch config in Accelerate's layout as text: JSON where the file's name says so, else commented YAML."""
     if file.suffix == ".json":
         return json.dumps(values, indent=2) + "\n"
     return _HEAD + yaml_text(values, COMMENTS)
 
 
-def write_config(values: Mapping[str, Any], file: FilePath) -> None:
+def write_config(values: Mapping[str, Any], file: Path) -> None:
     """Check a launch config in Accelerate's layout and write it, whole or not at all.
 
     Raises:
@@ -106,13 +111,13 @@ def write_config(values: Mapping[str, Any], file: FilePath) -> None:
     replace_file(file, text)
 
 
-def replace_file(file: FilePath, text: str) -> None:
+def replace_file(file: Path, text: str) -> None:
     """Write a text file so that whoever reads it, also after a crash, finds the old text or the new, whole.
 
     Raises:
         MachineError: the file cannot be written.
     """
-    target = FilePath(os.path.realpath(file))  # a link stays a link
+    target = Path(os.path.realpath(file))  # a link stays a link
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -126,3 +131,72 @@ def replace_file(file: FilePath, text: str) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise MachineError(f"{file} cannot be written: {reason}. Name another with --config_file.") from None
+
+
+_FILE: Final = "deepspeed_config_file"
+
+
+def update_config(file: Path) -> list[str]:
+    """Rewrite a launch config or a DeepSpeed JSON under the keys of today, each value where it belongs.
+
+    A launch config gets a sentence beside each key; other comments are lost, so the old file is kept beside it. Keys
+    that ask for nothing here (`fsdp_config: {}`) go. A DeepSpeed JSON that is named stays named.
+
+    Returns:
+        What to tell the user.
+
+    Raises:
+        ConfigError: the file cannot be read or has problems; nothing is written.
+        MachineError: a file cannot be written.
+    """
+    document = read_document(file)
+    found = find_problems(document)
+    errors = [problem for problem in found if problem.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    old = file.read_text(encoding="utf-8-sig")
+    text = _updated_text(document, file, old)
+    if text == old:
+        return [f"{file}: nothing to change"]
+    backup = _free_name(file)
+    try:
+        shutil.copy2(file, backup)
+    except OSError as error:
+        raise MachineError(f"{backup} cannot be written: {error.strerror}. Copy {file} to where it can.") from None
+    replace_file(file, text)
+    return [*(problem.headline for problem in found), f"written: {file}", f"as it was, with its comments: {backup}"]
+
+
+def _updated_text(document: Document, file: Path, old: str) -> str:
+    root = parse_file(file, []).plain()
+    if not len(document.launch) and "deepspeed_config" not in root:
+        values = document.to_deepspeed()
+        return json.dumps(values, indent=2) + "\n" if looks_like_json(old) else yaml_text(values)
+    return config_text(_launch_values(document, root), file)
+
+
+def _launch_values(document: Document, root: Mapping[str, Any]) -> dict[str, Any]:
+    """The document in Accelerate's layout; what comes from the DeepSpeed JSON that `root` names stays there."""
+    launch = document.launch.where(lambda path, _: not _asks_for_nothing(document.launch, path[0]))
+    named = (root.get("deepspeed_config") or {}).get(_FILE) or root.get(_FILE)
+    if named in (None, "none", "None"):
+        return accelerate_values(launch, document.deepspeed)
+    typed_here = document.deepspeed.where(lambda _, entry: entry.origin.where.startswith(f"{document.sources[0]}:"))
+    values = accelerate_values(launch, typed_here)
+    training = {_FILE: named, **values.pop("deepspeed_config", {})}
+    if not typed_here.has_section("zero_optimization", "stage"):
+        training.pop("zero_stage", None)  # the JSON says it
+    return {**values, "deepspeed_config": training}
+
+
+def _asks_for_nothing(launch: Tree, name: str) -> bool:
+    if name in REFUSED_KEYS:
+        return name != "compute_environment"  # the check would have refused it, had it an effect
+    leaves = [entry.value for path, entry in launch.entries.items() if path[0] == name]
+    return name in {*WITHOUT_MEANING, *COMPILER_KEYS} and all(value in SAYS_NOTHING for value in leaves)
+
+
+def _free_name(file: Path) -> Path:
+    """`FILE.bak`, or with a number where that is an older one."""
+    names = (file.with_name(f"{file.name}.bak{number}") for number in ("", *range(2, 1000)))
+    return next(name for name in names if not name.exists())

@@ -1,16 +1,224 @@
-"""The one document: launch settings and the training configuration, parsed, frozen, every value located."""
+"""The one document of a run: its keys' spellings, its values, and its text.
+
+Accelerate's short fields and DeepSpeed's other spellings, as the one key path that each stands for.
+
+A document as text again: a launch YAML with Accelerate's keys, which YAML 1.1 and 1.2 read as the same values.
+
+The one document: launch settings and the training configuration, parsed, frozen, every value located.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
-from zero_plugin.config.tree import Entry, Origin, OriginKind, Path, Tree
-from zero_plugin.config.write import accelerate_values, yaml_text
-from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, Tree, dotted
+from zero_plugin.config.validation import show
+from zero_plugin.errors import ConfigError, Problem, Severity
 
-__all__ = ["Document"]
+_ZERO = "zero_optimization"
+
+# Fields under `deepspeed_config` that stand for a key of DeepSpeed's.
+SHORT_FIELDS: Final[Mapping[str, KeyPath]] = {
+    "zero_stage": (_ZERO, "stage"),
+    "offload_optimizer_device": (_ZERO, "offload_optimizer", "device"),
+    "offload_optimizer_nvme_path": (_ZERO, "offload_optimizer", "nvme_path"),
+    "offload_param_device": (_ZERO, "offload_param", "device"),
+    "offload_param_nvme_path": (_ZERO, "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+}
+
+# Fields under `deepspeed_config` that concern the launch or the model, not DeepSpeed's own configuration.
+LAUNCH_FIELDS: Final = (
+    "deepspeed_hostfile",
+    "deepspeed_multinode_launcher",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_moe_layer_cls_names",
+    "zero3_init_flag",
+)
+
+
+def _device(offload: Any) -> Any:
+    return {True: "cpu", False: "none"}.get(offload, offload) if isinstance(offload, bool) else offload
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# Spellings that DeepSpeed 0.19 still takes for another key: fields' names behind their aliases, and deprecated keys.
+_OTHER_SPELLINGS: Final[Mapping[KeyPath, tuple[KeyPath, Callable[[Any], Any]]]] = {
+    **{
+        (_ZERO, name): ((_ZERO, f"stage3_{name}"), _same)
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+    (_ZERO, "stage3_gather_fp16_weights_on_model_save"): (
+        (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
+        _same,
+    ),
+    ("aio", "thread_count"): (("aio", "intra_op_parallelism"), _same),
+    (_ZERO, "cpu_offload"): ((_ZERO, "offload_optimizer", "device"), _device),
+    (_ZERO, "cpu_offload_param"): ((_ZERO, "offload_param", "device"), _device),
+    ("tensor_parallel", "tensor_parallel"): (("tensor_parallel", "tp"), _same),
+    ("tensor_parallel", "replace_with_kernel_inject"): (("tensor_parallel", "kernel_inject"), _same),
+    ("bfloat16",): (("bf16",), _same),
+}
+
+# Of these, the ones that DeepSpeed is giving up: it warns of them, or drops their value.
+_DEPRECATED: Final = (
+    (_ZERO,),
+    ("aio", "thread_count"),
+    (_ZERO, "stage3_gather_fp16_weights_on_model_save"),
+    (_ZERO, "cpu_offload"),
+    (_ZERO, "cpu_offload_param"),
+)
+
+
+def translate_short_fields(fields: Mapping[KeyPath, Entry]) -> dict[KeyPath, Entry]:
+    """Short fields under the key paths they stand for; an NVMe path of `none`, Accelerate's default, is left out."""
+    return {
+        SHORT_FIELDS[path[0]]: entry
+        for path, entry in fields.items()
+        if not (path[0].endswith("nvme_path") and entry.value in (None, "", "none", "None"))
+    }
+
+
+def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
+    """Every key under the one spelling that the rest of the package looks for, and a finding for each that was moved.
+
+    A key that stands beside its other spelling is left where it is: the check refuses it as unknown. So is one whose
+    place is taken by a value in its section's stead, unless that is null or empty and says nothing.
+    """
+    entries: dict[KeyPath, Entry] = {}
+    moved: dict[KeyPath, Entry] = {}
+    notes: list[Problem] = []
+    for path, entry in tree.entries.items():
+        read, value, old = path, entry.value, path
+        if path == (_ZERO,) and isinstance(value, bool):  # how a file said it before ZeRO had stages
+            read, value = (_ZERO, "stage"), int(value)
+        for other, (new, convert) in _OTHER_SPELLINGS.items():
+            if path[: len(other)] == other and not tree.has_section(*new) and not _is_taken(tree, new):
+                read, value, old = new + path[len(other) :], convert(value), other
+                break
+        (entries if read == path else moved)[read] = Entry(value, entry.origin)
+        if read != path:
+            severity: Severity = "warning" if old in _DEPRECATED else "note"
+            fix, shown = f"Write {dotted(read)}: {show(value)}.", show(entry.value)
+            notes.append(Problem(entry.origin.where, dotted(path), f"read as {dotted(read)}", fix, shown, severity))
+    return Tree(entries).replace(moved), notes
+
+
+def _is_taken(tree: Tree, path: KeyPath) -> bool:
+    above = [tree.entries[path[:n]].value for n in range(1, len(path)) if path[:n] in tree.entries]
+    return any(value is not None and value != {} for value in above)
+
+
+def precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
+    """Accelerate's `fp16` at the top, from before there was `mixed_precision`, under that name, and what to tell of it.
+
+    Beside `mixed_precision` Accelerate passes over it; here it must agree.
+    """
+    switch, precision = launch.get("fp16"), launch.get("mixed_precision")
+    if switch is None or not isinstance(switch.value, bool):
+        return launch, []
+    where, shown, rest = switch.origin.where, show(switch.value), launch.without("fp16")
+    if precision is None or precision.value is None:
+        read = "fp16" if switch.value else "no"
+        fix = f"Write mixed_precision: {read}."
+        rest = rest.replace({("mixed_precision",): Entry(read, switch.origin)})
+        return rest, [Problem(where, "fp16", "read as mixed_precision", fix, shown, "warning")]
+    if switch.value == (precision.value == "fp16"):
+        return rest, [Problem(where, "fp16", "has no effect beside mixed_precision", "Delete it.", shown, "warning")]
+    message = f"{shown}, but mixed_precision is {show(precision.value)} at {precision.origin.where}"
+    return rest, [Problem(where, "fp16", message, "Delete it.")]
+
+
+_LINE: Final = 120  # columns; a comment that would end beyond stands on its own line
+
+# Text that needs no quotes: it starts as no number, no date and no indicator of YAML's does, and ends in none.
+_PLAIN: Final = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+@=-]*|~/[A-Za-z0-9_./+@=-]*")
+_WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})  # in YAML 1.1, not text
+# What YAML does not print or would take for a line break, and what JSON escapes in pairs, which YAML does not.
+_TO_ESCAPE: Final = re.compile("[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+
+
+def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
+    """Both parts of a document as plain nested values under Accelerate's keys; AUTO as `auto`.
+
+    A training key that Accelerate has a short field for is written as that, the others under DeepSpeed's own names.
+    ZeRO that was asked for without a stage is written as stage 0, which DeepSpeed runs; left out it would be read as 2.
+    """
+    top = launch.nested(auto="auto")
+    below: dict[str, Any] = {name: top.pop(name) for name in LAUNCH_FIELDS if name in top}
+    if top.get("distributed_type") == "DEEPSPEED" and not deepspeed.has_section("zero_optimization", "stage"):
+        below["zero_stage"] = 0
+    for name, path in SHORT_FIELDS.items():
+        entry = deepspeed.get(*path)
+        if entry is not None and translate_short_fields({(name,): entry}):
+            below[name] = Tree({(name,): entry}).nested(auto="auto")[name]
+            deepspeed = deepspeed.without(*path)
+    below |= deepspeed.nested(auto="auto")
+    return {**top, "deepspeed_config": below} if below else top
+
+
+def yaml_text(values: Mapping[str, Any], comments: Mapping[KeyPath, str] = MappingProxyType({})) -> str:
+    """Plain nested values as YAML.
+
+    Args:
+        values: keys with numbers, text, booleans, None, lists and mappings.
+        comments: by the path of a key, one sentence that is written beside it.
+    """
+    return "\n".join(_lines(values, (), comments)) + "\n" if values else "{}\n"
+
+
+def _lines(values: Mapping[str, Any], path: KeyPath, comments: Mapping[KeyPath, str]) -> Iterator[str]:
+    indent = "  " * len(path)
+    for key, value in values.items():
+        is_section = isinstance(value, Mapping) and value
+        line = f"{indent}{_text(key)}:" if is_section else f"{indent}{_text(key)}: {_flow(value)}"
+        comment = comments.get((*path, key))
+        if comment and len(line) + len(comment) + 4 <= _LINE:
+            yield f"{line}  # {comment}"
+        else:
+            yield from [f"{indent}# {comment}", line] if comment else [line]
+        if is_section:
+            yield from _lines(value, (*path, key), comments)
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_text(key)}: {_flow(child)}" for key, child in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, float):
+        mantissa, e, exponent = repr(value).partition("e")  # YAML 1.1 reads a number without a point as text
+        return mantissa + (".0" if "." not in mantissa else "") + e + exponent
+    return _text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _text(text: str) -> str:
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + _TO_ESCAPE.sub(lambda found: f"\\U{ord(found[0]):08x}", escaped) + '"'
+
 
 _TRAINING = "deepspeed"
 
@@ -32,11 +240,11 @@ class Document:
     launch: Tree = field(default_factory=Tree)
     deepspeed: Tree = field(default_factory=Tree)
     sources: tuple[str, ...] = ()
-    sections: Mapping[Path, str] = field(default_factory=dict)
+    sections: Mapping[KeyPath, str] = field(default_factory=dict)
     notes: tuple[Problem, ...] = ()
     problems: tuple[Problem, ...] = ()
 
-    def overlay(self, values: Mapping[Path, Any], *, kind: OriginKind, where: Mapping[Path, str]) -> Document:
+    def overlay(self, values: Mapping[KeyPath, Any], *, kind: OriginKind, where: Mapping[KeyPath, str]) -> Document:
         """A document with `values` laid over this one (the later layer wins).
 
         Args:
@@ -45,8 +253,8 @@ class Document:
             kind: what the new layer is.
             where: for each path, the flag or call that set it.
         """
-        launch: dict[Path, Entry] = {}
-        deepspeed: dict[Path, Entry] = {}
+        launch: dict[KeyPath, Entry] = {}
+        deepspeed: dict[KeyPath, Entry] = {}
         for path, value in values.items():
             origin = Origin(kind, where[path])
             tree = Tree.from_nested({"v": value}, lambda _, origin=origin: origin)  # type: ignore[misc]

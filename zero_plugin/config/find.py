@@ -1,21 +1,146 @@
-"""Finds the document of a process: what the launcher handed over, and what the script names in code."""
+"""Where a process' configuration comes from.
+
+Where the configuration of a command lies that names none.
+
+Finds the document of a process: what the launcher handed over, and what the script names in code.
+
+What Accelerate's launcher, or a script in its manner, asks for by environment variables.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from zero_plugin.config.accelerate_environment import document_from_accelerate
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.handover import from_environment
 from zero_plugin.config.overlay import overlay_code
+from zero_plugin.config.parse_yaml import as_number
 from zero_plugin.config.read import document_from_mapping, read_document
-from zero_plugin.config.tree import Tree
+from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, Tree
+from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["find_document", "lay_document"]
+CONFIG_VARIABLE: Final = "ZERO_PLUGIN_CONFIG_FILE"
+
+_OF_ACCELERATE: Final = ("default_config.yaml", "default_config.yml", "default_config.json")
+
+
+def default_config_file(environ: Mapping[str, str]) -> Path:
+    """The user's default file, whether it exists or not: `$HF_HOME/zero_plugin/default_config.yaml`."""
+    return _hugging_face_home(environ) / "zero_plugin" / "default_config.yaml"
+
+
+def find_config_file(environ: Mapping[str, str]) -> Path | None:
+    """The file for a command that names none, or None.
+
+    In this order: what `$ZERO_PLUGIN_CONFIG_FILE` names, whether it exists or not; the user's default file; the default
+    file that `accelerate config` wrote.
+    """
+    named = environ.get(CONFIG_VARIABLE)
+    if named:
+        return Path(named)
+    accelerate = _hugging_face_home(environ) / "accelerate"
+    candidates = [default_config_file(environ), *(accelerate / name for name in _OF_ACCELERATE)]
+    # os.access, since Path.is_file raises where a folder above may not be searched
+    return next((path for path in candidates if os.access(path, os.F_OK)), None)
+
+
+def _hugging_face_home(environ: Mapping[str, str]) -> Path:
+    """The folder that Hugging Face's libraries share, found by their rule."""
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(os.path.expanduser(home))  # noqa: PTH111 - Path.expanduser raises for a user without a home
+
+
+_HERE: Final = "the environment"
+_ON: Final = ("1", "true", "yes", "on", "y", "t")
+_OFF: Final = ("0", "false", "no", "off", "n", "f")
+_ZERO: Final = "ACCELERATE_DEEPSPEED_"
+
+# Launch keys, by variable; `no` and `false` are what Accelerate's launcher exports where nothing was asked for.
+_LAUNCH: Final = {"ACCELERATE_MIXED_PRECISION": "mixed_precision", "ACCELERATE_USE_CPU": "use_cpu"}
+_TRAINING: Final = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+}
+_DEEPSPEED: Final = {
+    f"{_ZERO}CONFIG_FILE": "deepspeed_config_file",
+    f"{_ZERO}ZERO_STAGE": "zero_stage",
+    f"{_ZERO}OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    f"{_ZERO}OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    f"{_ZERO}OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    f"{_ZERO}OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    f"{_ZERO}ZERO3_INIT": "zero3_init_flag",
+    f"{_ZERO}ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+    f"{_ZERO}MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
+}
+_REFUSED: Final = {
+    "ACCELERATE_USE_FSDP": "Launch with DeepSpeed and zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
+    "ACCELERATE_USE_MEGATRON_LM": "Launch with DeepSpeed; tensor and pipeline parallelism are not supported.",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "Launch without parallelism settings; only data parallelism is supported.",
+}
+
+
+def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
+    """The document that `ACCELERATE_*` variables describe, at the precedence of launch flags; None where none does.
+
+    Raises:
+        ConfigError: a variable asks for what this package does not have, or DeepSpeed's file cannot be read.
+    """
+    refused = [
+        Problem(_where(name), "", f"{environ[name]} is not supported", fix)
+        for name, fix in _REFUSED.items()
+        if environ.get(name, "").lower() in _ON
+    ]
+    if refused:
+        raise ConfigError(refused)
+    on_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _ON
+    launch = {
+        key: _read(value)
+        for name, key in _LAUNCH.items()
+        if (value := environ.get(name, "")).lower() not in ("", *_OFF)
+    }
+    wanted = {**_TRAINING, **_DEEPSPEED} if on_deepspeed else _TRAINING
+    training = {
+        key: _read(value) for name, key in wanted.items() if (value := environ.get(name, "")) not in ("", "none")
+    }
+    if not launch and not training and not on_deepspeed:
+        return None
+    asked: dict[str, Any] = {**launch, "deepspeed_config": training}
+    if on_deepspeed:
+        asked["distributed_type"] = "DEEPSPEED"
+    document = document_from_mapping(asked, _HERE)
+    names: dict[KeyPath, str] = {(key,): name for name, key in {**_LAUNCH, **_DEEPSPEED}.items()}
+    names[("distributed_type",)] = "ACCELERATE_USE_DEEPSPEED"
+    of_training = {SHORT_FIELDS[key]: name for name, key in wanted.items() if key in SHORT_FIELDS}
+    return replace(document, launch=_marked(document.launch, names), deepspeed=_marked(document.deepspeed, of_training))
+
+
+def _marked(tree: Tree, names: Mapping[KeyPath, str]) -> Tree:
+    """`tree` with what the variables said marked as such, and the rest as what the file that one names says."""
+    marked = {}
+    for path, entry in tree.entries.items():
+        if entry.origin.kind == "code":
+            by_variable = entry.origin.where == _HERE
+            kind: OriginKind = "flag" if by_variable else "file"
+            where = _where(names[path]) if by_variable else entry.origin.where
+            marked[path] = Entry(entry.value, Origin(kind, where))
+    return tree.replace(marked)
+
+
+def _where(name: str) -> str:
+    return f"environment variable {name}"
+
+
+def _read(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    number = as_number(text)
+    return text if number is None else number
 
 
 def find_document(config: str | Path | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Document:

@@ -1,18 +1,26 @@
-"""A document as one environment variable, from the launcher to its workers."""
+"""What a launcher hands to its workers, and one attempt of a launch to the next.
+
+A document as one environment variable, from the launcher to its workers.
+
+What one attempt of a launch tells the next: that memory ran out, and whose checkpoints it has resumed from.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import zlib
 from collections.abc import Mapping
-from dataclasses import astuple, replace
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO, Entry, Origin, Tree
 from zero_plugin.errors import ConfigError, Problem
-
-__all__ = ["ENVIRONMENT_VARIABLE", "from_environment", "to_environment"]
 
 ENVIRONMENT_VARIABLE: Final = "ZERO_PLUGIN_DOCUMENT"
 
@@ -98,3 +106,88 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_decode(child) for child in value)
     return value
+
+
+CUT_VARIABLE: Final = "ZERO_PLUGIN_MICRO_BATCH_CUT"  # set, to 1 at first, by a launcher that reads what workers leave
+
+_FILE: Final = "out_of_memory"  # in torchrun's folder of one attempt, where all its workers of a machine write
+_ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+_ATTEMPT: Final = re.compile(r"attempt_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Memory has run out in a worker.
+
+    Attributes:
+        headline: where, with what was needed and what is there.
+        advice: lines on what lowers the use, the cheapest first.
+        cut: into how many micro-batches the next attempt is to cut each of the loader's batches, with as many times the
+            accumulation; 0 where a smaller micro-batch is not open, or would not help.
+        micro_batch: samples of a micro-batch then.
+    """
+
+    headline: str
+    advice: str
+    cut: int = 0
+    micro_batch: int = 0
+
+
+def micro_batch_cut(environ: Mapping[str, str]) -> int:
+    """Into how many micro-batches this attempt cuts each of the loader's batches; 1 as long as memory sufficed."""
+    return int(environ.get(CUT_VARIABLE, "1"))
+
+
+def leave_shortage(shortage: Shortage, environ: Mapping[str, str]) -> bool:
+    """Leave it for the launcher; False where none reads it, so that it has to be said here."""
+    if CUT_VARIABLE not in environ or _ERROR_FILE not in environ:
+        return False
+    try:
+        Path(environ[_ERROR_FILE]).parents[1].joinpath(_FILE).write_text(json.dumps(asdict(shortage)), encoding="utf-8")
+    except OSError:
+        return False
+    return True
+
+
+def take_shortage(folder: Path) -> Shortage | None:
+    """What a worker has left, and no longer is there after this.
+
+    Args:
+        folder: where torchrun has its folders of the attempts.
+    """
+    for file in folder.glob(f"*/attempt_*/{_FILE}"):
+        text = file.read_text(encoding="utf-8")
+        file.unlink()
+        return Shortage(**json.loads(text))
+    return None
+
+
+def keep_run(folder: Path, run: str, environ: Mapping[str, str]) -> None:
+    """Tell the attempts to come that checkpoints in `folder` are this run's where they bear this id.
+
+    It is not a variable that the launcher sets, since it is known only when a checkpoint was chosen. Nothing happens
+    where no launcher starts workers again, or where its folder cannot be written.
+    """
+    if (note := _note_of_run(folder, environ)) is not None:
+        draft = note.with_name(f"{note.name}.{os.getpid()}")  # each worker of a machine writes the same
+        with suppress(OSError):
+            draft.write_text(run, encoding="utf-8")
+            draft.replace(note)
+
+
+def kept_run(folder: Path, environ: Mapping[str, str]) -> str | None:
+    """What `keep_run` has told, on this machine, in an earlier attempt of the same launch or in this one."""
+    note = _note_of_run(folder, environ)
+    try:
+        return None if note is None else note.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _note_of_run(folder: Path, environ: Mapping[str, str]) -> Path | None:
+    """A file in torchrun's folder of all attempts, or above it where our launcher begins a torchrun anew."""
+    error_file = Path(environ.get(_ERROR_FILE, ""))
+    if len(error_file.parents) < 4 or not _ATTEMPT.fullmatch(error_file.parents[1].name):
+        return None
+    launch = error_file.parents[3 if CUT_VARIABLE in environ else 2]
+    return launch / f"run_{zlib.crc32(str(folder).encode()):08x}"

@@ -1,28 +1,25 @@
-"""Accelerate's launch keys as one typed, frozen object: who runs, where, how many, and in which precision."""
+"""Accelerate's launch keys: those that are followed, refused, or have no effect.
+
+Accelerate's launch keys as one typed, frozen object: who runs, where, how many, and in which precision.
+
+Accelerate's launch keys that this package refuses, follows later, or has no use for, with what to tell of each.
+
+`dynamo_config`, by which a launch config asks for `torch.compile`, as Accelerate writes it and as flags say it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import AUTO
-
-__all__ = [
-    "LAUNCHERS",
-    "UNTESTED_LAUNCHERS",
-    "LaunchSettings",
-    "asks_for_cpu",
-    "asks_for_deepspeed",
-    "asks_for_tpu",
-    "dropped_zero",
-    "launch_schema",
-    "launch_settings",
-]
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, dotted
+from zero_plugin.config.validation import did_you_mean, legal, show, validator
+from zero_plugin.errors import Problem
 
 
 def _names(value: Any) -> Any:
@@ -224,3 +221,142 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
     told = f"{' and '.join(parts)} dropped" + (f", as {asked.origin.where} asks" if asked else "")
     whole = "; each TPU device holds the whole model, its gradients and optimizer states"
     return told + whole if asks_for_tpu(settings) else told
+
+
+# Accelerate's keys that say nothing about a run on these paths; they are accepted, so that a config moves over.
+WITHOUT_MEANING: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm"), "the cloud's command line names the machines of a TPU"),
+    **dict.fromkeys(("command_file", "commands"), "the cloud's command line sends commands to them"),
+    "tpu_env": "the workers have the environment of this command",
+    "tpu_use_sudo": "the workers are their starter's",
+    "downcast_bf16": "torch_xla is giving up its switches that cast everything",
+    "fsdp_config": "FSDP only",
+    "fp8_config": "fp8 only",
+    "megatron_lm_config": "Megatron-LM only",
+    "deepspeed_fields_from_accelerate_config": "Accelerate writes it for itself",
+}
+
+# On one machine of a pod alone, the TPU's runtime would wait for the others.
+ON_EVERY_MACHINE: Final = (
+    "start the same command on every machine of the TPU: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all "
+    "--command='zero-plugin launch --tpu …'"
+)
+# What to do about some of these keys; the others may simply be deleted.
+_INSTEAD: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm"), f"Delete the key, and {ON_EVERY_MACHINE}."),
+    **dict.fromkeys(
+        ("command_file", "commands"),
+        "Delete the key, and send them: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='…'",
+    ),
+    "tpu_env": "Delete the key, and write NAME=value before the command.",
+    "tpu_use_sudo": "Delete the key, and write sudo before the command.",
+    "downcast_bf16": "Delete the key, and write mixed_precision: bf16, which computes by autocast; weights stay fp32.",
+}
+
+# What any of these keys may hold without asking for anything.
+SAYS_NOTHING: Final[tuple[Any, ...]] = (None, False, "", "no", (), {}, AUTO)
+
+# Accelerate's keys whose effect this package does not have: which leaf and value ask for the effect, and what to do.
+REFUSED_KEYS: Final[Mapping[str, tuple[Callable[[str, Any], bool], str]]] = {
+    "tpu_use_cluster": (lambda *_: True, f"Delete the key, and {ON_EVERY_MACHINE}."),
+    "compute_environment": (
+        lambda _, value: value != "LOCAL_MACHINE",
+        "Only LOCAL_MACHINE is supported; delete the key.",
+    ),
+    "parallelism_config": (
+        lambda leaf, value: leaf.endswith("_size") and "_dp_" not in leaf and value not in (1, "1"),
+        "Only data parallelism is supported: write 1, or delete it.",
+    ),
+    "ipex_config": (lambda leaf, _: leaf == "ipex", "Delete the key; torch itself has the CPU kernels."),
+    "mpirun_config": (
+        lambda leaf, _: leaf.endswith("hostfile"),
+        "Delete the key, and start the same command on every machine with its own machine_rank.",
+    ),
+}
+
+_SHARDS_LIKE_FSDP = "Write DEEPSPEED with zero_stage: 3, which shards the same states as FSDP's FULL_SHARD."
+_NO_DEVICE = "Write NO, MULTI_CPU, MULTI_GPU, DEEPSPEED, TPU or XLA; this device is not supported."
+REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
+    ("distributed_type", "FSDP"): _SHARDS_LIKE_FSDP,
+    ("distributed_type", "MEGATRON_LM"): "Write DEEPSPEED; tensor and pipeline parallelism are not supported.",
+    **{
+        ("distributed_type", f"MULTI_{device}"): _NO_DEVICE
+        for device in ("NPU", "XPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
+    },
+    ("mixed_precision", "fp8"): "Write bf16: DeepSpeed ZeRO has no fp8.",
+    ("mixed_precision", "bfloat16"): "Write bf16.",
+    **{("mixed_precision", half): "Write fp16." for half in ("float16", "half")},
+    **{("mixed_precision", full): "Write no." for full in ("fp32", "float32")},
+}
+
+
+def ignored_keys(launch: Tree) -> list[Problem]:
+    """A warning for each key that says something and is not followed."""
+    notes = {name: f"has no meaning here ({why})" for name, why in WITHOUT_MEANING.items()}
+    told: dict[str, Problem] = {}
+    for path, entry in launch.entries.items():
+        if path[0] in notes and entry.value not in SAYS_NOTHING:
+            value = show(entry.value) if len(path) == 1 else ""
+            fix = _INSTEAD.get(path[0], "Delete the key.")
+            warning = Problem(entry.origin.where, path[0], notes[path[0]], fix, value, "warning")
+            told.setdefault(path[0], warning)
+    return list(told.values())
+
+
+COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second alone is an older Accelerate's
+COMPILER_PREFIX: Final = "dynamo_"
+
+_LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
+    "backend": {
+        "enum": [
+            *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi"),
+            *("fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm"),
+            *("hpu_backend", "neuron"),
+        ]
+    },
+    "mode": {"enum": ["default", "reduce-overhead", "max-autotune"]},
+    **{name: {"type": "boolean"} for name in ("use_fullgraph", "use_dynamic", "use_regional_compilation")},
+}
+
+
+def asked_compiler(launch: Tree) -> dict[str, Entry]:
+    """What is asked for, by name: `backend`, `mode`, `use_fullgraph`, `use_dynamic`, `use_regional_compilation`."""
+    return {name: Entry(_read(name, entry.value), entry.origin) for _, name, entry in _written(launch)}
+
+
+def compiler_problems(launch: Tree) -> Iterator[Problem]:
+    """Names that `torch.compile` has no argument for, and values that it does not take."""
+    for path, name, entry in _written(launch):
+        if name not in _LEGAL:
+            near = did_you_mean(path[-1], [COMPILER_PREFIX + known for known in _LEGAL])
+            fix = f"Did you mean {near}?" if near else f"Legal here: {', '.join(COMPILER_PREFIX + n for n in _LEGAL)}."
+            yield Problem(entry.origin.where, dotted(path), "unknown key", fix)
+        elif not validator(_LEGAL[name]).is_valid(_read(name, entry.value)):
+            near = did_you_mean(str(entry.value), _LEGAL[name].get("enum", []))
+            fix = f"Did you mean {near}? Write" if near else "Write"
+            message = f"{show(entry.value)} is not legal here"
+            yield Problem(entry.origin.where, dotted(path), message, f"{fix} {legal(_LEGAL[name])}.")
+
+
+def compiler_schema() -> dict[str, Any]:
+    """JSON Schema of the two keys, for editors, which know no capitals."""
+    below = {COMPILER_PREFIX + name: schema if "type" in schema else {} for name, schema in _LEGAL.items()}
+    described = "How models are compiled by torch.compile."
+    section = {"description": described, "type": ["object", "null"], "properties": below}
+    return {"dynamo_config": section, "dynamo_backend": {"description": described, "deprecated": True}}
+
+
+def _written(launch: Tree) -> Iterator[tuple[KeyPath, str, Entry]]:
+    """Path, name and entry of all that says something; what stands in `dynamo_config` comes last, and so counts."""
+    for key in reversed(COMPILER_KEYS):
+        for path, entry in launch.entries.items():
+            if path[0] == key and entry.value not in (None, AUTO, "", {}):
+                yield path, path[-1].removeprefix(COMPILER_PREFIX), entry
+
+
+def _read(name: str, value: Any) -> Any:
+    """Accelerate writes compilers in capitals; YAML 1.1 reads `no` as false."""
+    if name == "backend" and value is False:
+        return "no"
+    text = value.lower() if isinstance(value, str) else value
+    return text == "true" if name.startswith("use_") and text in ("true", "false") else text

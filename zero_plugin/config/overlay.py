@@ -1,22 +1,32 @@
-"""The one precedence: defaults, then the file, then launch flags, then arguments in code."""
+"""One precedence: defaults, file, flags, arguments in code.
+
+The one precedence: defaults, then the file, then launch flags, then arguments in code.
+
+`key=value` from a command line as values of a document, read as a file would read them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import launch_schema
-from zero_plugin.config.registry import deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted
+from zero_plugin.config.document import SHORT_FIELDS, Document, one_spelling
+from zero_plugin.config.launch_settings import (
+    COMPILER_KEYS,
+    REFUSED_KEYS,
+    WITHOUT_MEANING,
+    LaunchSettings,
+    launch_schema,
+)
+from zero_plugin.config.parse_yaml import parse_yaml
+from zero_plugin.config.schema import deepspeed_schema
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted
 from zero_plugin.config.validation import read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["overlay_code", "overlay_flags", "same_value"]
 
-
-def overlay_flags(document: Document, values: Mapping[Path, Any], flags: Mapping[Path, str]) -> Document:
+def overlay_flags(document: Document, values: Mapping[KeyPath, Any], flags: Mapping[KeyPath, str]) -> Document:
     """Lay launch flags over a document; a flag overrides what the file says, since that is what it is for.
 
     Args:
@@ -27,7 +37,7 @@ def overlay_flags(document: Document, values: Mapping[Path, Any], flags: Mapping
     return _read_laid(document.overlay(values, kind="flag", where=flags))
 
 
-def overlay_code(document: Document, values: Mapping[Path, Any], calls: Mapping[Path, str]) -> Document:
+def overlay_code(document: Document, values: Mapping[KeyPath, Any], calls: Mapping[KeyPath, str]) -> Document:
     """Lay arguments in code over a document. They fill what is open and agree with what is not.
 
     Args:
@@ -64,7 +74,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
     """`after`, in which a value of `before` stands where code repeats it or leaves it open."""
-    kept: dict[Path, Entry] = {}
+    kept: dict[KeyPath, Entry] = {}
     for path, old in before.entries.items():
         new = after.get(*path)
         if new is old or not old.origin.typed_by_user:
@@ -92,3 +102,52 @@ def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
 
 def _says_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
+
+
+_TRAINING: Final = ("deepspeed_config", "deepspeed")  # may stand before a training key, as in the YAML
+
+
+def read_assignments(texts: Iterable[str], flag: str) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
+    """The value of each key, as `overlay_flags` takes them, and where it was said.
+
+    Args:
+        texts: e.g. `zero_optimization.stage=3`, `zero_stage=3`, `optimizer.params.betas=[0.9, 0.95]`.
+        flag: what they were given to, for messages.
+
+    Raises:
+        ConfigError: one is no `key=value`, or its value cannot be read.
+    """
+    values: dict[KeyPath, Any] = {}
+    where: dict[KeyPath, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")):
+            fix = f"Write {flag} zero_optimization.stage=3."
+            raise ConfigError([Problem(flag, "", f"{text!r} is no key=value", fix)])
+        place, problems = f"{flag} {key}", list[Problem]()
+        read = parse_yaml(value, place, problems).plain()
+        if problems:
+            raise ConfigError(problems)
+        path = _path(tuple(key.split(".")))
+        if path[0] == "deepspeed":
+            nested: Any = read
+            for part in reversed(path[1:]):
+                nested = {part: nested}
+            tree, _ = one_spelling(Tree.from_nested(nested, lambda _, place=place: Origin("flag", place)))  # type: ignore[misc]
+            found = {("deepspeed", *leaf): entry.value for leaf, entry in tree.entries.items()}
+        else:
+            found = {path: read}
+        values.update(found)
+        where.update(dict.fromkeys(found, place))
+    return values, where
+
+
+def _path(parts: KeyPath) -> KeyPath:
+    if len(parts) > 1 and parts[0] in _TRAINING:
+        parts = parts[1:]
+    elif parts[0] in {*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS}:
+        return parts
+    if len(parts) == 1 and parts[0] in SHORT_FIELDS:
+        return ("deepspeed", *SHORT_FIELDS[parts[0]])
+    return ("deepspeed", *parts)

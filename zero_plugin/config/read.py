@@ -1,36 +1,129 @@
-"""A launch YAML or a DeepSpeed JSON, from a file or from code, as one document."""
+"""Configuration files, and mappings from code, as one document.
+
+A configuration file as located values, whichever of the two languages it is written in.
+
+A launch YAML or a DeepSpeed JSON, from a file or from code, as one document.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Final
 
-from zero_plugin.config.compiler_keys import COMPILER_KEYS
-from zero_plugin.config.document import Document
-from zero_plugin.config.files import nearest_file, parse_file
-from zero_plugin.config.launch_keys import REFUSED_KEYS, WITHOUT_MEANING, ignored_keys
-from zero_plugin.config.launch_settings import LaunchSettings, launch_schema
-from zero_plugin.config.located import MAX_DEPTH, Located, leaves, sections
-from zero_plugin.config.overlay import same_value
-from zero_plugin.config.registry import deepspeed_schema, release_note
-from zero_plugin.config.translate import (
+from zero_plugin.config.document import (
     LAUNCH_FIELDS,
     SHORT_FIELDS,
+    Document,
     one_spelling,
     precision_from_switch,
     translate_short_fields,
 )
-from zero_plugin.config.tree import AUTO, Entry, Origin, OriginKind, Path, Tree, dotted
+from zero_plugin.config.launch_settings import (
+    COMPILER_KEYS,
+    REFUSED_KEYS,
+    WITHOUT_MEANING,
+    LaunchSettings,
+    ignored_keys,
+    launch_schema,
+)
+from zero_plugin.config.overlay import same_value
+from zero_plugin.config.parse_json import looks_like_json, parse_json
+from zero_plugin.config.parse_yaml import MAX_DEPTH, Located, leaves, parse_yaml, sections, syntax_error
+from zero_plugin.config.schema import deepspeed_schema, release_note
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted
 from zero_plugin.config.validation import read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["DEFAULT_STAGE", "document_from_mapping", "read_document"]
+STANDARD_INPUT: Final = "<standard input>"  # its name in messages, in place of a file's
+
+_MAX_BYTES: Final = 1 << 20  # a real configuration has a few kilobytes; this is a data file given by mistake
+_NEAR: Final = 0.75  # likeness of two names, from 0 to 1; two swapped letters of four are 0.75
+
+
+def parse_file(path: Path, problems: list[Problem], content: bytes | None = None) -> Located:
+    """Read a YAML or JSON file whose top level holds keys; content tells the language, not the extension.
+
+    Args:
+        path: the file.
+        problems: duplicate keys are added here.
+        content: what the file holds, where that is known; `path` is then only its name.
+
+    Raises:
+        ConfigError: the file is missing, is not text, is broken, or holds something else than keys.
+    """
+    text = _text(path, _bytes(path) if content is None else content)
+    found: list[Problem] = []
+    try:
+        root = _parse(text, path, found)
+    except ConfigError as error:
+        errors = [problem for problem in found if problem.severity == "error"]
+        raise ConfigError([*errors, *error.problems]) from None
+    problems += found
+    if not isinstance(root.value, dict):
+        kind = "a list" if isinstance(root.value, list) else "a single value"
+        holds = "the file is empty" if root.value is None else f"holds {kind}, not keys"
+        raise syntax_error(root.where, holds, "Write a launch YAML (num_processes: 2, …) or a DeepSpeed JSON.")
+    return root
+
+
+def nearest_file(path: Path) -> str:
+    """What to write where `path` was written and is no file."""
+    try:
+        if path.is_dir():
+            return f"{path} is a folder; name a file in it."
+        names = [child.name for child in path.parent.iterdir() if child.is_file()]
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return f"The folder {path.parent} does not exist or cannot be read; check the path."
+    # Without the extension, which would make any two YAML files near; of equal stems the one with the same extension.
+    by_stem = {Path(name).stem: name for name in sorted(names, key=lambda name: Path(name).suffix == path.suffix)}
+    near = difflib.get_close_matches(path.stem, by_stem, n=1, cutoff=_NEAR)
+    if near:
+        return f"Did you mean {path.parent / by_stem[near[0]]}?"
+    folder = "the working directory" if path.parent == Path() else path.parent
+    return f"Check the path: {folder} holds no such name."
+
+
+def _parse(text: str, path: Path, problems: list[Problem]) -> Located:
+    if not looks_like_json(text):
+        return parse_yaml(text, str(path), problems)
+    if path.suffix not in (".yaml", ".yml"):
+        return parse_json(text, str(path), problems)
+    found: list[Problem] = []
+    try:
+        root = parse_json(text, str(path), found)  # as a rule such a file is JSON, with its tabs and comments
+    except ConfigError:
+        return parse_yaml(text, str(path), problems)
+    return parse_yaml(text, str(path), problems) if found else root
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise syntax_error(str(path), "no such file", nearest_file(path)) from None
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise syntax_error(str(path), f"cannot be read: {reason}", "Give a readable YAML or JSON file.") from None
+
+
+def _text(path: Path, data: bytes) -> str:
+    if len(data) > _MAX_BYTES:
+        raise syntax_error(str(path), f"is larger than {_MAX_BYTES} bytes", "This is no configuration; check the path.")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode("utf-8-sig", "replace")
+        where = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+        message = f"is not UTF-8 text: byte {data[error.start]:#04x}"
+        raise syntax_error(where, message, "Give a text file, saved as UTF-8.") from None
+
 
 _TRAINING: Final = "deepspeed_config"
 _TRAINING_FILE: Final = "deepspeed_config_file"
@@ -58,7 +151,7 @@ def read_document(path: str | os.PathLike[str], release: str | None = None, cont
             is not known.
     """
     try:
-        file = FilePath(path)
+        file = Path(path)
     except TypeError:
         fix = "Pass the path of a launch YAML or a DeepSpeed JSON, or a dict with either content."
         raise ConfigError([Problem("config", "", f"{show(path)} is neither a path nor a dict", fix)]) from None
@@ -79,7 +172,7 @@ def document_from_mapping(mapping: Mapping[str, Any], where: str) -> Document:
     Raises:
         ConfigError: a value is no plain value, or the file that it names cannot be read.
     """
-    return _Reading("code").document(_locate(mapping, where, ()), FilePath())
+    return _Reading("code").document(_locate(mapping, where, ()), Path())
 
 
 @dataclass
@@ -92,7 +185,7 @@ class _Reading:
     notes: list[Problem] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
 
-    def parse(self, path: FilePath, content: bytes | None = None) -> Located:
+    def parse(self, path: Path, content: bytes | None = None) -> Located:
         """The file's content; the file joins the document's sources."""
         self.sources.append(str(path))
         found: list[Problem] = []
@@ -104,7 +197,7 @@ class _Reading:
         self.problems += [problem for problem in found if problem.severity == "error"]
         self.notes += [problem for problem in found if problem.severity != "error"]
 
-    def document(self, root: Located, path: FilePath) -> Document:
+    def document(self, root: Located, path: Path) -> Document:
         """Both halves of the document, each key under one path, from `root` and the file that it names."""
         is_launch = _is_launch(root.value, path)
         launch = dict(root.value) if is_launch else {}
@@ -147,7 +240,7 @@ class _Reading:
             self.problems.append(Problem(above.where, _TRAINING_FILE, message, "Keep one of the two."))
         return below or above
 
-    def _named_file(self, named: Located | None, folder: FilePath) -> Located:
+    def _named_file(self, named: Located | None, folder: Path) -> Located:
         """The DeepSpeed configuration that a launch config names: beside it, else in the working directory."""
         nothing = Located({}, "")
         if named is None or named.value in (None, "", "none", "None"):
@@ -158,7 +251,7 @@ class _Reading:
             message = f"{show(named.plain())} is not a path"
             self.problems.append(Problem(named.where, _TRAINING_FILE, message, "Write the path of a DeepSpeed JSON."))
             return nothing
-        wanted = FilePath(os.path.expanduser(named.value))  # noqa: PTH111 - Path's raises where there is no such home
+        wanted = Path(os.path.expanduser(named.value))  # noqa: PTH111 - Path's raises where there is no such home
         candidates = list(dict.fromkeys([folder / wanted, wanted]))
         existing = [path for path in candidates if os.path.isfile(path)]  # noqa: PTH113 - Path's raises for long names
         if not existing:
@@ -196,7 +289,7 @@ class _Reading:
         """File, inline keys and short fields as one tree: equal values agree, an open one yields, others clash."""
         merged = Tree()
         for layer in layers:
-            taken: dict[Path, Entry] = {}
+            taken: dict[KeyPath, Entry] = {}
             for path, entry in layer.entries.items():
                 before = merged.get(*path)
                 if before is None or before.value is AUTO:
@@ -209,7 +302,7 @@ class _Reading:
         return merged
 
 
-def _is_launch(keys: Mapping[str, Any], path: FilePath) -> bool:
+def _is_launch(keys: Mapping[str, Any], path: Path) -> bool:
     """Whether these are Accelerate's launch keys rather than DeepSpeed's; by majority, in doubt by the extension."""
     if _TRAINING in keys:
         return True
@@ -223,7 +316,7 @@ def _is_launch(keys: Mapping[str, Any], path: FilePath) -> bool:
     return of_launch > of_training
 
 
-def _locate(value: Any, where: str, path: Path) -> Located:
+def _locate(value: Any, where: str, path: KeyPath) -> Located:
     """A value from code as plain, located values: mappings, lists, and scalars, also NumPy's and paths."""
     if len(path) > MAX_DEPTH:
         message = f"nested deeper than {MAX_DEPTH} levels"

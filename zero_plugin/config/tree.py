@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-__all__ = ["AUTO", "Auto", "Entry", "Origin", "OriginKind", "Path", "Tree", "dotted", "freeze"]
+__all__ = ["AUTO", "Auto", "Entry", "KeyPath", "Origin", "OriginKind", "Tree", "dotted", "freeze"]
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 _SHOWS: Final = re.compile(r"[\w.*/$-]+", re.ASCII)
 OriginKind = Literal["file", "flag", "code", "rule", "default"]
 
@@ -68,7 +68,7 @@ class Entry:
     origin: Origin
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """`("zero_optimization", "stage")` as `zero_optimization.stage`; a key that would not show as it is, in quotes."""
     return ".".join(part if _SHOWS.fullmatch(part) else json.dumps(part) for part in path)
 
@@ -77,21 +77,21 @@ def dotted(path: Path) -> str:
 class Tree:
     """Leaves by path. A list is one leaf (a tuple); an object without keys is a leaf holding an empty mapping."""
 
-    entries: Mapping[Path, Entry] = field(default_factory=lambda: MappingProxyType({}))
+    entries: Mapping[KeyPath, Entry] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "entries", MappingProxyType(dict(self.entries)))
 
-    def __contains__(self, path: Path) -> bool:
+    def __contains__(self, path: KeyPath) -> bool:
         return path in self.entries
 
-    def __iter__(self) -> Iterator[Path]:
+    def __iter__(self) -> Iterator[KeyPath]:
         return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __reduce__(self) -> tuple[type[Tree], tuple[dict[Path, Entry]]]:
+    def __reduce__(self) -> tuple[type[Tree], tuple[dict[KeyPath, Entry]]]:
         return Tree, (dict(self.entries),)
 
     def get(self, *path: str) -> Entry | None:
@@ -116,7 +116,7 @@ class Tree:
         """The same leaves with `prefix` put before their paths."""
         return Tree({prefix + p: e for p, e in self.entries.items()})
 
-    def replace(self, changes: Mapping[Path, Entry]) -> Tree:
+    def replace(self, changes: Mapping[KeyPath, Entry]) -> Tree:
         """A copy with `changes` laid over it.
 
         A leaf below a path replaces a leaf at that path (`null`, `{}`); a leaf at a path replaces all below it, but an
@@ -138,7 +138,7 @@ class Tree:
         """A copy without the leaf or section at `prefix`."""
         return Tree({p: e for p, e in self.entries.items() if p[: len(prefix)] != prefix})
 
-    def where(self, keep: Callable[[Path, Entry], bool]) -> Tree:
+    def where(self, keep: Callable[[KeyPath, Entry], bool]) -> Tree:
         """The leaves for which `keep(path, entry)` holds."""
         return Tree({p: e for p, e in self.entries.items() if keep(p, e)})
 
@@ -153,12 +153,12 @@ class Tree:
         return root
 
     @staticmethod
-    def from_nested(values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> Tree:
+    def from_nested(values: Mapping[str, Any], origin: Callable[[KeyPath], Origin]) -> Tree:
         """Freeze plain nested values; the string `auto` (any case) becomes AUTO, also inside lists."""
         return Tree(dict(_leaves((), values, origin)))
 
 
-def _leaves(prefix: Path, node: Any, origin: Callable[[Path], Origin]) -> Iterable[tuple[Path, Entry]]:
+def _leaves(prefix: KeyPath, node: Any, origin: Callable[[KeyPath], Origin]) -> Iterable[tuple[KeyPath, Entry]]:
     if isinstance(node, Mapping) and node:
         for key, child in node.items():
             yield from _leaves((*prefix, str(key)), child, origin)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from zero_plugin.config.located import as_number
-from zero_plugin.config.tree import AUTO, Entry, Path, Tree, dotted, freeze
+from zero_plugin.config.parse_yaml import as_number
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, dotted, freeze
 from zero_plugin.errors import Problem
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Violation:
         kind: whether the value is wrong, the key is unknown in its section, or a needed key is missing.
     """
 
-    path: Path
+    path: KeyPath
     index: tuple[int | str, ...]
     value: Any
     wanted: Mapping[str, Any]
@@ -96,7 +96,7 @@ def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[Problem]]:
     """
     notes: list[Problem] = []
     for _ in range(2):  # once more, because an optimizer type that is now understood opens the check of its parameters
-        changes: dict[Path, Entry] = {}
+        changes: dict[KeyPath, Entry] = {}
         for found in violations(tree, by):
             if found.kind != "value" or found.path not in tree or found.index:
                 continue

@@ -1,14 +1,21 @@
-"""Which loaders' loops are running in this process, and what each of them tells of its loop."""
+"""Which loaders' loops are running, and how batches reach them.
+
+Which loaders' loops are running in this process, and what each of them tells of its loop.
+
+How a prepared loader's batches reach the loop.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 from typing import Any
 
-from zero_plugin.announce import announce
+import torch
 
-__all__ = ["RUNNING", "ActiveLoaders", "DataLoaderStateMixin", "RunningLoops"]
+from zero_plugin.distributed.seeding import synchronize_rng_states
+from zero_plugin.distributed.together import announce
 
 _LOOPS = count(1)
 _TOLD_AFTER = 3  # micro-batches, when it is known which loops run side by side
@@ -190,3 +197,25 @@ def _count_remainder(loader: Any) -> int:
         return -1 if loader.drop_last else loader.total_dataset_length % loader.total_batch_size
     except (AttributeError, TypeError):  # a stream, or batches of no common size
         return -1
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How batches reach the loop.
+
+    Attributes:
+        device: where they go; None leaves them where the loader makes them.
+        non_blocking: do not wait for the copy; on CUDA it never is.
+        rng_types: random states that every process gets from process 0 at the start of each epoch.
+        generator: what `generator` among them means: the data set's own.
+    """
+
+    device: torch.device | None = None
+    non_blocking: bool = False
+    rng_types: tuple[str | Enum, ...] = ()
+    generator: torch.Generator | None = None
+
+    def begin_epoch(self) -> None:
+        """Give every process the random states of process 0; collective if there are any."""
+        known = [kind for kind in self.rng_types if self.generator is not None or str(kind) != "generator"]
+        synchronize_rng_states(known, self.generator)

@@ -1,10 +1,15 @@
-"""What all prepared loaders share: a DataLoader around another, which knows the epoch's last batch when it comes."""
+"""What all prepared loaders share.
+
+What all prepared loaders share: a DataLoader around another, which knows the epoch's last batch when it comes.
+
+Count a loader's epochs, and tell them to whatever of it wants to know.
+"""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,22 +18,69 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from zero_plugin.announce import announce
-from zero_plugin.collectives import broadcast
-from zero_plugin.data.active import DataLoaderStateMixin
+from zero_plugin.data.active import DataLoaderStateMixin, Delivery
 from zero_plugin.data.batch_sampler import BatchSamplerShard, is_torchs_own
-from zero_plugin.data.batches import Sharing
-from zero_plugin.data.delivery import Delivery
-from zero_plugin.data.device import move_batch
-from zero_plugin.data.draws import Draws, undisturbed
-from zero_plugin.data.epochs import Epochs
-from zero_plugin.data.portion import Portion
-from zero_plugin.data.read_ahead import Reading, copy_containers
-from zero_plugin.data.stream import StreamShard
-from zero_plugin.data.worker import let_threads_settle
+from zero_plugin.data.division import Draws, Portion, Sharing, undisturbed
+from zero_plugin.data.read_ahead import Reading, copy_containers, move_batch
+from zero_plugin.data.stream import StreamShard, let_threads_settle
+from zero_plugin.distributed.collectives import broadcast
+from zero_plugin.distributed.together import announce
 from zero_plugin.errors import LoopError
 
-__all__ = ["DataLoaderAdapter", "copy_loader", "shard_of"]
+
+class Epochs:
+    """The epochs of a loader.
+
+    What has a `set_epoch` is told the epoch that the loop sets. A loop that sets none gets the next one at each start,
+    so that shuffling differs from epoch to epoch; what the user told by himself, on the object, is left as it is.
+
+    Args:
+        parts: the data set, the batch sampler, the sampler, …
+
+    Attributes:
+        current: the running epoch; -1 before the first.
+    """
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.current = -1
+        self._chosen: int | None = None
+        self.follow(parts)
+
+    def follow(self, parts: Iterable[Any]) -> None:
+        """Tell these from now on, and no others."""
+        self._parts = [part for part in parts if hasattr(part, "set_epoch")]
+        self._seen: list[int | None] = []  # of each part, at the last start
+        if self._chosen is not None:
+            self.choose(self._chosen)
+
+    def choose(self, epoch: int) -> None:
+        """The coming start begins this one."""
+        self._chosen = epoch
+        for part in self._parts:
+            part.set_epoch(epoch)
+
+    def begin(self) -> None:
+        """An epoch starts."""
+        self.current = self.current + 1 if self._chosen is None else self._chosen
+        if self._chosen is None:
+            for part, seen in zip(self._parts, self._seen, strict=False):
+                if seen is not None and _epoch_of(part) == seen:
+                    part.set_epoch(self.current)
+        self._chosen = None
+        self._seen = [_epoch_of(part) for part in self._parts]
+
+    def told(self, part: Any) -> int | None:
+        """The epoch that `part` stands at; None where it does not count them."""
+        if not any(part is known for known in self._parts):
+            return None
+        epoch = _epoch_of(part)
+        return self.current if epoch is None else epoch
+
+
+def _epoch_of(part: Any) -> int | None:
+    epoch = getattr(part, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
 
 _SEEDS = 2**62
 
@@ -106,7 +158,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     @cached_property
     def gradient_state(self) -> Any:
         """The state of the running loops, as Accelerate's scripts look it up."""
-        from zero_plugin.state import GradientState  # it shows the loaders, so it imports them
+        from zero_plugin.loop.state import GradientState  # it shows the loaders, so it imports them
 
         return GradientState()
 

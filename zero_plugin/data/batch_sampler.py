@@ -17,10 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from zero_plugin.collectives import broadcast_object_list, process_index
-from zero_plugin.data.batches import Sharing, share_batches
-from zero_plugin.data.draws import Draws
-from zero_plugin.data.samplers import SeedableRandomSampler
+from zero_plugin.data.division import Draws, SeedableRandomSampler, Sharing, share_batches
+from zero_plugin.distributed.collectives import broadcast_object_list, process_index
 
 __all__ = ["BatchSamplerShard", "CutBatchSampler", "SkipBatchSampler", "is_torchs_own"]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_plugin.announce import announce
-from zero_plugin.collectives import gather, gather_object, num_processes
 from zero_plugin.data.active import DataLoaderStateMixin
-from zero_plugin.data.rows import is_object_column
+from zero_plugin.data.dispatch import is_object_column
+from zero_plugin.distributed.collectives import gather, gather_object, num_processes
+from zero_plugin.distributed.together import announce
 from zero_plugin.errors import LoopError
-from zero_plugin.nested import map_leaves
+from zero_plugin.tensors.nested import map_leaves
 
 __all__ = ["gather_for_metrics"]
 

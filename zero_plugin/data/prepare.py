@@ -1,39 +1,153 @@
-"""Turn a DataLoader into one that gives this process its part."""
+"""Turns a DataLoader into one that gives this process its part.
+
+Turn a DataLoader into one that gives this process its part.
+
+Find out whether a data set or a sampler divides the data among the processes itself.
+
+Smaller batches out of a DataLoader's own: the same samples in the same order, in more steps.
+
+Looks at one batch of a loader without taking it from the loop.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
-
-from zero_plugin.announce import announce
-from zero_plugin.collectives import gather_object, num_processes
-from zero_plugin.data.adapter import DataLoaderAdapter, copy_loader
-from zero_plugin.data.batch_sampler import BatchSamplerShard
-from zero_plugin.data.batches import Sharing
-from zero_plugin.data.cutting import cut_batches
-from zero_plugin.data.delivery import Delivery
-from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
-from zero_plugin.data.dividing import (
-    can_be_asked_for_its_shard,
-    count_real_samples,
-    divides_itself,
-    find_dividing_sampler,
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    SequentialSampler,
 )
-from zero_plugin.data.loader import DataLoaderShard
-from zero_plugin.data.reports import DropReport
-from zero_plugin.data.samplers import SeedableRandomSampler
-from zero_plugin.data.skip import SkipDataLoader
-from zero_plugin.data.stream import CountingCollate, Division, StreamShard
-from zero_plugin.data.worker import WorkerStart
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import get_all_graph_pipes
+
+from zero_plugin.data.active import Delivery
+from zero_plugin.data.adapter import DataLoaderAdapter, copy_loader
+from zero_plugin.data.batch_sampler import BatchSamplerShard, CutBatchSampler
+from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
+from zero_plugin.data.division import SeedableRandomSampler, Sharing, undisturbed
+from zero_plugin.data.loader import DataLoaderShard, DropReport, SkipDataLoader
+from zero_plugin.data.stream import CountingCollate, Division, StreamShard, WorkerStart
+from zero_plugin.distributed.collectives import gather_object, num_processes
+from zero_plugin.distributed.together import announce
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
-__all__ = ["ShardIterable", "prepare_loader"]
+
+def smaller_cut(micro_batch: int) -> int:
+    """The least number of equal pieces that a micro-batch can be cut into: 2, or what else divides it.
+
+    Args:
+        micro_batch: its samples.
+
+    Returns:
+        0 where it is one sample.
+    """
+    return next((n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 0)
+
+
+def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> DataLoader[Any]:
+    """The loader with each of its batches cut into `cut` of one size.
+
+    It gives what it would if it had been built with that batch size, except that `drop_last` still leaves out what it
+    would have left out; of a stream, which ends unforeseen, only what does not fill a smaller batch. One that is only
+    evaluated with stays as it is where it cannot be cut so.
+
+    Args:
+        loader: as the script made it.
+        cut: into how many.
+        split_among: processes among which each batch is split; 1 where each gets whole ones.
+
+    Raises:
+        LoopError: it shuffles, so that it trains, and its batches cannot be cut into so many of one size.
+    """
+    if cut == 1:
+        return loader
+    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    size = getattr(batches, "batch_size", None)
+    if size is None and isinstance(batches, list | tuple) and batches:
+        size = len(batches[0])
+    if not isinstance(size, int) or size % (cut * split_among):
+        if isinstance(loader.sampler, SequentialSampler):
+            return loader
+        raise LoopError(
+            f"memory ran out before, so that each of the loader's batches comes as {cut} micro-batches; this one has "
+            f"{'no stated batch size' if size is None else f'batch_size={size}'}, which cannot be cut so.\n"
+            f"Give it a batch_size that is a multiple of {cut * split_among}, or write a smaller one yourself."
+        )
+    smaller = size // cut
+    if isinstance(loader.dataset, IterableDataset) or (type(batches) is BatchSampler and not batches.drop_last):
+        cutter = BatchSampler(batches.sampler, smaller, batches.drop_last)
+    else:
+        cutter = CutBatchSampler(batches, smaller, cut)
+    if batches is loader.sampler:
+        return copy_loader(loader, sampler=cutter)
+    return copy_loader(loader, batch_sampler=cutter, batch_size=None if loader.batch_size is None else smaller)
+
+
+# Their data sets read the rank and the worker themselves, from the environment or the process group.
+_DIVIDING_LIBRARIES = frozenset({"litdata", "streaming", "torchdata", "webdataset"})
+
+
+def divides_itself(dataset: Any) -> bool:
+    """Whether an iterable data set surely gives each process and worker its own samples."""
+    if isinstance(dataset, IterDataPipe):
+        pipes = get_all_graph_pipes(traverse_dps(dataset))
+        return any(hasattr(pipe, "is_shardable") and pipe.is_shardable() for pipe in pipes)
+    if getattr(dataset, "_distributed", None) is not None:  # datasets.distributed.split_dataset_by_node was here
+        return True
+    return any(kind.__module__.split(".")[0] in _DIVIDING_LIBRARIES for kind in type(dataset).__mro__)
+
+
+def can_be_asked_for_its_shard(dataset: Any, world: int) -> bool:
+    """Whether `dataset.shard(num_shards=world, index=rank)` gives equally many of its files to every process."""
+    shard = getattr(dataset, "shard", None)
+    if not callable(shard) or not {"num_shards", "index"} <= inspect.signature(shard).parameters.keys():
+        return False
+    pieces = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    return not isinstance(pieces, int) or (pieces > 0 and pieces % world == 0)
+
+
+def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any:
+    """The loader's sampler or batch sampler that gives this process its own part, as DistributedSampler does; or None.
+
+    Raises:
+        LoopError: it was made for other processes than these.
+    """
+    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
+        parts, part = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+        if not isinstance(parts, int) or not isinstance(part, int) or parts == 1:
+            continue
+        if (parts, part) != (world, rank):
+            raise LoopError(
+                f"prepare: the loader's {type(sampler).__name__} takes part {part} of {parts}, but this is process "
+                f"{rank} of {world}; build it without num_replicas and rank, or leave it out: prepare() shares the data"
+            )
+        return sampler
+    return None
+
+
+def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
+    """How many of the samples that `sampler` gives this process, from the front, are not repeated to make all even.
+
+    Raises:
+        TypeError: nothing tells; only torch's own DistributedSampler in its own order is known.
+    """
+    if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        raise TypeError(f"{type(sampler).__name__} does not tell")
+    # Process r gets numbers r, r + world, … of the data set's permutation, repeated from its beginning.
+    unrepeated = -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas)  # type: ignore[arg-type]
+    return min(sampler.num_samples, max(0, unrepeated))
+
 
 ShardIterable = Literal["auto", "never"]
 
@@ -249,3 +363,32 @@ def _split_size(batch_size: int | None, world_size: int) -> int:
             ]
         )
     return batch_size // world_size
+
+
+_SAMPLES: Final = 8  # spread over the data set: where batches are padded, the longest of them counts
+
+
+def peek_batch(loaders: Sequence[DataLoader[Any]]) -> Any:
+    """What the training loader's `collate_fn` makes of some samples of its data set; None where they cannot be had so.
+
+    No iterator is made, no sampler is asked, and random numbers go on as if nothing had been read. What is drawn from a
+    stream would be lost to the loop, so that a stream gives None.
+
+    Args:
+        loaders: the one that trains is the first that shuffles, else the first.
+    """
+    if not loaders:
+        return None
+    loader = next((one for one in loaders if isinstance(getattr(one, "sampler", None), RandomSampler)), loaders[0])
+    data: Any = loader.dataset
+    if isinstance(data, IterableDataset):
+        return None
+    try:
+        size = len(data)
+        indices = sorted({step * (size - 1) // (_SAMPLES - 1) for step in range(_SAMPLES)}) if size else []
+        with undisturbed():
+            if loader.batch_sampler is None:  # the sampler gives whole batches
+                return loader.collate_fn(data[indices])
+            return loader.collate_fn([data[index] for index in indices])
+    except Exception:  # noqa: BLE001 - the user's code; the data set may have other keys. The loop will meet what is wrong
+        return None

@@ -12,27 +12,23 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero_plugin import collectives
-from zero_plugin.agreement import collective
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.folders import automatic_folder, next_number, rotate_checkpoints
-from zero_plugin.checkpoint.lineage import Lineages
-from zero_plugin.checkpoint.pretrained import write_configuration
-from zero_plugin.checkpoint.random_state import random_state
-from zero_plugin.checkpoint.save import Draft, open_checkpoint
-from zero_plugin.checkpoint.save_model import parse_size
-from zero_plugin.checkpoint.session_tensors import session_fragments
-from zero_plugin.checkpoint.together import SCRIPT, Peers, all_or_none, on_main, taken_out
+from zero_plugin.checkpoint.folders import Lineages, automatic_folder, next_number, rotate_checkpoints
+from zero_plugin.checkpoint.layout import session_fragments
+from zero_plugin.checkpoint.save import Draft, open_checkpoint, random_state
+from zero_plugin.checkpoint.save_model import parse_size, write_configuration
 from zero_plugin.config.document import Document
+from zero_plugin.config.plugins import ProjectConfiguration
+from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError
 from zero_plugin.facade.restoring import LoadHook, refuse_options
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.plugins import ProjectConfiguration
-from zero_plugin.run_record import describe_run, write_record
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.training import Training
-from zero_plugin.training_state import describe_training, is_inside_window, schedules_of
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.training import Training, describe_training, is_inside_window, schedules_of
 
 __all__ = ["CheckpointCalls", "SaveHook"]
 

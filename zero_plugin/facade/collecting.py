@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from zero_plugin import collectives
-from zero_plugin.agreement import collective
-from zero_plugin.collectives import Reduction
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.collectives import Reduction
 
 __all__ = ["CollectingCalls"]
 

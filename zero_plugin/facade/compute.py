@@ -11,15 +11,14 @@ import torch
 from torch.profiler import profile
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.plugins import AutocastKwargs, Handlers, ProfileKwargs
+from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.config.resolve.training import expected_precision
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
-from zero_plugin.handlers import Handlers
-from zero_plugin.plugins import AutocastKwargs, ProfileKwargs
-from zero_plugin.probe.machine import accelerator_kind, probe_machine
-from zero_plugin.resolve.precision import expected_precision
-from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.loop.training import Training
+from zero_plugin.plan.run_facts import accelerator_kind, probe_machine
 from zero_plugin.strategies.base import Session, Strategy
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.training import Training
 
 __all__ = ["ComputeCalls", "LossScaler"]
 

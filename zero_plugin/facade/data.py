@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from zero_plugin.config.plugins import DataLoaderConfiguration
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.dispatch import SliceFunction
+from zero_plugin.data.loader import skip_first_batches
 from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import ShardIterable, prepare_loader
-from zero_plugin.data.skip import skip_first_batches
-from zero_plugin.plugins import DataLoaderConfiguration
-from zero_plugin.strategies.processes import Processes
+from zero_plugin.distributed.processes import Processes
 
 __all__ = ["DataCalls"]
 

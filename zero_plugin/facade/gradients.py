@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 
-from zero_plugin.accumulation import AccumulationWindow
+from zero_plugin.config.plugins import DataLoaderConfiguration
 from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
-from zero_plugin.plugins import DataLoaderConfiguration
+from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.training import Training
+from zero_plugin.strategies.window import AccumulationWindow
 
 __all__ = ["GradientCalls"]
 

@@ -10,25 +10,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_plugin.accumulation import AccumulationWindow
 from zero_plugin.config.document import Document
+from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
+from zero_plugin.config.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
 from zero_plugin.data.active import RunningLoops
 from zero_plugin.data.adapter import DataLoaderAdapter
-from zero_plugin.data.example import peek_batch
+from zero_plugin.data.prepare import peek_batch
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
-from zero_plugin.first_steps import FirstSteps
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.pairing import Pair, holds_any, pair_models, refuse_closure
-from zero_plugin.placeholders import DummyOptim, DummyScheduler
-from zero_plugin.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
-from zero_plugin.preparing import add_optimizer, begin_steps, prepare_schedule, start_training
-from zero_plugin.probe.machine import accelerator_kind, probe_machine
-from zero_plugin.resolve.facts import Facts, LoopFacts
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.scheduler import AcceleratedScheduler
+from zero_plugin.loop.backward import FirstSteps
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.prepare import add_optimizer, begin_steps, prepare_schedule, start_training
+from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_closure
+from zero_plugin.plan.run_facts import accelerator_kind, probe_machine
 from zero_plugin.strategies.base import Session, Strategy
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.training import Training
+from zero_plugin.strategies.window import AccumulationWindow
 
 __all__ = ["Joining"]
 

@@ -11,25 +11,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_plugin.agreement import collective
-from zero_plugin.bigmodel.empty import init_empty_weights, outermost_modules
-from zero_plugin.bigmodel.tensors import tensor_slots
-from zero_plugin.checkpoint.initializing import initialize_tensors
+from zero_plugin.checkpoint.layout import session_fragments
+from zero_plugin.checkpoint.load_weights import WeightsReport, find_weights, initialize_tensors, match_weights
 from zero_plugin.checkpoint.ranges import open_reader
-from zero_plugin.checkpoint.session_tensors import session_fragments
-from zero_plugin.checkpoint.together import all_or_none
-from zero_plugin.checkpoint.weight_names import WeightsReport, find_weights, match_weights
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.distributed.together import all_or_none
 from zero_plugin.errors import CheckpointError, LoopError
-from zero_plugin.memory.predicting import local_processes
-from zero_plugin.memory.room import expect_room_to_load
-from zero_plugin.meter import memory_available_bytes
+from zero_plugin.loop.memory_check import expect_room_to_load
+from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.strategies.base import Session, Strategy
-from zero_plugin.strategies.fragments import MASTER, WEIGHT, Fragment
-from zero_plugin.strategies.named_tensors import persistent_tensors
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.unwrapping import extract_model
+from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
+from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
+from zero_plugin.tensors.modules import persistent_tensors, tensor_slots
+from zero_plugin.tensors.wrappers import extract_model
 
 __all__ = ["LoadingCalls"]
 

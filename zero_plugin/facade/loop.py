@@ -8,21 +8,20 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero_plugin.accumulation import AccumulationWindow, TogetherWindows
-from zero_plugin.backward import run_backward, run_loose_backward
+from zero_plugin.config.deepspeed_plugin import Configurations
 from zero_plugin.config.document import Document
+from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.tree import AUTO
-from zero_plugin.configurations import Configurations
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.fewer_processes import share_out_steps
-from zero_plugin.first_steps import FirstSteps
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.resolve.resolved import Resolved
+from zero_plugin.loop.backward import FirstSteps, run_backward, run_loose_backward
+from zero_plugin.loop.fewer_processes import share_out_steps
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.training import Training
+from zero_plugin.strategies.window import AccumulationWindow, TogetherWindows
 
 __all__ = ["LoopCalls"]
 

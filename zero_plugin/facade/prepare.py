@@ -12,21 +12,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zero_plugin.agreement import collective
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.configurations import Configurations
+from zero_plugin.config.deepspeed_plugin import Configurations
+from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
+from zero_plugin.config.resolve.facts import LoopFacts, plain
 from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import LoopError
 from zero_plugin.facade.joining import Joining
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.pairing import refuse_closure
-from zero_plugin.placeholders import DummyOptim, DummyScheduler
-from zero_plugin.preparing import join_loaders
-from zero_plugin.probe.loop import probe_loop, surely_train
-from zero_plugin.resolve.facts import LoopFacts
-from zero_plugin.resolve.resolved import plain
-from zero_plugin.same_everywhere import expect_same_models
-from zero_plugin.scheduler import AcceleratedScheduler
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.prepare import join_loaders
+from zero_plugin.loop.same_everywhere import expect_same_models
+from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.training import refuse_closure
+from zero_plugin.plan.run_facts import probe_loop, surely_train
 
 __all__ = ["PrepareCalls"]
 

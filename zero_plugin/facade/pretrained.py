@@ -11,10 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from zero_plugin.checkpoint.model_folder import read_model_folder
-from zero_plugin.checkpoint.place import ITEM_BYTES
 from zero_plugin.errors import CheckpointError
-from zero_plugin.memory.room import expect_room_to_load
+from zero_plugin.loop.memory_check import expect_room_to_load
+from zero_plugin.tensors.model_folder import ITEM_BYTES, read_model_folder
 
 __all__ = ["checking_pretrained"]
 

@@ -10,23 +10,27 @@ from typing import Any
 
 from torch import nn
 
-from zero_plugin.agreement import collective
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.folders import automatic_folder, choose_checkpoint, has_checkpoints
-from zero_plugin.checkpoint.lineage import Lineages
+from zero_plugin.checkpoint.folders import Lineages, automatic_folder, choose_checkpoint, has_checkpoints
 from zero_plugin.checkpoint.load import LoadReport, load_tensors, verify_checksums
 from zero_plugin.checkpoint.manifest import Manifest
-from zero_plugin.checkpoint.nested_file import read_nested
-from zero_plugin.checkpoint.random_state import restore_random_state
+from zero_plugin.checkpoint.objects import read_nested
+from zero_plugin.checkpoint.save import restore_random_state
 from zero_plugin.checkpoint.shared_folder import read_common_manifest
-from zero_plugin.checkpoint.together import all_or_none, on_main, taken_out
+from zero_plugin.config.plugins import DataLoaderConfiguration, ProjectConfiguration
 from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.distributed.together import all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError
-from zero_plugin.optimizer import AcceleratedOptimizer
-from zero_plugin.plugins import DataLoaderConfiguration, ProjectConfiguration
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.training import Training
-from zero_plugin.training_state import refuse_other_optimizer, restore_reductions, restore_training, schedules_of
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.training import (
+    Training,
+    refuse_other_optimizer,
+    restore_reductions,
+    restore_training,
+    schedules_of,
+)
 
 __all__ = ["LoadHook", "RestoringCalls", "refuse_options"]
 

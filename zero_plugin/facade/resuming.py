@@ -6,17 +6,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_plugin import collectives
-from zero_plugin.agreement import collective
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.checkpoint.folders import choose_checkpoint, has_checkpoints
-from zero_plugin.checkpoint.lineage import Lineages
+from zero_plugin.checkpoint.folders import Lineages, choose_checkpoint, has_checkpoints
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from zero_plugin.checkpoint.together import on_main
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.facade.stop_request import StopRequest
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.stop_request import StopRequest
+from zero_plugin.distributed.together import on_main
 
 __all__ = ["ResumingCalls"]
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from zero_plugin.configurations import Configurations
-from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
-from zero_plugin.handlers import Handlers
-from zero_plugin.plugins import (
+from zero_plugin.config.deepspeed_plugin import Configurations, DeepSpeedPlugin
+from zero_plugin.config.plugins import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
+    Handlers,
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_plugin.announce import announce
+from zero_plugin.config.plugins import ProjectConfiguration
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.distributed.together import announce
 from zero_plugin.errors import LoopError
-from zero_plugin.meter import Meter
-from zero_plugin.plugins import ProjectConfiguration
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.trackers.base import GeneralTracker, KnownTracker
+from zero_plugin.loop.training import Training
+from zero_plugin.machine.device_memory import Meter
 from zero_plugin.trackers.choose import plain_values
-from zero_plugin.training import Training
+from zero_plugin.trackers.trackers import GeneralTracker, KnownTracker
 
 __all__ = ["TrackingCalls"]
 

@@ -10,29 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_plugin import collectives
-from zero_plugin.agreement import collective
-from zero_plugin.bigmodel.align import stored_values
+from zero_plugin.big_models.align import stored_values
 from zero_plugin.checkpoint.objects import write_object
-from zero_plugin.checkpoint.pretrained import adapter_names, has_adapters, write_configuration
-from zero_plugin.checkpoint.save_model import parse_size, whole_tensors, write_model
-from zero_plugin.checkpoint.saved_weights import (
+from zero_plugin.checkpoint.save_model import (
     SavedWeights,
+    adapter_names,
+    has_adapters,
     names_to_save,
     parse_dtype,
+    parse_size,
     weights_of_module,
     weights_of_session,
+    whole_tensors,
+    write_configuration,
+    write_model,
 )
-from zero_plugin.checkpoint.together import all_or_none, on_main
 from zero_plugin.config.document import Document
+from zero_plugin.config.resolve.run_record import describe_run, write_record
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.distributed.together import all_or_none, on_main
 from zero_plugin.errors import LoopError
-from zero_plugin.nested import list_leaves
-from zero_plugin.run_record import describe_run, write_record
+from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.named_tensors import persistent_tensors, shared_names
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.training import Training
-from zero_plugin.unwrapping import bare_copy, extract_model
+from zero_plugin.tensors.modules import persistent_tensors, shared_names
+from zero_plugin.tensors.nested import list_leaves
+from zero_plugin.tensors.wrappers import bare_copy, extract_model
 
 __all__ = ["WeightCalls"]
 

@@ -1,12 +1,21 @@
-"""Decide a launch: from the checked document, the program and this machine to the complete spec."""
+"""Decides a launch: from the checked document, the program and this machine to the complete spec.
+
+Decide a launch: from the checked document, the program and this machine to the complete spec.
+
+Makes the plan of a launch where the model is named: what only a plan can fill is settled before a worker starts.
+
+Fill in what SLURM or MPI knows of the machines, where `zero-plugin launch` runs inside a job.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Final, Literal, NamedTuple
 
+from zero_plugin.config.amounts import read_count
+from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.launch_settings import (
@@ -16,16 +25,18 @@ from zero_plugin.config.launch_settings import (
     asks_for_tpu,
     launch_settings,
 )
-from zero_plugin.config.tree import AUTO
-from zero_plugin.launch.affinity import Binding, choose_cores, find_gpus
+from zero_plugin.config.resolve.facts import Facts, MachineFacts
+from zero_plugin.config.resolve.resolve import config_for_scripts, resolve
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
+from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.build_hosts import asked_launcher, build_hosts_spec
 from zero_plugin.launch.build_tpu import build_tpu_spec, choose_tpu
-from zero_plugin.launch.foreign import foreign_variables
-from zero_plugin.launch.machine import Machine, port_is_free
-from zero_plugin.launch.problems import STATIC_PORT, find_problems, where
-from zero_plugin.launch.request import Request
-from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Setting
-from zero_plugin.probe.network import (
+from zero_plugin.launch.command import foreign_variables
+from zero_plugin.launch.report import STATIC_PORT, find_problems, where
+from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Request, Setting
+from zero_plugin.machine.cores import Binding, choose_cores, find_gpus
+from zero_plugin.machine.hardware import Machine, has_gpu_driver, host_memory_bytes, port_is_free
+from zero_plugin.machine.network import (
     OWN_ADDRESS,
     address_towards,
     host_of,
@@ -33,9 +44,12 @@ from zero_plugin.probe.network import (
     is_loopback,
     is_own_address,
 )
-from zero_plugin.resolve.foreign import config_for_scripts
-
-__all__ = ["build_spec"]
+from zero_plugin.machine.scheduler_job import Allocation, find_allocation
+from zero_plugin.plan.config_file import lay_plan, plan_before_run, waits_for_plan
+from zero_plugin.plan.fields import nvme_folder
+from zero_plugin.plan.machines import state_cluster
+from zero_plugin.plan.model_source import ModelSource
+from zero_plugin.plan.situation import Cluster
 
 
 def build_spec(
@@ -110,7 +124,7 @@ def _has_bf16(document: Document, accelerator: Literal["cpu", "cuda"]) -> bool:
     """Whether the workers compute in bf16: asked for `mixed_precision: auto` alone, since the answer imports torch."""
     if document.launch.value("mixed_precision") is not AUTO:
         return True
-    from zero_plugin.probe.machine import probe_machine
+    from zero_plugin.plan.run_facts import probe_machine
 
     return probe_machine(accelerator).bf16
 
@@ -181,3 +195,156 @@ def _visible_ids(wanted: str, seen: str | None) -> str:
         return wanted
     names = [name.strip() for name in seen.split(",")]
     return ",".join(names[int(number)] for number in wanted.split(","))
+
+
+class SizedModel(NamedTuple):
+    """A model to plan for (see `ModelSource.model`), and the tokens of one of its samples (None: `usual_length`)."""
+
+    model: str
+    sequence_length: int | None = None
+
+
+def with_plan(document: Document, facts: Facts, sized: SizedModel | None) -> Facts:
+    """The facts with a plan, where one is waited for, a model is named, and there is a GPU here or memory is stated.
+
+    Raises:
+        ConfigError: there is no such model, or nothing fits.
+    """
+    settings = launch_settings(document)
+    known = settings.gpu_memory is not None or (facts.machine.accelerator == "cuda" and has_gpu_driver())
+    on_zero = asks_for_deepspeed(document, settings)
+    if sized is None or not known or not on_zero or not waits_for_plan(document, facts):
+        return facts
+    cluster = _find_cluster(document, settings, facts.machine.processes)
+    return replace(
+        facts, planned=plan_before_run(document, facts, ModelSource(sized.model), sized.sequence_length, cluster)
+    )
+
+
+def plan_launch(
+    document: Document, model: str, sequence_length: int | None, gpus: int
+) -> tuple[Document, Sequence[str]]:
+    """The document with the plan's choices in the place of open fields, and a sentence on each.
+
+    Args:
+        document: checked.
+        model: see `ModelSource`.
+        sequence_length: tokens of one sample; None: `usual_length`.
+        gpus: of this machine, that the workers would see.
+
+    Raises:
+        ConfigError: there is no such model, or nothing fits.
+    """
+    settings = launch_settings(document)
+    on_gpu = bool(gpus) and not asks_for_cpu(settings)
+    processes = settings.num_processes or (gpus if on_gpu else 1) * settings.num_machines
+    machine = MachineFacts("cuda" if on_gpu else "cpu", processes, fp16=on_gpu)
+    facts = Facts(machine=machine, complete=False)
+    if not asks_for_deepspeed(document, settings) or not waits_for_plan(document, facts):
+        return document, [f"--model {model}: nothing is open that a plan would fill"]
+    cluster = _find_cluster(document, settings, processes)
+    planned = plan_before_run(document, facts, ModelSource(model), sequence_length, cluster)
+    said = resolve(document, replace(facts, planned=planned)).said_aloud
+    return lay_plan(document, planned), [line for line in said if "by the plan" in line]
+
+
+def sequence_length(flags: Mapping[str, str | bool]) -> int | None:
+    """`--sequence_length` as typed; None where it is not.
+
+    Raises:
+        ConfigError: it is no count.
+    """
+    typed = flags.get("sequence_length")
+    found = read_count(typed)
+    if typed is not None and found is None:
+        raise ConfigError([Problem("--sequence_length", "", f"{typed!r} is no count", "Write e.g. 2048.")])
+    return found
+
+
+def _find_cluster(document: Document, settings: LaunchSettings, processes: int) -> Cluster:
+    """The machines of a launch: with the memory that is stated, else all like this one, which is measured.
+
+    Args:
+        document: for the folder of NVMe offload.
+        settings: its launch part.
+        processes: on all machines.
+    """
+    nodes = settings.num_machines
+    each = max(1, processes // nodes)
+    folder = nvme_folder(document.deepspeed)
+    if settings.gpu_memory is not None and folder is None:
+        host = settings.host_memory or host_memory_bytes()
+        return state_cluster(gpu_memory=settings.gpu_memory, host_memory=host, gpus=each, nodes=nodes)
+    from zero_plugin.plan.constants import measure_cluster  # imports torch
+
+    here = measure_cluster(each, nodes, folder)
+    return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)
+
+
+_JOB: Final = "the job"
+
+
+def fill_from_job(
+    document: Document, environ: Mapping[str, str], rendezvous_endpoint: str | None = None
+) -> tuple[Document, list[str]]:
+    """Take number of machines, this one's rank and the meeting point from the job around this launcher.
+
+    A flag wins over the job; so does a file, but for its `machine_rank`, which all machines read alike.
+
+    Args:
+        document: checked.
+        environ: this process's environment.
+        rendezvous_endpoint: `--rdzv_endpoint`, where it was given: the machines then meet there.
+
+    Returns:
+        The document, and what there is to say of it.
+
+    Raises:
+        ConfigError: the job would start several runs of one, or waits for machines on which nothing was started.
+    """
+    job = find_allocation(environ)
+    typed = document.launch.get("num_machines")
+    if job is None or (typed is not None and typed.origin.kind in ("flag", "code") and typed.value == 1):
+        return document, []
+    if problems := list(_problems(document, job)):
+        raise ConfigError(problems)
+    if job.machines == 1:
+        return document, []
+    known: dict[str, tuple[Any, str]] = {"num_machines": (job.machines, job.sources["machines"])}
+    if document.launch.value("rdzv_backend") in (None, AUTO, "static"):
+        known["machine_rank"] = (job.machine_rank, job.sources["rank"])
+    if job.main_address and not rendezvous_endpoint:
+        known["main_process_ip"] = (job.main_address, f"the first of {job.sources['address']}")
+        known["main_process_port"] = (job.port, "derived from the job's number")
+    filled: dict[KeyPath, Entry] = {}
+    said = []
+    for key, (value, source) in known.items():
+        entry = document.launch.get(key)
+        gives_way = key == "machine_rank" and entry is not None and entry.origin.kind == "file"
+        if entry is None or entry.value in (None, AUTO) or gives_way:
+            filled[key,] = Entry(value, Origin("rule", source, f"of {_JOB}"))
+        if gives_way and entry is not None and entry.value not in (None, AUTO, value):
+            said.append(f"machine_rank: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
+    document = replace(document, launch=document.launch.replace(filled))
+    return replace(document, notes=check_document(document)), said
+
+
+def _problems(document: Document, job: Allocation) -> Iterator[Problem]:
+    typed = document.launch.get("num_machines")
+    where, machines = job.sources["machines"], f"{job.machines} machine{'s' if job.machines > 1 else ''}"
+    if job.machine_rank is None:
+        fix = (
+            "Write `srun --ntasks-per-node=1 zero-plugin launch …`; or add --num_machines 1, to use this machine alone."
+        )
+        yield Problem(where, "", f"this job has {machines}, and the launcher was started on one of them only", fix)
+    elif job.launchers_here > 1:
+        fix = (
+            "Start one on each machine (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node), which then starts the "
+            "processes; or start the script itself that often, without zero-plugin launch. For separate runs add "
+            "--num_machines 1."
+        )
+        yield Problem(where, "", f"{_JOB} started {job.launchers_here} launchers on this machine", fix)
+    elif typed is not None and typed.value not in (None, AUTO, job.machines):
+        message = f"{typed.value}, but {_JOB} started this on {machines} ({where})"
+        fix = "Delete it; or add --num_machines 1, for a separate run on each machine."
+        yield Problem(typed.origin.where, "num_machines", message, fix)

@@ -12,19 +12,16 @@ from typing import Final
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, launch_settings
+from zero_plugin.config.resolve.resolve import config_for_scripts
 from zero_plugin.config.tree import AUTO
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem
 from zero_plugin.launch import remote_worker
-from zero_plugin.launch.command import program_arguments
-from zero_plugin.launch.foreign import foreign_variables
-from zero_plugin.launch.hostfile import Host, filter_hosts, read_hostfile
-from zero_plugin.launch.machine import port_is_free
-from zero_plugin.launch.parcel import Parcel, choose_variables, pack
-from zero_plugin.launch.problems import find_program_problems, where
-from zero_plugin.launch.request import Request
-from zero_plugin.launch.spec import Hosts, LaunchSpec, Rendezvous, Setting
-from zero_plugin.resolve.foreign import config_for_scripts
+from zero_plugin.launch.command import foreign_variables, program_arguments
+from zero_plugin.launch.remote_worker import Parcel, choose_variables, pack
+from zero_plugin.launch.report import find_program_problems, where
+from zero_plugin.launch.spec import Host, Hosts, LaunchSpec, Rendezvous, Request, Setting, filter_hosts, read_hostfile
+from zero_plugin.machine.hardware import port_is_free
 
 __all__ = ["asked_launcher", "build_hosts_spec"]
 

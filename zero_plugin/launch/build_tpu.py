@@ -9,21 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from zero_plugin.config.compiler_keys import asked_compiler
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
-from zero_plugin.config.launch_keys import ON_EVERY_MACHINE
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
+from zero_plugin.config.launch_settings import (
+    ON_EVERY_MACHINE,
+    LaunchSettings,
+    asked_compiler,
+    asks_for_cpu,
+    asks_for_deepspeed,
+)
 from zero_plugin.config.tree import AUTO, Entry, Origin
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.foreign import foreign_variables
-from zero_plugin.launch.machine import Machine
-from zero_plugin.launch.problems import find_log_problems, find_program_problems, where
-from zero_plugin.launch.request import Request
-from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Replicas, Setting
-from zero_plugin.probe.network import OWN_ADDRESS
-from zero_plugin.probe.tpu import PJRT_DEVICE
-from zero_plugin.strategies.xla_runtime import find_version_problem
+from zero_plugin.launch.command import foreign_variables
+from zero_plugin.launch.report import find_log_problems, find_program_problems, where
+from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Replicas, Request, Setting
+from zero_plugin.machine.hardware import Machine
+from zero_plugin.machine.network import OWN_ADDRESS
+from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_version_problem
 
 __all__ = ["build_tpu_spec", "choose_tpu"]
 

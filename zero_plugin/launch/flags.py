@@ -1,28 +1,32 @@
-"""From launch flags and the file they name to the one checked document."""
+"""From launch flags to the checked document.
+
+From launch flags and the file they name to the one checked document.
+
+Flags of `accelerate launch` for what this package does not have, and what to do in place of each.
+
+The launch config that suits this machine, without a question.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path as FilePath
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from zero_plugin.config.assignments import read_assignments
 from zero_plugin.config.check import check_document
-from zero_plugin.config.compiler_keys import COMPILER_KEYS, COMPILER_PREFIX
-from zero_plugin.config.document import Document
-from zero_plugin.config.launch_keys import ignored_keys
-from zero_plugin.config.located import as_number
-from zero_plugin.config.location import find_config_file
-from zero_plugin.config.overlay import overlay_flags
+from zero_plugin.config.commented import write_config
+from zero_plugin.config.document import SHORT_FIELDS, Document
+from zero_plugin.config.find import default_config_file, find_config_file
+from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, ON_EVERY_MACHINE, ignored_keys
+from zero_plugin.config.overlay import overlay_flags, read_assignments
+from zero_plugin.config.parse_yaml import as_number
 from zero_plugin.config.read import DEFAULT_STAGE, read_document
-from zero_plugin.config.translate import SHORT_FIELDS
-from zero_plugin.config.tree import Entry, Origin, Path
+from zero_plugin.config.tree import Entry, KeyPath, Origin
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
-
-__all__ = ["document_from_flags"]
+from zero_plugin.machine.hardware import Machine, look_at_machine
 
 # What a switch says about how the processes work together. ZeRO on the CPU of a machine with GPUs is asked for in the
 # file: `distributed_type: DEEPSPEED` with `use_cpu: true`.
@@ -85,7 +89,7 @@ def document_from_flags(
     return replace(document, notes=check_document(document))
 
 
-def _with_reason(problems: Sequence[Problem], file: FilePath) -> list[Problem]:
+def _with_reason(problems: Sequence[Problem], file: Path) -> list[Problem]:
     """Problems of a file that nobody typed on this command line; the first of its own says why it was read."""
     why = "It was read because no --config_file is given; name one, or write a new one with `zero-plugin config`."
     first = next((problem for problem in problems if problem.where.startswith(str(file))), None)
@@ -113,14 +117,14 @@ def _with_training(document: Document, training: Document) -> Document:
     )
 
 
-def _values(flags: Mapping[str, str | bool]) -> tuple[dict[Path, Any], dict[Path, str]]:
-    values: dict[Path, Any] = {}
-    where: dict[Path, str] = {}
+def _values(flags: Mapping[str, str | bool]) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
+    values: dict[KeyPath, Any] = {}
+    where: dict[KeyPath, str] = {}
     for name, text in flags.items():
         if name in _NO_KEY:
             continue
         if name in _SWITCHES:
-            new: dict[Path, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
+            new: dict[KeyPath, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
         elif name.startswith(COMPILER_PREFIX):
             new = {(COMPILER_KEYS[0], name): _read(text)}
         else:
@@ -169,3 +173,91 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> list
         message = f"the stage of {show(stage.value)} at {stage.origin.where} {message}"
         problems.append(Problem(_FILE_FLAG, "", message, fix))
     return problems
+
+
+# By the flag's name or, where it ends in _, by how the name starts.
+_REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("use_fsdp", "fsdp_"),
+        "Give --use_deepspeed --zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
+    ),
+    **dict.fromkeys(
+        ("use_megatron_lm", "megatron_lm_"),
+        "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
+    ),
+    **dict.fromkeys(
+        ("use_parallelism_config", "parallelism_config_"), "Leave it out: only data parallelism is supported."
+    ),
+    "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
+    **dict.fromkeys(("tpu_cluster", "vm"), f"Leave it out, and {ON_EVERY_MACHINE}."),
+    "no_tpu_cluster": "Leave it out: this command starts what runs on this machine's devices, always.",
+    "tpu_use_sudo": "Write sudo before the command.",
+    "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
+    "downcast_bf16": "Give --mixed_precision bf16, which computes by autocast; weights stay fp32.",
+    "aws_": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
+    "mpirun_": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
+}
+
+
+def refuse_flag(typed: str) -> Problem | None:
+    """The problem with a flag that is Accelerate's but not ours, or None for any other.
+
+    Args:
+        typed: the flag as it was typed, e.g. `--fsdp-version`.
+    """
+    name = typed.lstrip("-").replace("-", "_")
+    for known, fix in _REFUSED.items():
+        if name == known or (known.endswith("_") and name.startswith(known)):
+            return Problem(f"--{name}", "", "is not supported", fix)
+    return None
+
+
+def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
+    """A launch config in Accelerate's layout: ZeRO-2 over several GPUs, all devices of a TPU, else one process.
+
+    ZeRO-2 rather than DDP, because it sends what DDP sends and keeps less; one process has nothing to split.
+    """
+    if machine.tpu and not machine.gpus:
+        return {"distributed_type": "XLA", "mixed_precision": mixed_precision}
+    if machine.gpus < 2:
+        alone = {"num_processes": 1, "use_cpu": machine.gpus == 0}
+        return {"distributed_type": "NO", "mixed_precision": mixed_precision, **alone}
+    return {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": mixed_precision,
+        "num_processes": machine.gpus,
+        "deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"},
+    }
+
+
+def best_precision(machine: Machine) -> str:
+    """bf16 where there is a TPU, or GPUs that compute in it, else no."""
+    if not machine.gpus:
+        return "bf16" if machine.tpu else "no"
+    from zero_plugin.plan.run_facts import probe_machine  # imports torch, which counting the GPUs has done already
+
+    return "bf16" if probe_machine("cuda").bf16 else "no"
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | Literal[False]:
+    """Write a launch config for this machine, as `accelerate.utils.write_basic_config` does; a file is never replaced.
+
+    Args:
+        mixed_precision: `no`, `fp16`, `bf16` or `auto`.
+        save_location: the file; by default the one that `zero-plugin launch` reads when it is given none.
+
+    Returns:
+        The file's path; False, with a printed sentence, if there is one already.
+
+    Raises:
+        ConfigError: such a precision is not legal.
+        MachineError: the file cannot be written.
+    """
+    file = default_config_file(os.environ) if save_location is None else Path(save_location)
+    if file.exists():
+        print(f"{file} exists and is left as it is. Run `zero-plugin config`, or name another file.")  # noqa: T201
+        return False
+    write_config(basic_values(look_at_machine(), mixed_precision.lower()), file)
+    return file

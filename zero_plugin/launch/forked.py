@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.launch.ending import end_copies_soon
-from zero_plugin.launch.engine import log_folder, set_log_level
+from zero_plugin.launch.engine import end_copies_soon, log_folder, set_log_level
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
 from zero_plugin.launch.worker import die_with_launcher
@@ -241,7 +240,7 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cor
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])])
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
-    if (state := sys.modules.get("zero_plugin.state")) is not None:
+    if (state := sys.modules.get("zero_plugin.loop.state")) is not None:
         state.forget_run()
     atexit._clear()  # the launcher's, which multiprocessing would not call here either
     try:
@@ -266,7 +265,7 @@ def _leave_traceback(error: BaseException) -> None:
     """Where the launcher finds it, with this process's rank in the first line."""
     own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = traceback.format_exception(type(error), error, own_frames)
-    if (memory := sys.modules.get("zero_plugin.memory.out_of_memory")) is not None:
+    if (memory := sys.modules.get("zero_plugin.loop.out_of_memory")) is not None:
         lines += [f"{line}\n" for line in memory.describe_end(error)]
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_TRACEBACK)
     file.write_text("".join([f"{os.environ['RANK']}\n", *lines]))

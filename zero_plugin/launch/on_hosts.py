@@ -17,9 +17,8 @@ from types import FrameType
 from typing import Final
 
 from zero_plugin.errors import LaunchError, MachineError
-from zero_plugin.launch.hostfile import Host
-from zero_plugin.launch.spec import Hosts
-from zero_plugin.probe.network import is_own_address
+from zero_plugin.launch.spec import Host, Hosts
+from zero_plugin.machine.network import is_own_address
 
 __all__ = ["run_on_hosts"]
 

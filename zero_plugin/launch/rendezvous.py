@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import LOOPBACK
-from zero_plugin.probe.network import host_of, listening_socket
+from zero_plugin.machine.network import host_of, listening_socket
 
 __all__ = ["OneMachineRendezvous", "main", "register"]
 

@@ -20,10 +20,10 @@ from typing import Any, Final, NoReturn
 
 from zero_plugin.config.handover import from_environment
 from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.distributed.stop_request import leave_stop_note
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, read_first_failure, report_end
-from zero_plugin.stop_note import leave_stop_note
-from zero_plugin.strategies.xla_runtime import explain_start, import_torch_xla
+from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
 
 __all__ = ["ENDED_SILENTLY", "end_training", "leave_torchrun", "run_replicas"]
 
@@ -96,7 +96,7 @@ def leave_torchrun(count: str) -> None:
 
 def end_training() -> None:
     """End every `Accelerator` and the process group of this replica, together with the others; a thread has no exit."""
-    state = sys.modules.get("zero_plugin.state")
+    state = sys.modules.get("zero_plugin.loop.state")
     if state is not None and state.PartialState._shared_state:
         state.PartialState().destroy_process_group()
 

@@ -1,15 +1,116 @@
-"""What a launch is, decided and typed before anything starts: program, processes, meeting point, environment."""
+"""What a launch is: what is requested, the machines, and the decided spec.
+
+What a launch is, decided and typed before anything starts: program, processes, meeting point, environment.
+
+The hosts of a run on several machines, from a hostfile and DeepSpeed's filters, checked before anything starts.
+
+What is asked of a launch, and what every way to launch makes of it in the same way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
-from zero_plugin.launch.hostfile import Host
+from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed
+from zero_plugin.config.read import nearest_file
+from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.config.resolve.resolve import resolve_before_run
+from zero_plugin.config.validation import did_you_mean
+from zero_plugin.errors import ConfigError, Problem
 
-__all__ = ["LOOPBACK", "Hosts", "LaunchSpec", "Program", "Rendezvous", "Replicas", "Setting"]
+_LINE: Final = re.compile(r"(\S+)\s+slots=(\d+)(?:\s+max[-_]slots=\d+)?")
+_LEGAL: Final = "Write a line `host slots=GPUS` for each machine."
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine: its name for ssh, the slots (GPUs, or processes on a CPU) to use, and where it is written."""
+
+    name: str
+    slots: tuple[int, ...]
+    where: str
+
+
+def read_hostfile(file: str) -> tuple[list[Host], list[Problem]]:
+    """The hosts of a file in the form `host slots=N`, in their order, and everything that is wrong with it.
+
+    Args:
+        file: its path; `#` starts a comment.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        fix = nearest_file(Path(file)) if isinstance(error, FileNotFoundError) else _LEGAL
+        return [], [Problem(file, "", f"the hostfile cannot be read: {why}", fix)]
+    hosts: dict[str, Host] = {}
+    problems = []
+    for number, line in enumerate(lines, 1):
+        text, where = line.partition("#")[0].strip(), f"{file}:{number}:1"
+        found = _LINE.fullmatch(text)
+        if not text:
+            continue
+        if found is None:
+            problems.append(Problem(where, "", f"`{text}` is no host with its slots", _LEGAL))
+        elif found[2].strip("0") == "":
+            problems.append(Problem(where, "", f"{found[1]} has no slots", "Write 1 or more, or delete the line."))
+        elif found[1] in hosts:
+            message = f"{found[1]} is there already, at {hosts[found[1]].where}"
+            problems.append(Problem(where, "", message, "Write each host once, with all its slots."))
+        else:
+            hosts[found[1]] = Host(found[1], tuple(range(int(found[2]))), where)
+    if not hosts and not problems:
+        problems.append(Problem(file, "", "the hostfile names no host", _LEGAL))
+    return list(hosts.values()), problems
+
+
+def filter_hosts(
+    hosts: list[Host], text: str, *, exclude: bool, where: str, key: str
+) -> tuple[list[Host], list[Problem]]:
+    """What `host@host:SLOT,SLOT` leaves of `hosts`, in their order, and what is wrong with it.
+
+    Args:
+        hosts: as the hostfile has them.
+        text: the filter; a host without slots means all of its slots.
+        exclude: whether the filter names what to leave out.
+        where, key: where the filter is written, and its key.
+    """
+    named: dict[str, set[int]] = {}
+    problems = []
+    for part, name, slots in _parts(text):
+        host = next((host for host in hosts if host.name == name), None)
+        if host is None:
+            near = did_you_mean(name, [host.name for host in hosts])
+            fix = f"Did you mean {near}?" if near else f"Write some of {', '.join(host.name for host in hosts)}."
+            problems.append(Problem(where, key, f"{name or 'an empty name'} is no host of the hostfile", fix, text))
+        elif slots is None or not slots <= set(host.slots):
+            fix = f"Write {name}, or some of its slots: {name}:{','.join(map(str, host.slots))}."
+            problems.append(Problem(where, key, f"`{part}`: {name} has no such slots", fix, text))
+        else:
+            named.setdefault(name, set()).update(slots or host.slots)
+    left = []
+    for host in hosts:
+        chosen = named.get(host.name, set())
+        slots_left = tuple(slot for slot in host.slots if (slot in chosen) != exclude)
+        if slots_left:
+            left.append(Host(host.name, slots_left, host.where))
+    if not left and not problems:
+        problems.append(Problem(where, key, "leaves no host", "Leave some slot of some host.", text))
+    return left, problems
+
+
+def _parts(text: str) -> Iterator[tuple[str, str, set[int] | None]]:
+    """Each part of a filter: as typed, its host, its slots (none for all; None for what is no list of numbers)."""
+    for part in text.replace(" ", "").split("@"):
+        name, colon, numbers = part.partition(":")
+        typed = numbers.split(",") if colon else []
+        yield part, name, {int(number) for number in typed} if all(n.isdigit() for n in typed) else None
+
 
 LOOPBACK: Final = "loopback"  # the rendezvous of one machine, which is this package's own
 
@@ -142,3 +243,82 @@ class LaunchSpec:
     def streams(self) -> str:
         """What torchrun's `--tee` is given: all streams of all workers where there is a log folder, unless typed."""
         return self.tee or ("3" if self.log_dir else "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One launch, as it was asked for.
+
+    Attributes:
+        document: checked.
+        settings: its launch part.
+        program: what every worker runs.
+        environ: this process's environment; a variable that the user set there is kept.
+        endpoint: `host:port` where machines meet, in place of the main process's address; None where it was not given.
+    """
+
+    document: Document
+    settings: LaunchSettings
+    program: Program
+    environ: Mapping[str, str]
+    endpoint: str | None
+
+    @property
+    def on_deepspeed(self) -> bool:
+        """Whether ZeRO is asked for."""
+        return asks_for_deepspeed(self.document, self.settings)
+
+    def resolve(
+        self,
+        problems: Iterable[Problem],
+        *,
+        accelerator: Literal["cpu", "cuda", "xla"],
+        processes: int,
+        bf16: bool = True,
+    ) -> Resolved:
+        """What the document resolves to before a run, unless something stands against the launch.
+
+        Args:
+            problems: what was found already.
+            accelerator: what the workers will run on.
+            processes: workers on all machines.
+            bf16: whether the device computes in bf16.
+
+        Raises:
+            ConfigError: `problems`, and those of the configuration on these workers, at once.
+        """
+        found = list(problems)
+        try:
+            resolved = resolve_before_run(
+                self.document,
+                accelerator=accelerator,
+                processes=processes,
+                strategy="xla" if accelerator == "xla" else "deepspeed" if self.on_deepspeed else "ddp",
+                bf16=bf16,
+            )
+        except ConfigError as error:
+            raise ConfigError([*found, *error.problems]) from None
+        if found:
+            raise ConfigError(found)
+        return resolved
+
+    def spec(
+        self, local_processes: int, machines: int, rendezvous: Rendezvous, environment: Mapping[str, Setting]
+    ) -> LaunchSpec:
+        """A spec with what the settings say of supervision, logs and restarts; `dataclasses.replace` adds the rest."""
+        settings = self.settings
+        return LaunchSpec(
+            program=self.program,
+            document=self.document,
+            local_processes=local_processes,
+            machines=machines,
+            rendezvous=rendezvous,
+            environment=environment,
+            max_restarts=settings.max_restarts,
+            grace_period=settings.grace_period,
+            monitor_interval=settings.monitor_interval,
+            log_dir=settings.log_dir,
+            tee=settings.tee,
+            role=settings.role,
+            debug=settings.debug,
+        )

@@ -1,18 +1,27 @@
-"""A chosen way of training as a ready configuration: a launch YAML, or a DeepSpeed JSON."""
+"""A plan as a ready configuration, and the plan of one before any worker runs.
+
+A chosen way of training as a ready configuration: a launch YAML, or a DeepSpeed JSON.
+
+Makes the plan of a configuration before any worker runs, from the model's sizes and stated or measured machines.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.write import yaml_text
+from zero_plugin.config.document import Document, yaml_text
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.resolve.facts import Facts
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.errors import ConfigError, MachineError, Problem
-from zero_plugin.plan.naming import name_setup
+from zero_plugin.plan.fields import BY_FORMULA, TRACED, Planned, fill_fields, open_fields
+from zero_plugin.plan.model_source import ModelSource, open_model
 from zero_plugin.plan.search import Candidate
-from zero_plugin.plan.situation import Cluster, Setup
-
-__all__ = ["config_text", "launch_values", "training_values", "write_plan"]
+from zero_plugin.plan.situation import Cluster, Setup, name_setup
 
 _OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
@@ -119,3 +128,42 @@ def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:
 
 def _problem(message: str, fix: str) -> ConfigError:
     return ConfigError([Problem("--output", "", message, fix)])
+
+
+def waits_for_plan(document: Document, facts: Facts) -> bool:
+    """Whether a field is open that only a plan can fill."""
+    asked = open_fields(document.deepspeed, facts)
+    if not asked:
+        return False
+    missing = resolve(document, replace(facts, complete=False)).missing
+    return any(path in missing for path in asked)
+
+
+def plan_before_run(
+    document: Document, facts: Facts, source: ModelSource, sequence_length: int | None, cluster: Cluster
+) -> Planned:
+    """What a plan chooses for the fields that wait for it, the micro-batch among them where it is open.
+
+    Args:
+        document: what was asked for, with ZeRO.
+        facts: of the machine, and whatever else is known of the run, not complete; where a GPU's memory is stated, the
+            workers have GPUs.
+        source: the model.
+        sequence_length: tokens of one sample; None: `usual_length`.
+        cluster: the machines.
+
+    Raises:
+        ConfigError: there is no such model, nothing fits, or what is fixed excludes itself.
+    """
+    if launch_settings(document).gpu_memory is not None:
+        facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
+    resolved = resolve(document, replace(facts, complete=False))
+    model, activations = open_model(source, sequence_length, resolved.precision)
+    margin = TRACED if activations.source.startswith("traced") else BY_FORMULA
+    return fill_fields(document, resolved, facts, model, activations, cluster, margin=margin)
+
+
+def lay_plan(document: Document, planned: Planned) -> Document:
+    """The document with what the plan has chosen in the place of what was open, each value with its reason."""
+    chosen = {path: Entry(value, Origin("rule", "the plan", reason)) for path, (value, reason) in planned.items()}
+    return replace(document, deepspeed=document.deepspeed.replace(chosen))

@@ -1,39 +1,28 @@
-"""Between a configuration and a plan: what its fields fix, which open ones the plan fills, and with what reason."""
+"""Which fields a plan fills, and with what reason.
+
+Between a configuration and a plan: what its fields fix, which open ones the plan fills, and with what reason.
+
+Has a plan choose what a configuration leaves open, before a run and in one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.config.amounts import show_gib
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import AUTO, Path, Tree, dotted
+from zero_plugin.config.resolve.draft import deepspeed_default
+from zero_plugin.config.resolve.facts import PLACEMENT, Facts, Resolved
+from zero_plugin.config.resolve.training import MICRO_BATCH, unplanned_micro_batch
+from zero_plugin.config.tree import AUTO, KeyPath, Tree, dotted
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.amounts import show_gib
-from zero_plugin.plan.naming import name_setup
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.running import KEYS
-from zero_plugin.plan.search import Candidate, Plan
-from zero_plugin.plan.situation import Activations, Cluster, Setup
-from zero_plugin.plan.what_if import Change
-from zero_plugin.resolve.batch import MICRO_BATCH, unplanned_micro_batch
-from zero_plugin.resolve.defaults import deepspeed_default
-from zero_plugin.resolve.facts import Facts
-from zero_plugin.resolve.resolved import PLACEMENT, Resolved
+from zero_plugin.plan.options import KEYS, Wanted
+from zero_plugin.plan.search import Candidate, Change, Plan, search, what_if
+from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, Setup, asked_optimizer, name_setup
 
-__all__ = [
-    "BY_FORMULA",
-    "TRACED",
-    "UNKNOWN",
-    "Planned",
-    "fits_nowhere",
-    "fixed_fields",
-    "nvme_folder",
-    "open_fields",
-    "planned_values",
-]
-
-Planned = Mapping[Path, tuple[Any, str]]
+Planned = Mapping[KeyPath, tuple[Any, str]]
 
 # The share of memory that stays free, by how the activations are known.
 TRACED: Final = 0.1
@@ -47,7 +36,7 @@ _SUB_GROUP: Final = (_ZERO, "sub_group_size")
 _PINNED: Final = tuple((_ZERO, what, "pin_memory") for what in ("offload_optimizer", "offload_param"))
 
 # The field of a setup that each key of the configuration settles.
-_CHOSEN: Final[Mapping[Path, str]] = {
+_CHOSEN: Final[Mapping[KeyPath, str]] = {
     _STAGE: "stage",
     _OPTIMIZER: "offload_optimizer",
     _PARAM: "offload_param",
@@ -65,7 +54,7 @@ _SIZES: Final = (
 )
 
 
-def open_fields(tree: Tree, facts: Facts) -> tuple[Path, ...]:
+def open_fields(tree: Tree, facts: Facts) -> tuple[KeyPath, ...]:
     """The fields that only a plan can fill, as far as a training configuration leaves them open.
 
     The micro-batch is one of them where ZeRO trains and no loader tells it, now or, before a run, yet.
@@ -78,10 +67,10 @@ def open_fields(tree: Tree, facts: Facts) -> tuple[Path, ...]:
     return tuple(path for path in paths if tree.value(*path) is AUTO)
 
 
-def nvme_folder(tree: Tree) -> FilePath | None:
+def nvme_folder(tree: Tree) -> Path | None:
     """Where a training configuration has NVMe offload keep its files."""
     folders = [tree.value(_ZERO, f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
-    return next((FilePath(folder) for folder in folders if isinstance(folder, str)), None)
+    return next((Path(folder) for folder in folders if isinstance(folder, str)), None)
 
 
 def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, sized: bool, margin: float) -> Wanted:
@@ -129,7 +118,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, sized:
 
 def planned_values(
     plan: Plan, wanted: Wanted, cluster: Cluster, asked: Tree, activations: Activations
-) -> dict[Path, tuple[Any, str]]:
+) -> dict[KeyPath, tuple[Any, str]]:
     """The value and the reason for every field that is open in `asked` and that the plan has chosen.
 
     Args:
@@ -186,7 +175,7 @@ def _excess(candidate: Candidate, cluster: Cluster) -> float:
     return max(needed.device_bytes / cluster.device_bytes, needed.host_bytes / max(1, cluster.host_bytes))
 
 
-def _reason(path: Path, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
+def _reason(path: KeyPath, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
     device = f"{show_gib(chosen.footprint.device_bytes)} of {show_gib(cluster.device_bytes)} on each device"
     host = f", {show_gib(chosen.footprint.host_bytes)} of {show_gib(cluster.host_bytes)} in host memory"
     fits = device + (host if chosen.setup.offload_optimizer != "none" else "")
@@ -243,7 +232,7 @@ def _plans_micro_batch(facts: Facts) -> bool:
     return trains and facts.strategy == "deepspeed" and facts.loop.micro_batch is None
 
 
-def _fixed(tree: Tree, path: Path, default: Any) -> Any:
+def _fixed(tree: Tree, path: KeyPath, default: Any) -> Any:
     """The settled value, None where it is open."""
     value = tree.value(*path, default=default)
     return None if value is AUTO else default if value is None else value
@@ -253,10 +242,46 @@ def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _size(tree: Tree, path: Path) -> int | None:
+def _size(tree: Tree, path: KeyPath) -> int | None:
     """Elements as resolution has settled them, else DeepSpeed's default; None where the model will tell."""
     value = tree.value(*path)
     if value is AUTO:
         return None
     default = deepspeed_default(path)
     return _number(int(default[0]) if value is None and default is not None else value)
+
+
+def fill_fields(
+    document: Document,
+    resolved: Resolved,
+    facts: Facts,
+    model: ModelSizes,
+    activations: Activations,
+    cluster: Cluster,
+    *,
+    margin: float,
+) -> Planned:
+    """The values of the fields that only a plan can fill, with their reasons.
+
+    Args:
+        document: what was asked for, with ZeRO and a field open.
+        resolved: the same, resolved as far as it can be without a plan.
+        facts: of the loop and the machine; complete in a run.
+        model: its sizes.
+        activations: in the resolved precision.
+        cluster: the machines.
+        margin: see `Wanted`.
+
+    Raises:
+        ConfigError: nothing fits, or what is fixed excludes itself.
+    """
+    on_gpu = facts.machine.accelerator == "cuda"
+    optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
+    sized = activations.saved.per_sample > 0
+    wanted = fixed_fields(document, resolved, facts, sized=sized, margin=margin)
+    plan = search(model, activations, optimizer, cluster, wanted)
+    if plan.chosen is None:
+        changes = what_if(model, activations, optimizer, cluster, wanted).changes
+        first = open_fields(document.deepspeed, facts)[0]
+        raise fits_nowhere(plan, changes, cluster, activations, document.deepspeed.entries[first].origin.where)
+    return planned_values(plan, wanted, cluster, document.deepspeed, activations)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.config.packages import installed_version
+from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.installed import installed_version
-from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
-from zero_plugin.plan.sample_length import DEFAULT_LENGTH, usual_length
+from zero_plugin.plan.decoder import DEFAULT_LENGTH, decoder_activations, decoder_sizes, usual_length
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
-from zero_plugin.resolve.facts import Precision
 
 __all__ = ["ModelSource", "open_model"]
 
@@ -91,14 +90,14 @@ def open_model(
         )
     if config.is_file():
         if source.trace and installed_version("transformers"):
-            from zero_plugin.probe.transformers_model import build_model, example_inputs
+            from zero_plugin.plan.build_model import build_model, example_inputs
 
             model = build_model(config)
             length = sequence_length or usual_length(model.config)
             return _traced(model, example_inputs(model, length), precision, str(config))
         return _from_config(config, sequence_length, precision)
     if _FUNCTION.fullmatch(source.model):
-        from zero_plugin.probe.model_function import call_function
+        from zero_plugin.plan.build_model import call_function
 
         return _traced(*call_function(source.model, sequence_length), precision, source.model)
     raise _error(
@@ -108,8 +107,8 @@ def open_model(
 
 
 def _traced(model: Any, example: Any, precision: Precision, name: str) -> tuple[ModelSizes, Activations]:
-    from zero_plugin.probe.activations import trace_activations
-    from zero_plugin.probe.sizes import model_sizes
+    from zero_plugin.plan.activations import trace_activations
+    from zero_plugin.plan.live_model import model_sizes
 
     return replace(model_sizes(model), source=name), trace_activations(model, example, precision)
 
@@ -123,7 +122,7 @@ def _by_formula(
 
 def _from_config(file: Path, sequence_length: int | None, precision: Precision) -> tuple[ModelSizes, Activations]:
     """By the decoder's formula, with the sizes that a configuration states, and those of the weights beside it."""
-    from zero_plugin.probe.width import stated_width
+    from zero_plugin.plan.model_facts import stated_width
 
     try:
         config = json.loads(file.read_text("utf-8"))
@@ -158,9 +157,7 @@ def _from_weights(
     folder: Path, source: ModelSource, sequence_length: int, precision: Precision
 ) -> tuple[ModelSizes, Activations]:
     """From the headers of a folder of safetensors: every tensor's shape, and by its name which layer it is of."""
-    from zero_plugin.probe.expert_names import is_expert
-    from zero_plugin.probe.model_folder import weight_shapes
-    from zero_plugin.probe.width import common_width
+    from zero_plugin.plan.model_facts import common_width, is_expert, weight_shapes
 
     shapes = weight_shapes(folder, "plan")
     if not shapes:

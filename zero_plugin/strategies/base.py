@@ -15,20 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin.accumulation import AccumulationWindow
-from zero_plugin.distributed_type import DistributedType
+from zero_plugin.config.choices import DistributedType
+from zero_plugin.config.placeholders import DummyOptim
+from zero_plugin.config.plugins import AutocastKwargs, Handlers
+from zero_plugin.config.resolve.facts import Resolved, StrategyName
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
-from zero_plugin.handlers import Handlers
-from zero_plugin.placeholders import DummyOptim
-from zero_plugin.plugins import AutocastKwargs
-from zero_plugin.resolve.facts import StrategyName
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.allotting import allot_whole
-from zero_plugin.strategies.fragments import Fragment, whole_fragment
-from zero_plugin.strategies.lone import LoneOptimizer
-from zero_plugin.strategies.named_tensors import persistent_tensors
+from zero_plugin.strategies.optimizer_only import LoneOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
-from zero_plugin.strategies.processes import Processes
+from zero_plugin.strategies.window import AccumulationWindow
+from zero_plugin.tensors.fragments import Fragment, whole_fragment
+from zero_plugin.tensors.modules import allot_whole, persistent_tensors
 
 __all__ = [
     "DIRECT_BACKWARD",

@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero
+from zero_plugin.config.packages import installed_version
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import StrategyError
-from zero_plugin.installed import installed_version
-from zero_plugin.probe.tpu import PJRT_DEVICE
+from zero_plugin.machine.xla_runtime import PJRT_DEVICE
 from zero_plugin.strategies.base import Strategy
-from zero_plugin.strategies.ddp import DdpStrategy
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.single import SingleStrategy
+from zero_plugin.strategies.torch_strategies import DdpStrategy, SingleStrategy
 from zero_plugin.strategies.xla import XlaStrategy
 
 __all__ = ["Selection", "select_strategy"]

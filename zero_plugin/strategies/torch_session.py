@@ -13,14 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero_plugin.collectives import num_processes, process_index
-from zero_plugin.compilation import compile_in_place
+from zero_plugin.config.plugins import AutocastKwargs, GradScalerKwargs, Handlers
+from zero_plugin.config.resolve.facts import Precision, Resolved
+from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import LoopError
-from zero_plugin.handlers import Handlers
-from zero_plugin.plugins import AutocastKwargs, GradScalerKwargs
-from zero_plugin.resolve.facts import Precision
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.autocast import autocast_as, run_under_autocast
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
     FAILED_BACKWARD,
@@ -30,12 +26,19 @@ from zero_plugin.strategies.base import (
     SessionRequest,
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
-from zero_plugin.strategies.finite import all_finite, dense
-from zero_plugin.strategies.fragments import Fragment, whole_fragment
-from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, LossScale
-from zero_plugin.strategies.named_tensors import persistent_tensors
+from zero_plugin.strategies.optimizer_only import StepGuard
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
-from zero_plugin.strategies.step_guard import StepGuard
+from zero_plugin.strategies.precision import (
+    DEFAULT_MOST_SKIPS,
+    LossScale,
+    all_finite,
+    autocast_as,
+    dense,
+    run_under_autocast,
+)
+from zero_plugin.tensors.compilation import compile_in_place
+from zero_plugin.tensors.fragments import Fragment, whole_fragment
+from zero_plugin.tensors.modules import persistent_tensors
 
 __all__ = ["Recorder", "TorchSession", "torch_session"]
 

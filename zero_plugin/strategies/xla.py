@@ -10,23 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin import collectives
-from zero_plugin.accumulation import AccumulationWindow
-from zero_plugin.choices import DDPCommunicationHookType
-from zero_plugin.distributed_type import DistributedType
+from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
+from zero_plugin.config.plugins import AutocastKwargs, DistributedDataParallelKwargs, Handlers
+from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.handlers import Handlers
-from zero_plugin.plugins import AutocastKwargs, DistributedDataParallelKwargs
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.autocast import autocast_as
+from zero_plugin.machine.xla_runtime import import_torch_xla
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
-from zero_plugin.strategies.forwards import wrap_forward
-from zero_plugin.strategies.lone import LoneOptimizer
-from zero_plugin.strategies.named_tensors import persistent_tensors
-from zero_plugin.strategies.plain_torch import keep_weights_in_fp32, torch_optimizer
-from zero_plugin.strategies.processes import Processes
+from zero_plugin.strategies.optimizer_only import LoneOptimizer
+from zero_plugin.strategies.precision import autocast_as
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
-from zero_plugin.strategies.xla_runtime import import_torch_xla
+from zero_plugin.strategies.torch_strategies import keep_weights_in_fp32, torch_optimizer
+from zero_plugin.strategies.window import AccumulationWindow
+from zero_plugin.tensors.modules import persistent_tensors
+from zero_plugin.tensors.wrappers import wrap_forward
 
 __all__ = ["XlaStrategy"]
 

@@ -9,13 +9,16 @@ from typing import Any, Final
 
 import torch
 
-from zero_plugin.choices import LoggerType
+from zero_plugin.config.choices import LoggerType
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.trackers.base import GeneralTracker, KnownTracker
-from zero_plugin.trackers.jsonl import JsonlTracker
-from zero_plugin.trackers.mlflow import MLflowTracker
-from zero_plugin.trackers.tensorboard import TensorBoardTracker
-from zero_plugin.trackers.wandb import WandBTracker
+from zero_plugin.trackers.trackers import (
+    GeneralTracker,
+    JsonlTracker,
+    KnownTracker,
+    MLflowTracker,
+    TensorBoardTracker,
+    WandBTracker,
+)
 
 __all__ = ["choose_trackers", "get_available_trackers", "plain_values"]
 

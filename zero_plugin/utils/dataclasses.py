@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_plugin.choices import (
+from zero_plugin.config.choices import (
     BaseEnum,
     ComputeEnvironment,
     DDPCommunicationHookType,
+    DistributedType,
     DynamoBackend,
     EnumWithContains,
     LoggerType,
     PrecisionType,
     RNGType,
 )
-from zero_plugin.deepspeed_plugin import DeepSpeedPlugin
-from zero_plugin.distributed_type import DistributedType
-from zero_plugin.plugins import (
+from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin
+from zero_plugin.config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -28,8 +28,8 @@ from zero_plugin.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from zero_plugin.tensors.trees import TensorInformation
 from zero_plugin.utils.left_out import stand_in
-from zero_plugin.utils.trees import TensorInformation
 
 __all__ = [
     "AutocastKwargs",

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.version import parse
 
 from zero_plugin.errors import MachineError
-from zero_plugin.strategies.xla_runtime import import_torch_xla
+from zero_plugin.machine.xla_runtime import import_torch_xla
 from zero_plugin.utils.environment import parse_flag_from_env, patch_environment
 from zero_plugin.utils.left_out import stand_in
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_plugin.memory.recognise import is_out_of_memory
+from zero_plugin.loop.out_of_memory import is_out_of_memory
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 

@@ -6,32 +6,41 @@ import sys
 
 from torch import nn
 
-from zero_plugin.bigmodel.align import (
+from zero_plugin.big_models.align import (
     align_module_device,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
     has_offloaded_params,
 )
-from zero_plugin.bigmodel.budget import get_balanced_memory, get_max_memory
-from zero_plugin.bigmodel.load import load_checkpoint_in_model, load_state_dict
-from zero_plugin.bigmodel.placement import check_device_map, clean_device_map, infer_auto_device_map
-from zero_plugin.bigmodel.sizes import (
+from zero_plugin.big_models.load import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    load_checkpoint_in_model,
+    load_state_dict,
+)
+from zero_plugin.big_models.placement import (
+    check_device_map,
+    clean_device_map,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+)
+from zero_plugin.big_models.stored import (
     calculate_maximum_sizes,
     compute_module_sizes,
     convert_file_size_to_int,
     get_max_layer_size,
+    load_offloaded_weights,
 )
-from zero_plugin.bigmodel.stored import load_offloaded_weights
-from zero_plugin.bigmodel.tensors import (
+from zero_plugin.checkpoint.objects import tensor_storage as id_tensor_storage
+from zero_plugin.tensors.modules import (
     dtype_byte_size,
     find_tied_parameters,
     named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
 )
-from zero_plugin.bigmodel.ties import check_tied_parameters_in_config, check_tied_parameters_on_same_device
-from zero_plugin.checkpoint.objects import tensor_storage as id_tensor_storage
-from zero_plugin.unwrapping import extract_model
+from zero_plugin.tensors.wrappers import extract_model
 
 __all__ = [
     "align_module_device",

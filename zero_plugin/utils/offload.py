@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_plugin.bigmodel.stored import (
+from zero_plugin.big_models.stored import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

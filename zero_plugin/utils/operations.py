@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_plugin import collectives
-from zero_plugin.collectives import CannotPadNestedTensorWarning, Reduction
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collectives import CannotPadNestedTensorWarning, Reduction
 from zero_plugin.errors import LoopError
-from zero_plugin.nested import list_leaves
-from zero_plugin.state import PartialState
-from zero_plugin.utils.trees import (
+from zero_plugin.loop.state import PartialState
+from zero_plugin.tensors.nested import list_leaves
+from zero_plugin.tensors.trees import (
     ConvertOutputsToFp32,
     concatenate,
     convert_outputs_to_fp32,
@@ -185,7 +185,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name for it
     if not (enabled and any(hasattr(p, "ds_id") for p in given)):
         yield
         return
-    from zero_plugin.strategies.deepspeed.gathered import gathered_parameters  # imports deepspeed
+    from zero_plugin.strategies.deepspeed.partitioned_models import gathered_parameters  # imports deepspeed
 
     with gathered_parameters(given, modifier_rank, fwd_module):
         yield

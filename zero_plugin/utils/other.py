@@ -13,10 +13,10 @@ from packaging.version import parse
 from torch import nn
 
 from zero_plugin.checkpoint.objects import read_object, without_shared_tensors, write_object
-from zero_plugin.compilation import compile_regions, has_compiled_regions, is_compiled_module
-from zero_plugin.launch.basic_config import write_basic_config
-from zero_plugin.state import PartialState
-from zero_plugin.unwrapping import extract_model
+from zero_plugin.launch.flags import write_basic_config
+from zero_plugin.loop.state import PartialState
+from zero_plugin.tensors.compilation import compile_regions, has_compiled_regions, is_compiled_module
+from zero_plugin.tensors.wrappers import extract_model
 
 __all__ = [
     "check_os_kernel",

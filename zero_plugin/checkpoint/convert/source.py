@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.place import Place
-from zero_plugin.strategies.fragments import MASTER, WEIGHT
+from zero_plugin.tensors.fragments import MASTER, WEIGHT
+from zero_plugin.tensors.model_folder import Place
 
 __all__ = ["Source", "Stored", "map_tensor"]
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.registry import deepspeed_schema
-from zero_plugin.config.translate import SHORT_FIELDS
+from zero_plugin.config.document import SHORT_FIELDS, Document
+from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem, Severity

@@ -25,8 +25,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dtypes
 from torch import Tensor, nn
 
-from zero_plugin.strategies.deepspeed.collective_order import CollectiveOrder, preceded
-from zero_plugin.strategies.finite import all_finite
+from zero_plugin.strategies.deepspeed.ranks import CollectiveOrder, preceded
+from zero_plugin.strategies.precision import all_finite
 
 __all__ = ["EngineGradients", "engine_gradients"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zero_plugin.strategies.deepspeed.gradients import EngineGradients
-from zero_plugin.strategies.loss_scale import DEFAULT_MOST_SKIPS, most_skips
+from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, most_skips
 
 __all__ = ["allowed_skips", "first_nonfinite"]
 

@@ -21,8 +21,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin.agreement import pass_together
-from zero_plugin.announce import announce
+from zero_plugin.distributed.collective_check import pass_together
+from zero_plugin.distributed.together import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
@@ -32,39 +32,34 @@ from zero_plugin.strategies.base import (
     OWN_GRADIENTS,
     Session,
 )
-from zero_plugin.strategies.deepspeed.casting import compute_in
-from zero_plugin.strategies.deepspeed.collective_order import preceded
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.leftovers import forget_module, loosen
-from zero_plugin.strategies.deepspeed.no_elements import fetch_empty
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
-from zero_plugin.strategies.deepspeed.shared_buffers import SharedBuffers
+from zero_plugin.strategies.deepspeed.nvme import mend_swapping, remove_swap_folders
+from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
+from zero_plugin.strategies.deepspeed.ranks import SharedBuffers, preceded
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
     engine_weights,
     fetched_weights,
     find_written_weights,
-    follow_written_weights,
-    reading_engine,
-    refuse_unreachable,
-    unreachable_by,
-)
-from zero_plugin.strategies.deepspeed.swap_folders import remove_swap_folders
-from zero_plugin.strategies.deepspeed.swapping import mend_swapping
-from zero_plugin.strategies.deepspeed.written import (
     follow_loading,
+    follow_written_weights,
     precede_setting,
+    reading_engine,
     refuse_lost_weights,
     refuse_partitioned_states,
+    refuse_unreachable,
+    unreachable_by,
     whole_weights,
 )
-from zero_plugin.strategies.fragments import Fragment
-from zero_plugin.strategies.given_states import GivenStates, fill_states
-from zero_plugin.strategies.graph import find_leaves
-from zero_plugin.strategies.named_tensors import persistent_tensors
-from zero_plugin.strategies.optimizer_states import OptimizedPiece
-from zero_plugin.strategies.step_guard import StepGuard
+from zero_plugin.strategies.optimizer_only import StepGuard
+from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
+from zero_plugin.strategies.precision import compute_in
+from zero_plugin.tensors.fragments import Fragment
+from zero_plugin.tensors.modules import persistent_tensors
+from zero_plugin.tensors.wrappers import find_leaves
 
 __all__ = ["EngineSession"]
 

@@ -1,39 +1,67 @@
-"""Where the weights, masters and optimizer states of an engine lie in this process."""
+"""Weights, fp32 master weights and optimizer states of an engine: where they are, and writing into them.
+
+Where the weights, masters and optimizer states of an engine lie in this process.
+
+DeepSpeed's CPU Adam, brought to where it stands after the steps that its states have.
+
+The partitions of a model that is not prepared yet: their memory, and writing into them wherever they lie.
+
+Weights that the script writes or reads by itself: masters follow, and partitions are not taken for weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
+from deepspeed import zero
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus as SwapStatus
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError, LoopError
-from zero_plugin.strategies.deepspeed.bias_correction import replay_bias_correction
-from zero_plugin.strategies.fragments import WEIGHT, Fragment, share_of, whole_fragment
-from zero_plugin.strategies.named_tensors import persistent_tensors
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
+from zero_plugin.tensors.fragments import WEIGHT, Fragment, share_of, whole_fragment
+from zero_plugin.tensors.modules import persistent_tensors
 
-__all__ = [
-    "engine_blocks",
-    "engine_pieces",
-    "engine_weights",
-    "fetched_weights",
-    "find_written_weights",
-    "follow_written_weights",
-    "reading_engine",
-    "refuse_unreachable",
-    "unreachable_by",
-]
+_NEGLIGIBLE: Final = 2.0**-26  # 1 - βᵗ is 1 in fp32 from there on, however βᵗ was computed
+
+
+def replay_bias_correction(optimizer: Any) -> None:
+    """Take the steps of the states again, on one element that nobody has.
+
+    The kernel multiplies βᵗ on from step to step, but begins with a power where the step is not the next one, as after
+    loading: another number in the last place, so that a run that was interrupted would not be the same run bitwise.
+
+    Args:
+        optimizer: any; nothing is done for others.
+    """
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        return
+    steps = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
+    groups = optimizer.param_groups
+    if max(max(group["betas"]) ** steps for group in groups) < _NEGLIGIBLE:
+        return
+    nobody = [torch.zeros(1) for _ in range(4)]
+    for step in range(1, steps + 1):
+        for group in groups:  # the kernel has one βᵗ for all of them, and a power again where β changes between them
+            betas = group["betas"]
+            optimizer.ds_opt_adam.adam_update(
+                optimizer.opt_id, step, 0.0, *betas, 1.0, 0.0, group["bias_correction"], *nobody
+            )
 
 
 _REPLACED = (
@@ -278,3 +306,187 @@ def _offset_in(flat: Tensor, parameter: nn.Parameter) -> int:
 
 def _share(parameter: nn.Parameter) -> tuple[int, int]:
     return share_of(parameter.numel(), dist.get_rank(), dist.get_world_size())
+
+
+def give_partition(parameter: Any, init: Any) -> None:
+    """Give a parameter its `ds_tensor`, as zero.Init would when it partitions one that is whole, but without values.
+
+    Args:
+        parameter: converted by `init`.
+        init: the zero.Init that knows where partitions are.
+    """
+    size = parameter.ds_numel_aligned // init._partition_world_size(parameter)
+    on_nvme = init.param_swapper is not None and init.param_swapper.swappable_tensor(numel=size)
+    if on_nvme:
+        partition = torch.empty(0, dtype=parameter.dtype)
+    elif parameter.ds_persist:
+        partition = torch.empty(size, dtype=parameter.dtype, device=init.local_device)
+    else:
+        host = init.remote_device in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme)
+        partition = torch.empty(size, dtype=parameter.dtype, device="cpu" if host else init.local_device)
+        if host and init.pin_memory:
+            partition = get_accelerator().pin_memory(partition)
+    partition.ds_numel = size  # type: ignore[attr-defined]
+    partition.status = (  # type: ignore[attr-defined]
+        SwapStatus.NOT_AVAILABLE if on_nvme else SwapStatus.AVAILABLE
+    )
+    partition.final_location = OffloadDeviceEnum.nvme if on_nvme else None  # type: ignore[attr-defined]
+    parameter.ds_tensor = partition
+
+
+def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
+    """See `Strategy.fragments_to_fill`; a partition on NVMe is in one of its swapper's buffers while it is filled.
+
+    Raises:
+        CheckpointError: a partition is quantized.
+    """
+    for name, tensor in persistent_tensors(module, names):
+        if not hasattr(tensor, "ds_id"):
+            yield whole_fragment(name, tensor, 0, 1)
+            continue
+        parameter: Any = tensor
+        partition, size = parameter.ds_tensor, parameter.ds_tensor.ds_numel
+        if hasattr(partition, "ds_quant_scale"):
+            raise CheckpointError(f"{name} is partitioned in quantized form, which no file can be read into.")
+        start = min(size * dist.get_rank(group=parameter.ds_process_group), parameter.ds_numel)
+        count = min(size, parameter.ds_numel - start)
+        shape = tuple(parameter.ds_shape)
+        parameter.ds_secondary_tensor = None  # a second copy (zero_hpz_partition_size), which the next gather renews
+        if partition.final_location != OffloadDeviceEnum.nvme:
+            yield Fragment(WEIGHT, name, shape, start, partition.detach().view(-1)[:count], (0, count))
+            continue
+        swapper = parameter.nvme_swapper
+        values = swapper.get_buffer(parameter, size)
+        values[count:].zero_()
+        try:
+            yield Fragment(WEIGHT, name, shape, start, values[:count], (0, count))
+            swapper.swap_out_and_release([parameter])
+        finally:
+            swapper.remove_partition_and_release_buffers([parameter])
+
+
+_SETTERS: Final = ("set_full_hp_param", "set_local_hp_param")  # what DeepSpeed's safe_set_… call
+
+
+class _OwnHook:
+    """A hook of one module, which copies of the module do not carry on."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return _OwnHook, (_do_nothing,)
+
+
+class _Restoring:
+    """Gives a method back to whom it was taken from."""
+
+    def __init__(self, owner: Any, name: str, method: Callable[..., None]) -> None:
+        self._restore = partial(setattr, owner, name, method)
+
+    def remove(self) -> None:
+        self._restore()
+
+
+def precede_setting(owners: Iterable[Any], call: Callable[[], None]) -> list[Any]:
+    """Call `call` before a script changes masters or states by DeepSpeed's `safe_set_…`; the handles end it.
+
+    Args:
+        owners: DeepSpeed's optimizer and its parameters: at stage 3 the one sets values, below it the others.
+        call: gets nothing.
+    """
+
+    def preceded(method: Callable[..., None]) -> Callable[..., None]:
+        def setter(*args: Any, **kwargs: Any) -> None:
+            call()
+            method(*args, **kwargs)
+
+        return setter
+
+    handles: list[Any] = []
+    for owner in owners:
+        for name in _SETTERS:
+            if (method := getattr(owner, name, None)) is not None:
+                handles.append(_Restoring(owner, name, method))
+                setattr(owner, name, preceded(method))
+    return handles
+
+
+def follow_loading(module: nn.Module, written: Callable[[], None]) -> list[Any]:
+    """Call `written` after each `load_state_dict` of the module or of one inside it; the handles end it."""
+    hook = _OwnHook(lambda *_: written())
+    parts: Iterable[Any] = module.modules()
+    return [part.register_load_state_dict_post_hook(hook) for part in parts]
+
+
+def refuse_partitioned_states(module: nn.Module) -> list[Any]:
+    """Have `state_dict` and `load_state_dict` raise where parameters are partitioned; the handles end it."""
+    reads, writes = _OwnHook(_refuse_reading), _OwnHook(_refuse_writing)
+    parts: list[Any] = list(module.modules())
+    return [
+        *(part.register_state_dict_pre_hook(reads) for part in parts),
+        *(part.register_load_state_dict_pre_hook(writes) for part in parts),
+    ]
+
+
+def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
+    """Raise where a script has written into parameters that were partitioned.
+
+    Args:
+        module: whose they are.
+        written: these parameters.
+
+    Raises:
+        LoopError: always; it names one of them.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = [names.get(id(p), "a parameter") for p in written]
+    raise LoopError(
+        f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
+        "ZeRO stage 3 has partitioned: no process had their values, and nothing was changed.\n"
+        "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
+    )
+
+
+@contextmanager
+def whole_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, partitioned parameters are whole on every process; process 0's stay. Collective.
+
+    Raises:
+        LoopError: they lie on NVMe.
+    """
+    partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    if any(p.ds_tensor.status == SwapStatus.NOT_AVAILABLE for p in partitioned):
+        raise LoopError(f"whole_weights(): the weights of the {type(module).__name__} lie on NVMe (offload_param).")
+    with zero.GatheredParameters(partitioned, modifier_rank=0):
+        yield
+
+
+def _refuse_reading(module: nn.Module, *_: Any) -> None:
+    if _holds_partitions(module):
+        raise LoopError(
+            f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process has "
+            "them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); for all that the "
+            "training goes on from, accelerator.save_state(folder)."
+        )
+
+
+def _refuse_writing(module: nn.Module, *_: Any) -> None:
+    if _holds_partitions(module):
+        raise LoopError(
+            f"load_state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned.\n"
+            "Load before prepare(), or inside `with accelerator.whole_weights(model):`; what save_state() wrote, with "
+            "accelerator.load_state(folder)."
+        )
+
+
+def _holds_partitions(module: nn.Module) -> bool:
+    own: list[Any] = list(module.parameters(recurse=False))
+    return any(hasattr(p, "ds_id") and p.numel() != p.ds_numel for p in own)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

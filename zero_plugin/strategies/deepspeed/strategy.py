@@ -1,4 +1,9 @@
-"""Builds DeepSpeed engines from a resolved configuration."""
+"""Builds DeepSpeed engines from a resolved configuration.
+
+Builds DeepSpeed engines from a resolved configuration.
+
+What of torch's own objects an engine can honour, and what it has no use for.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +20,58 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin.compilation import compile_in_place
+from zero_plugin.config.choices import DDPCommunicationHookType, DistributedType
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.placeholders import DummyOptim
+from zero_plugin.config.plugins import Handlers
+from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.config.resolve.training import expected_precision
 from zero_plugin.config.tree import AUTO, Tree
-from zero_plugin.distributed_type import DistributedType
-from zero_plugin.errors import MachineError
-from zero_plugin.handlers import Handlers
-from zero_plugin.placeholders import DummyOptim
-from zero_plugin.probe.machine import probe_machine
-from zero_plugin.resolve.precision import expected_precision
-from zero_plugin.resolve.resolved import Resolved
-from zero_plugin.strategies.allotting import allot_whole
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.errors import ConfigError, MachineError, Problem
+from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
+from zero_plugin.plan.run_facts import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
-from zero_plugin.strategies.deepspeed.build_lock import build_folder, needed_ops, refuse_stale_build_locks
-from zero_plugin.strategies.deepspeed.casting import cast_buffers, compute_in
-from zero_plugin.strategies.deepspeed.handlers import unused_handlers
-from zero_plugin.strategies.deepspeed.refusals import refuse_unfit
-from zero_plugin.strategies.deepspeed.swap_folders import give_own_swap_folders, remove_abandoned
+from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
+from zero_plugin.strategies.deepspeed.optimizers import refuse_unfit
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
-from zero_plugin.strategies.fragments import Fragment
-from zero_plugin.strategies.given_states import take_states
-from zero_plugin.strategies.processes import Processes
-from zero_plugin.strategies.step_guard import take_step_hooks
+from zero_plugin.strategies.optimizer_only import take_step_hooks
+from zero_plugin.strategies.optimizer_states import take_states
+from zero_plugin.strategies.precision import cast_buffers, compute_in
 from zero_plugin.strategies.torch_session import TorchSession
+from zero_plugin.tensors.compilation import compile_in_place
+from zero_plugin.tensors.fragments import Fragment
+from zero_plugin.tensors.modules import allot_whole
 
-__all__ = ["DeepSpeedStrategy"]
+
+def unused_handlers(handlers: Handlers) -> list[str]:
+    """Lines on what a script set and an engine has no use for.
+
+    Raises:
+        ConfigError: it would train otherwise than the script says.
+    """
+    problems, lines = [], []
+    if (ddp := handlers.ddp) is not None:
+        hooks = {str(ddp.comm_hook), str(ddp.comm_wrapper)} - {str(DDPCommunicationHookType.NO)}
+        if hooks:
+            where, fix = "DistributedDataParallelKwargs(comm_hook=…)", "Write communication_data_type: fp16 or bf16."
+            problems.append(Problem(where, "", f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP", fix))
+        elif ddp.to_kwargs():
+            lines.append(
+                f"DistributedDataParallelKwargs({', '.join(ddp.to_kwargs())}): ZeRO has no DDP, and needs none"
+            )
+    if (scaler := handlers.scaler) is not None:
+        for name, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
+            if scaler.enabled and getattr(scaler, name) != fixed:
+                where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
+                problems.append(Problem(where, "", f"DeepSpeed has {fixed} alone", "Leave it out."))
+    if handlers.autocast is not None and handlers.autocast.to_kwargs():
+        lines.append("AutocastKwargs: ZeRO has no autocast; the weights themselves are in the 16-bit type")
+    if problems:
+        raise ConfigError(problems)
+    return lines
+
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -117,8 +148,8 @@ class DeepSpeedStrategy(Strategy):
         kind = type(given).__name__ if given is not None else described.type if described is not None else ""
         deepspeed = _import_deepspeed(processes, resolved.tree, kind.lower())
 
-        from zero_plugin.strategies.deepspeed.any_shape import sent_in_any_shape
         from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, share_groups
+        from zero_plugin.strategies.deepspeed.partitioned_models import sent_in_any_shape
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
         states = None if given is None else take_states(given, request.model, joins_groups=resolved.zero_stage > 0)
@@ -181,7 +212,7 @@ class DeepSpeedStrategy(Strategy):
             return
         _import_deepspeed(self._processes, self._document.deepspeed)
 
-        from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_at_birth
+        from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, partition_at_birth
 
         with partition_at_birth(BuildConfig(self._document, self._processes)):
             yield
@@ -196,7 +227,7 @@ class DeepSpeedStrategy(Strategy):
         else:
             _import_deepspeed(self._processes, self._document.deepspeed)
 
-            from zero_plugin.strategies.deepspeed.building import BuildConfig, allot_partitions
+            from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, allot_partitions
 
             allot_partitions(module, BuildConfig(self._document, self._processes))
 
@@ -204,7 +235,7 @@ class DeepSpeedStrategy(Strategy):
         """See `Strategy.fragments_to_fill`."""
         if not any(hasattr(p, "ds_id") for p in module.parameters()):
             return super().fragments_to_fill(module, names)
-        from zero_plugin.strategies.deepspeed.partitions import partitions_to_fill
+        from zero_plugin.strategies.deepspeed.states import partitions_to_fill
 
         return partitions_to_fill(module, names)
 
@@ -213,7 +244,7 @@ class DeepSpeedStrategy(Strategy):
         partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
         if not partitioned:
             return nullcontext()
-        from zero_plugin.strategies.deepspeed.gathered import gathered_parameters
+        from zero_plugin.strategies.deepspeed.partitioned_models import gathered_parameters
 
         return gathered_parameters(partitioned, modifier_rank=0, forward_of=None)
 
@@ -241,7 +272,11 @@ class DeepSpeedStrategy(Strategy):
             return nullcontext()
         _import_deepspeed(self._processes, self._document.deepspeed)
 
-        from zero_plugin.strategies.deepspeed.building import BuildConfig, partition_pretrained, whole_pretrained
+        from zero_plugin.strategies.deepspeed.partitioned_models import (
+            BuildConfig,
+            partition_pretrained,
+            whole_pretrained,
+        )
 
         return partition_pretrained(BuildConfig(self._document, self._processes)) if partitions else whole_pretrained()
 
@@ -268,7 +303,7 @@ class DeepSpeedStrategy(Strategy):
         """Partition what is still whole, and have the methods of transformers' models know it."""
         from deepspeed import zero
 
-        from zero_plugin.strategies.deepspeed.pretrained_methods import adapt_pretrained_methods, is_pretrained
+        from zero_plugin.strategies.deepspeed.partitioned_models import adapt_pretrained_methods, is_pretrained
 
         model = request.model
         if not any(hasattr(p, "ds_id") for p in model.parameters()):
@@ -348,7 +383,7 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     finally:
         compatible.update(own)
 
-    from zero_plugin.strategies.deepspeed.any_shape import partition_any_shape
+    from zero_plugin.strategies.deepspeed.partitioned_models import partition_any_shape
 
     partition_any_shape()
     return deepspeed

@@ -1,0 +1,380 @@
+"""Spreads a model over devices, CPU memory and disk.
+
+Spread a model over devices, host memory and disk, such that its forward runs as if it were on one.
+
+Keep all of a model's weights in host memory, or on disk, and bring in each module's for its forward.
+
+Bring a whole model to the GPU when it runs, and back to host memory when the next one does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.big_models.align import (
+    AlignDevicesHook,
+    Layout,
+    Stop,
+    find_stops,
+    join_names,
+    plan_stops,
+    reads_inside,
+    under,
+)
+from zero_plugin.big_models.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from zero_plugin.big_models.placement import check_device_map, check_places, find_place
+from zero_plugin.big_models.stored import (
+    OffloadedWeightsLoader,
+    offload_weight,
+    read_offload_index,
+    save_offload_index,
+)
+from zero_plugin.tensors.modules import SharedTensors, find_tied_parameters, tensor_slots
+from zero_plugin.tensors.trees import send_to_device
+from zero_plugin.utils.memory import clear_device_cache
+
+_logger = logging.getLogger(__name__)
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, int | str | torch.device],
+    main_device: int | str | torch.device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | Path | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Put each part of a model where a map says, and let weights and inputs come together in its forward.
+
+    What is on `cpu` or `disk` runs on `main_device`: its weights come in for the forward of the module that holds them,
+    without gradients, and leave after it. With a map to the CPU and the disk alone, everything runs on the CPU, and the
+    disk's weights are used where the file is mapped.
+
+    Args:
+        model: changed in place; parts on disk may be on the meta device.
+        device_map: GPU index, `cpu`, `disk` or a device, by name of module or tensor; the most exact name counts.
+        main_device: by default the map's first that is neither `cpu` nor `disk`, else the CPU.
+        state_dict: values of tensors on the CPU that are on the meta device.
+        offload_dir: where tensors on disk are, or are written to.
+        offload_index: where they are, see `OffloadedWeightsLoader`; by default the folder's.
+        offload_buffers: buffers are on the CPU or disk with their module too; otherwise they stay where it runs.
+        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
+        preload_module_classes: names of classes that read weights of modules inside without calling these; torch's own
+            attention and encoder layers need not be named.
+        force_hooks: also where the whole model is on one device.
+
+    Returns:
+        The model, with the map as `hf_device_map`.
+
+    Raises:
+        ValueError: a tensor has no place or no values, a device is not here, or there is no folder to write to.
+    """
+    check_device_map(model, device_map)
+    check_places(device_map)
+    held: Any = model
+    places = {name: place if place == "disk" else find_place(place) for name, place in device_map.items()}
+    where = set(places.values())
+    cpu = torch.device("cpu")
+    running = (place for place in places.values() if isinstance(place, torch.device) and place != cpu)
+    main = next(running, cpu) if main_device is None else find_place(main_device)
+    if where != {main} or force_hooks:
+        layout = Layout(places, main, offload_buffers)
+        plan = list(plan_stops(model, layout, preload_module_classes or ()))
+        weights = _collect(model, plan, layout, state_dict or {}, offload_dir, offload_index)
+        _attach(plan, weights, offload_buffers, skip_keys)
+        if weights:
+            _logger.info(f"{len(weights)} tensors of {type(model).__name__} are off their device between forwards.")
+        held.to = functools.partial(_move, model, "to")
+        held.cuda = functools.partial(_move, model, "cuda")
+    else:
+        _refuse_empty(model)
+        model.to(main)
+    held.hf_device_map = dict(device_map)
+    return model
+
+
+def _collect(
+    model: nn.Module,
+    plan: list[tuple[Stop, torch.device]],
+    layout: Layout,
+    state_dict: Mapping[str, Tensor],
+    offload_dir: str | Path | None,
+    offload_index: Mapping[str, Any] | None,
+) -> OffloadedWeightsLoader:
+    """The tensors that leave, by name; those on disk are written unless they are there."""
+    tied = {name: group for group in find_tied_parameters(model) for name in group}
+    known = (
+        read_offload_index(offload_dir) if offload_index is None and offload_dir is not None else offload_index or {}
+    )
+    in_memory: dict[str, Tensor] = {}
+    on_disk: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    copies: dict[int, Tensor] = {}
+    leaving = (
+        (join_names(stop.name, slot.name), slot.tensor)
+        for stop, device in plan
+        for slot in stop.slots
+        if layout.leaves(join_names(stop.name, slot.name), slot, device)
+    )
+    for name, tensor in leaving:
+        names = [name, *tied.get(name, ())]
+        home = layout.home(name)
+        if isinstance(home, torch.device):
+            value = next((state_dict[each] for each in names if each in state_dict), tensor)
+            if value.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device and has no values; load its weights, or pass state_dict."
+                )
+            in_memory[name] = copies.setdefault(id(value), value.to(home))
+            continue
+        stored = next((each for each in names if each in known), None)
+        if not tensor.is_meta and (stored is None or offload_index is None):
+            if offload_dir is None:
+                raise ValueError(f"device_map has {name} on disk; pass an offload_dir to write it to.")
+            stored = next((each for each in names if each in written), name)
+            if stored not in written:
+                offload_weight(tensor, stored, offload_dir, written)
+        if stored is None:
+            raise ValueError(f"{name} is on the meta device, and neither offload_dir nor offload_index has its values.")
+        on_disk[name] = {"weight_name": stored, **(written.get(stored) or known[stored])}
+    if offload_dir is not None:
+        save_offload_index(written, offload_dir)
+    return OffloadedWeightsLoader(in_memory, offload_dir, on_disk)
+
+
+def _attach(
+    plan: list[tuple[Stop, torch.device]],
+    weights: OffloadedWeightsLoader,
+    offload_buffers: bool,
+    skip_keys: str | list[str] | None,
+) -> None:
+    shared = SharedTensors()
+    for stop, device in plan:
+        leaves = any(join_names(stop.name, slot.name) in weights for slot in stop.slots)
+        hook = AlignDevicesHook(
+            device,
+            offload=leaves,
+            io_same_device=not stop.name,
+            weights_map=under(weights, stop.name) if leaves else None,
+            offload_buffers=offload_buffers,
+            place_submodules=stop.is_whole,
+            skip_keys=skip_keys,
+            tied_params_map=shared,
+        )
+        add_hook_to_module(stop.module, hook, append=True)
+
+
+def _refuse_empty(model: nn.Module) -> None:
+    if empty := [slot.name for slot in tensor_slots(model, recurse=True) if slot.tensor.is_meta]:
+        raise ValueError(
+            f"{', '.join(empty)} are on the meta device and have no values; load the model's weights first. Buffers "
+            "that are in no checkpoint have values if the model is built with include_buffers=False."
+        )
+
+
+def _move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
+    _logger.warning("You shouldn't move a model that is dispatched: its inputs go to where it was.")
+    return getattr(type(model), method)(model, *args, **kwargs)
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep all weights in host memory; each module's come to the execution device for its forward.
+
+    Args:
+        model: changed in place.
+        execution_device: by default where the first parameter is.
+        offload_buffers: the state dict's buffers too.
+        state_dict: the weights, on the CPU; by default the model's.
+        preload_module_classes: as for `dispatch_model`.
+
+    Returns:
+        The model.
+    """
+    if state_dict is None:
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    return _offload(model, execution_device, offload_buffers, state_dict, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | Path,
+    execution_device: int | str | torch.device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] | None = None,
+) -> nn.Module:
+    """Keep all weights on disk; each module's come to the execution device for its forward.
+
+    Args:
+        model: changed in place.
+        offload_dir: weights are written there, unless they are on the meta device and there already.
+        execution_device: by default where the first parameter is.
+        offload_buffers: the state dict's buffers too.
+        preload_module_classes: as for `dispatch_model`.
+
+    Returns:
+        The model.
+    """
+    index: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_meta:
+            offload_weight(tensor, name, offload_dir, index)
+    save_offload_index(index, offload_dir)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: SharedTensors | None = None,
+) -> None:
+    """Put an `AlignDevicesHook` on every module inside that holds tensors itself.
+
+    Args:
+        module: changed in place.
+        execution_device: as for the hook; so are `offload`, `offload_buffers`, `skip_keys` and `tied_params_map`.
+        offload: weights leave after each module's forward.
+        weights_map: values of offloaded tensors by name in the whole model; by default the modules' own, on the CPU.
+        offload_buffers: buffers leave too.
+        module_name: the module's name in the whole model.
+        skip_keys: keyword arguments that stay where they are.
+        preload_module_classes: as for `dispatch_model`.
+        tied_params_map: what hooks of the same model share.
+    """
+    preloaded = frozenset(preload_module_classes or ())
+    shared = SharedTensors() if tied_params_map is None else tied_params_map
+    for stop in list(find_stops(module, lambda _, part: offload and reads_inside(part, preloaded))):
+        if stop.slots:
+            hook = AlignDevicesHook(
+                execution_device,
+                offload,
+                weights_map=None if weights_map is None else under(weights_map, join_names(module_name, stop.name)),
+                offload_buffers=offload_buffers,
+                place_submodules=stop.is_whole,
+                skip_keys=skip_keys,
+                tied_params_map=shared,
+            )
+            add_hook_to_module(stop.module, hook, append=True)
+
+
+def _offload(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None,
+    offload_buffers: bool,
+    weights: Mapping[str, Tensor],
+    preload_module_classes: Collection[str] | None,
+) -> nn.Module:
+    device = next(model.parameters()).device if execution_device is None else execution_device
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model in host memory until it runs; it stays on its device until the hook's `offload` is called.
+
+    For a pipeline of models that do not fit together, of which each runs in a loop.
+
+    Args:
+        model: changed in place.
+        execution_device: by default the GPU, and the CPU where there is none.
+        prev_module_hook: of the model before it in the pipeline, which is offloaded when this one runs.
+
+    Returns:
+        The model, and its hook.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+class CpuOffload(ModelHook):
+    """Bring the module to a device for its forward, and leave it there.
+
+    Args:
+        execution_device: by default the GPU, and the CPU where there is none.
+        prev_module_hook: offloaded before.
+    """
+
+    def __init__(
+        self,
+        execution_device: int | str | torch.device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self.execution_device = find_place(execution_device if execution_device is not None else accelerator or "cpu")
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """To host memory."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Send the previous model back, and bring this one with its arguments."""
+        if self.prev_module_hook is not None and _device(self.prev_module_hook.model).type != "cpu":
+            self.prev_module_hook.offload()
+            clear_device_cache()
+        if _device(module) != self.execution_device:
+            module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` returns.
+
+    Args:
+        model: the model.
+        hook: the one on it.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Send the model back to host memory."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        remove_hook_from_module(self.model)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

@@ -1,0 +1,379 @@
+"""Which part of a model goes where.
+
+Which part of a model goes where: GPUs first, then host memory, then disk.
+
+How many bytes each device, and the host, may take of a model.
+
+The places that a device map may name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.big_models.stored import compute_module_sizes, convert_file_size_to_int, get_max_layer_size
+from zero_plugin.errors import MachineError
+from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.tensors.modules import find_tied_parameters
+
+Budget: TypeAlias = dict[int | str, int]
+
+_logger = logging.getLogger(__name__)
+
+_HOST: Final = ("mps", "cpu", "disk")  # places beside GPU indices, in the order in which they are filled
+
+# Of a single GPU's memory, or the host's, that nobody has put a limit on, what the weights may take; the rest is for
+# activations.
+_WEIGHTS_OF_ONE: Final = 0.9
+
+# How much more than its equal part a GPU may take, in largest layers, so that whole layers find room.
+_LAYERS_OF_SLACK: Final = 1.25
+
+
+def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> Budget:
+    """Bytes by place, in the order in which places are filled: GPUs, `mps`, `cpu`, `disk`.
+
+    Args:
+        max_memory: limits by GPU index, `mps`, `cpu` or `disk`, as numbers of bytes or as texts such as `10GiB`; by
+            default what is free now. A GPU that this machine has not is a warning, so that one can plan for another.
+
+    Raises:
+        ValueError: there is no such place, or a limit is no size.
+        MachineError: how much is free is not known here.
+    """
+    if max_memory is None:
+        return _free_memory()
+    if unknown := [place for place in max_memory if not isinstance(place, int) and place not in _HOST]:
+        raise ValueError(f"max_memory has {unknown[0]!r}; places are GPU indices (0, 1, …), 'mps', 'cpu' and 'disk'")
+    gpus = sorted(place for place in max_memory if isinstance(place, int))
+    here = torch.cuda.device_count()
+    for index in gpus:
+        if not 0 <= index < here:
+            _logger.warning(f"max_memory has GPU {index}, which is not available here; there are {list(range(here))}.")
+    places = [*gpus, *(place for place in _HOST if place in max_memory)]
+    return {place: convert_file_size_to_int(max_memory[place]) for place in places}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    low_zero: bool = False,
+) -> Budget:
+    """Limits, in bytes, with which `infer_auto_device_map` gives all GPUs about equally much.
+
+    Every GPU but the last may take an equal part of the model, and 1.25 of the larger of: a module that is not to be
+    split, a mean layer. The last one keeps its limit, so that rounding sends nothing to the host.
+
+    Args:
+        model: may be on the meta device.
+        max_memory: as for `get_max_memory`; a GPU with 0 takes no part. By default 90 % of a single
+            GPU, and of the host where there is none.
+        no_split_module_classes: names of the classes that are not to be split; by default transformers' own.
+        dtype: as for `compute_module_sizes`.
+        special_dtypes: as for `compute_module_sizes`.
+        low_zero: leave on the first GPU only what the others cannot take; for `generate`, which works there.
+    """
+    limits = get_max_memory(max_memory)
+    gpus = [place for place, limit in limits.items() if isinstance(place, int) and limit > 0]
+    if len(gpus) < 2 and max_memory is None:
+        only = next(iter(limits))  # the GPU, or the host where there is none
+        limits[only] = int(limits[only] * _WEIGHTS_OF_ONE)
+    if len(gpus) < 2:
+        return limits
+    sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
+    whole = unsplit_classes(model, no_split_module_classes)
+    modules = [(name, module) for name, module in model.named_modules() if name in sizes and name]
+    layers = [sizes[name] for name, module in modules if not any(True for _ in module.children())]
+    unsplit = [sizes[name] for name, module in modules if type(module).__name__ in whole]
+    slack = int(_LAYERS_OF_SLACK * max([*unsplit, sum(layers) // max(len(layers), 1)]))
+    part = sizes[""] // (len(gpus) - low_zero) + slack
+    first, *others = gpus
+    for gpu in others[:-1] if low_zero else gpus[:-1]:
+        limits[gpu] = min(limits[gpu], part)
+    if low_zero:
+        limits[first] = min(limits[first], max(0, sizes[""] - sum(limits[gpu] for gpu in others)))
+    return limits
+
+
+def unsplit_classes(model: nn.Module, given: Collection[str] | str | None) -> frozenset[str]:
+    """Names of the classes whose modules stay on one device: those given, else those that transformers knows of."""
+    if given is None:
+        given = getattr(model, "_no_split_modules", None) or ()
+    return frozenset([given] if isinstance(given, str) else given)
+
+
+def _free_memory() -> Budget:
+    limits: Budget = {}
+    for index in range(torch.cuda.device_count()):
+        limits[index] = memory_available_bytes(torch.device("cuda", index)) or 0
+    host = memory_available_bytes(torch.device("cpu"))
+    if host is None:
+        raise MachineError(
+            "how much memory is free cannot be found out on this system.\nWrite it: max_memory={'cpu': '16GB'}."
+        )
+    limits["mps" if torch.backends.mps.is_available() else "cpu"] = host
+    return limits
+
+
+Part: TypeAlias = tuple[str, nn.Module | Tensor]
+Place: TypeAlias = int | str
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, Place]:
+    """Fill the places in their order with the model's modules in theirs.
+
+    A module that does not fit is divided, down to single tensors; tied weights go to one place, with the modules that
+    hold them. The first GPU, and the host where there is something on disk, keep room for the largest layer that is
+    still to be placed, because that one may come in for its forward.
+
+    Args:
+        model: may be on the meta device.
+        max_memory: as for `get_max_memory`; the disk has no limit.
+        no_split_module_classes: names of classes whose modules go to one place as a whole (a block with a residual
+            connection); by default transformers' own.
+        dtype: the type that floating tensors will have, as for `compute_module_sizes`.
+        special_dtypes: as for `compute_module_sizes`.
+        verbose: print each decision.
+        clean_result: name a module in place of its parts where all of them go to one place.
+        offload_buffers: buffers of modules that are not on a GPU stay with them. Otherwise they take room on a GPU, and
+            a warning says so if there is none.
+        fallback_allocation: on a place where the next module does not fit by itself, look for a later one that does.
+
+    Returns:
+        A GPU index, `mps`, `cpu` or `disk` by name of module, parameter or buffer.
+    """
+    limits = get_max_memory(max_memory)
+    filling = _Filling(model, limits, unsplit_classes(model, no_split_module_classes), dtype, special_dtypes)
+    device_map = filling.fill(fallback_allocation, print if verbose else lambda _: None)
+    if not offload_buffers:
+        _warn_of_buffers(filling, compute_module_sizes(model, dtype, special_dtypes, buffers_only=True), device_map)
+    return clean_device_map(device_map) if clean_result else device_map
+
+
+class _Filling:
+    """The parts of a model that are still to be placed, and the room that is left."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        limits: dict[Place, int],
+        unsplit: frozenset[str],
+        dtype: torch.dtype | str | None,
+        special_dtypes: Mapping[str, torch.dtype | str] | None,
+    ) -> None:
+        self.sizes = compute_module_sizes(model, dtype, special_dtypes)
+        self.limits = limits
+        self.gpus = [place for place, limit in limits.items() if limit and place not in ("cpu", "disk")]
+        self.used = dict.fromkeys([*limits, "disk"], 0)
+        self._unsplit = unsplit
+        self._tied = find_tied_parameters(model)
+        self._queue = list(_inside("", model))
+        self._layers: dict[str, int] = {}
+
+    def fill(self, fallback: bool, say: Callable[[str], None]) -> dict[str, Place]:
+        device_map: dict[str, Place] = {}
+        places = [place for place in self.used if place != "disk"]
+        # What is on the host runs on the first GPU, what is on disk on the host if there is no GPU: room for a layer.
+        running = next(iter(self.gpus), "cpu")
+        while self._queue:
+            place = places[0] if places else "disk"
+            (name, part), *rest = self._queue
+            keeps_room = place in (running, "cpu")
+            reserved = max(map(self._largest_layer, rest), default=0) if keeps_room else 0
+            reserved_otherwise = max(map(self._largest_layer, self._queue)) if keeps_room else 0
+            room = math.inf if place == "disk" else self.limits[place] - self.used[place] - reserved
+            partners = self._partners(name, rest)
+            divisible = [*partners, (name, part)] if self.sizes[name] <= room else [(name, part)]
+            size = sum(self.sizes[part_name] for part_name, _ in [(name, part), *partners])
+            if size <= room:
+                together = [name, *(partner for partner, _ in partners)]
+                say(f"{' with '.join(together)} ({size} bytes) goes to {place}.")
+                self.used[place] += size
+                device_map |= dict.fromkeys(together, place)
+                self._queue = [entry for entry in rest if entry[0] not in together]
+            elif divided := self._first_divisible(divisible):
+                say(f"{name} ({size} bytes) does not fit on {place}, where {room} are left; {divided[0]} is divided.")
+                at = self._queue.index(divided)
+                self._queue[at : at + 1] = _inside(*divided)
+            elif (
+                fallback
+                and not self.used[place]
+                and (found := self._find(rest, self.limits[place] - reserved_otherwise))
+            ):
+                say(f"{name} ({size} bytes) does not fit on {place}; {found[0]} does.")
+                self._bring_forward(found)
+            else:
+                say(f"{name} ({size} bytes) does not fit on {place}, where {room} are left, and is not divided.")
+                if not self.used[place]:
+                    _logger.info(
+                        f"Nothing goes to {place}: {name} and the room for a layer need {size + reserved} bytes."
+                    )
+                self.used[place] += reserved
+                places.pop(0)
+        return device_map
+
+    def _partners(self, name: str, parts: list[Part]) -> list[Part]:
+        """Those of `parts` that hold a weight which is tied to one in `name`."""
+        groups = [group for group in self._tied if any(_holds(name, known) for known in group)]
+        tied = {other for group in groups for other in group if not _holds(name, other)}
+        return [entry for entry in parts if any(_holds(entry[0], other) for other in tied)]
+
+    def _largest_layer(self, entry: Part) -> int:
+        if entry[0] not in self._layers:
+            self._layers[entry[0]] = get_max_layer_size([entry], self.sizes, self._unsplit)[0]
+        return self._layers[entry[0]]
+
+    def _first_divisible(self, entries: list[Part]) -> Part | None:
+        return next((entry for entry in entries if self._is_divisible(entry[1])), None)
+
+    def _is_divisible(self, part: nn.Module | Tensor) -> bool:
+        if not isinstance(part, nn.Module) or type(part).__name__ in self._unsplit:
+            return False
+        return any(True for _ in part.children())
+
+    def _find(self, parts: list[Part], room: int) -> Part | None:
+        """The first part, or part of one, that fits."""
+        for entry in parts:
+            partners = self._partners(entry[0], self._queue)
+            if self.sizes[entry[0]] + sum(self.sizes[name] for name, _ in partners) <= room:
+                return entry
+            if self._is_divisible(entry[1]) and (found := self._find(list(_inside(*entry)), room)):
+                return found
+        return None
+
+    def _bring_forward(self, found: Part) -> None:
+        """Put a part first in the queue, dividing what it is in."""
+        while found[0] not in (names := [name for name, _ in self._queue]):
+            at = next(i for i, name in enumerate(names) if _holds(name, found[0]))
+            self._queue[at : at + 1] = _inside(*self._queue[at])
+        self._queue.insert(0, self._queue.pop(names.index(found[0])))
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Check that a map from names of modules to devices has a place for every tensor of the model.
+
+    A name that no module and no tensor has is a warning.
+
+    Raises:
+        ValueError: some tensors have no place.
+    """
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(model.state_dict())
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    if unknown := [name for name in device_map if name not in names]:
+        message = f"The following device_map keys do not match any submodules in the model: {unknown}"
+        warnings.warn(message, stacklevel=2)
+    left = [name for name in model.state_dict() if lookup(device_map, name) is None]
+    if left:
+        message = "The device_map provided does not give any device for the following parameters: "
+        raise ValueError(message + ", ".join(left))
+
+
+def lookup(device_map: Mapping[str, Any], name: str) -> Any:
+    """The map's value for a module or tensor: the most exact of those that hold it; None where there is none."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
+    """Name a module in place of its parts where all of them go to one place; the map itself is changed.
+
+    Args:
+        device_map: places by name.
+        module_name: look inside this module only.
+    """
+    inside = [name for name in device_map if name != module_name and _holds(module_name, name)]
+    if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
+        place = device_map[inside[0]]
+        entries = list(device_map.items())
+        device_map.clear()
+        device_map |= {module_name if name in inside else name: value for name, value in entries}
+        device_map[module_name] = place
+    elif len(inside) > 1:
+        depth = len(module_name.split(".")) + 1 if module_name else 1
+        for child in dict.fromkeys(".".join(name.split(".")[:depth]) for name in inside):
+            clean_device_map(device_map, child)
+    return device_map
+
+
+def _inside(name: str, part: nn.Module | Tensor) -> Iterator[Part]:
+    """What a module holds itself: parameters, buffers, modules."""
+    assert isinstance(part, nn.Module)
+    prefix = f"{name}." if name else ""
+    for held in (part._parameters, part._buffers, part._modules):  # all of their names, those of shared ones too
+        yield from ((prefix + key, inner) for key, inner in held.items() if inner is not None)
+
+
+def _holds(module_name: str, name: str) -> bool:
+    return not module_name or name == module_name or name.startswith(f"{module_name}.")
+
+
+def _warn_of_buffers(filling: _Filling, buffers: Mapping[str, int], device_map: Mapping[str, Place]) -> None:
+    offloaded = sum(buffers.get(name, 0) for name, place in device_map.items() if place in ("cpu", "disk"))
+    if not offloaded or not filling.gpus:
+        return
+    if all(filling.limits[gpu] < filling.used[gpu] + offloaded for gpu in filling.gpus):
+        warnings.warn(
+            f"Buffers of modules that are not on a GPU take {offloaded} bytes there, and no GPU has room for them. "
+            "Pass offload_buffers=True to leave them with their modules.",
+            stacklevel=3,
+        )
+
+
+def find_place(device: int | str | torch.device) -> torch.device:
+    """The device of a GPU index or a name, with its index, as tensors that are there tell it.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    return _find(device if isinstance(device, int) else str(device))
+
+
+def check_places(device_map: Mapping[str, int | str | torch.device]) -> None:
+    """Check that every device that a map names is here.
+
+    Raises:
+        ValueError: one is not; the message names the map's key.
+    """
+    for name, device in device_map.items():
+        if device != "disk":
+            try:
+                find_place(device)
+            except ValueError as error:
+                raise ValueError(f"device_map sends {name or 'the model'!r} to {device!r}, but {error}") from error
+
+
+@lru_cache  # asked at every forward of every module
+def _find(device: int | str) -> torch.device:
+    try:
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return torch.empty(0, device=named).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each reason
+        here = torch.cuda.device_count()
+        gpus = f"its GPUs are {list(range(here))}" if here else "it has no GPU"
+        raise ValueError(f"this machine has no {_describe(device)}: {gpus}; 'cpu' and 'disk' are there.") from error
+
+
+def _describe(device: int | str) -> str:
+    return f"GPU {device}" if isinstance(device, int) else f"device {device!r}"

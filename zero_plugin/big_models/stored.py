@@ -1,0 +1,282 @@
+"""Weights in memory-mapped files, and how large a model's parts are.
+
+Weights in files, memory-mapped: read when they are used, in memory only as far as the system has room.
+
+How many bytes a model and its parts take, and how many a text such as `5GB` means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from zero_plugin.errors import CheckpointError
+from zero_plugin.tensors.modules import as_dtype, named_module_tensors, set_module_tensor_to_device
+
+_INDEX = "index.json"
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Weights by name: some in memory, the others memory-mapped from the files that an index tells.
+
+    A file must keep its content while the model is used; one that is replaced by renaming does.
+
+    Args:
+        state_dict: those in memory; they come first.
+        save_folder: with files of `offload_state_dict`, and their index.
+        index: name → `{"safetensors_file": …}`, or `dtype` and `shape` of a file of `save_folder`; `weight_name`, where
+            that is another one, and for safetensors the `dtype` to convert to. By default the folder's.
+        device: where those out of files come to; by default the CPU, without a copy.
+
+    Raises:
+        ValueError: none of the three is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | Path | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index.")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None:
+            index = {} if save_folder is None else read_offload_index(save_folder)
+        self.index = index
+        self.device = device
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        stored = entry.get("weight_name", key)
+        file = entry.get("safetensors_file")
+        if file is None:
+            tensor = load_offloaded_weight(Path(self.save_folder or "") / f"{stored}.dat", entry)
+        else:
+            if file not in self._open:
+                self._open[file] = open_safetensors(file)
+            tensor = self._open[file].get_tensor(stored)
+            tensor = tensor.to(as_dtype(entry["dtype"])) if "dtype" in entry else tensor
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index  # without reading the value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.state_dict, **self.index})
+
+    def __len__(self) -> int:
+        return len({**self.state_dict, **self.index})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # a copy maps the files anew
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """Of a map, what is under a prefix, by the rest of its names.
+
+    Args:
+        dataset: the whole map.
+        prefix: with its dot.
+    """
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset  # without reading the value
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self.prefix) for name in self.dataset if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def open_safetensors(file: str | Path) -> Any:
+    """A safetensors file, memory-mapped.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
+    try:
+        return safe_open(str(file), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
+    """Write tensors for `OffloadedWeightsLoader`, each into a file of its own, and their index.
+
+    Args:
+        save_dir: made if it is missing; what is there under other names stays.
+        state_dict: tensors by name, on any device.
+    """
+    index: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def offload_weight(
+    weight: Tensor, weight_name: str, offload_folder: str | Path, index: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Write one tensor's bytes to `<weight_name>.dat`, and its `dtype` and `shape` into `index`, which is returned."""
+    file = Path(offload_folder) / f"{weight_name}.dat"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    flat = weight.detach().cpu().contiguous().view(-1)
+    new = file.with_name(f"{file.name}.new")
+    new.write_bytes(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    new.replace(file)  # a model that has the old one mapped keeps it
+    if index is not None:
+        index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any]) -> Tensor:
+    """A tensor that `offload_weight` wrote, memory-mapped; what is written into it does not reach the file.
+
+    Raises:
+        CheckpointError: the file is not there, or shorter than its tensor.
+    """
+    shape, dtype = weight_info["shape"], as_dtype(weight_info["dtype"])
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    try:
+        return torch.from_file(str(weight_file), shared=False, size=math.prod(shape), dtype=dtype).view(shape)
+    except RuntimeError as error:
+        raise CheckpointError(f"{weight_file}: {error}") from error
+
+
+def read_offload_index(offload_folder: str | Path) -> dict[str, Any]:
+    """The index of a folder; empty where there is none."""
+    file = Path(offload_folder) / _INDEX
+    index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return index
+
+
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | Path) -> None:
+    """Add entries to the index of a folder."""
+    if index:
+        folder = Path(offload_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**read_offload_index(folder), **index}, indent=2)
+        (folder / _INDEX).write_text(text, encoding="utf-8")
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | Path) -> None:
+    """Put the tensors that an index tells into a model, on the CPU.
+
+    Args:
+        model: that has them, with any values or none.
+        index: as `offload_weight` makes it.
+        offload_folder: with the files.
+    """
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
+    for name, tensor in weights.items():
+        set_module_tensor_to_device(model, name, "cpu", value=tensor)
+
+
+def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
+    """Of a state dict, what is in some modules, or is named itself."""
+    under = tuple(f"{name}." for name in submodule_names)
+    return {name: tensor for name, tensor in state_dict.items() if name in submodule_names or name.startswith(under)}
+
+
+_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMGTkmgt])([Ii]?)([Bb])")
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes in a number, or in a text such as `5GB` (decimal), `5GiB` (binary) or `5Gb` (decimal, of bits).
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if isinstance(size, int) and size >= 0:
+        return size
+    if found := _SIZE.fullmatch(str(size)):
+        number, prefix, binary, unit = found.groups()
+        total = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
+        return total // 8 if unit == "b" and not binary else total
+    raise ValueError(f"{size!r} is no size; write a number of bytes, or a text such as '5GB' or '200MiB'")
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of every parameter, buffer and module by name; the whole model's under the empty name.
+
+    A tensor that has several names counts under the first of them.
+
+    Args:
+        model: may be on the meta device.
+        dtype: the type that floating tensors will have; one that is smaller than that already keeps its size.
+        special_dtypes: the type that the tensors of these names will have.
+        buffers_only: without parameters.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    for name, tensor in tensors:
+        bytes_each = tensor.dtype.itemsize
+        if special_dtypes is not None and name in special_dtypes:
+            bytes_each = as_dtype(special_dtypes[name]).itemsize
+        elif dtype is not None and tensor.dtype.is_floating_point:
+            bytes_each = min(bytes_each, as_dtype(dtype).itemsize)
+        parts = name.split(".")
+        for depth in range(len(parts) + 1):
+            sizes[".".join(parts[:depth])] += tensor.numel() * bytes_each
+    return sizes
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, nn.Module | Tensor]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Collection[str],
+) -> tuple[int, list[str]]:
+    """Bytes of the largest layer, and the names of those that are as large.
+
+    Args:
+        modules: by name; a layer is a tensor, a module without modules inside, or one that is not to be split.
+        module_sizes: from `compute_module_sizes`.
+        no_split_module_classes: names of the classes that are not to be split.
+    """
+    layers: list[str] = []
+    remaining = list(reversed(modules))
+    while remaining:
+        name, module = remaining.pop()
+        inside = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if inside and type(module).__name__ not in no_split_module_classes:
+            remaining.extend((f"{name}.{child}", part) for child, part in reversed(inside))
+        else:
+            layers.append(name)
+    largest = max((module_sizes.get(name, 0) for name in layers), default=0)
+    return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of the model, and its largest layer as `get_max_layer_size` tells it."""
+    sizes = compute_module_sizes(model)
+    parts: list[tuple[str, nn.Module | Tensor]] = [*named_module_tensors(model), *model.named_children()]
+    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or ())

@@ -1,0 +1,345 @@
+"""Writes what a conversion has read.
+
+Where a conversion writes: aside, with enough room, and under its name when it is complete.
+
+Writes weights as a Hugging Face model folder, or as one safetensors file.
+
+Writes what was read from another format as a checkpoint of this package, which `load_state` goes on from.
+
+Writes DeepSpeed's universal checkpoint, which its engine loads with `checkpoint: {load_universal: true}`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from zero_plugin.checkpoint.convert.source import Source, Stored
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
+from zero_plugin.checkpoint.layout import SINGLE_NAME, Description, Layout, index_file, plan_layout
+from zero_plugin.checkpoint.manifest import Manifest, StoredModel, list_files, recognise
+from zero_plugin.checkpoint.objects import write_nested
+from zero_plugin.checkpoint.ranges import open_writer
+from zero_plugin.checkpoint.save import create_files
+from zero_plugin.errors import CheckpointError
+from zero_plugin.machine.durable_files import sync_file, sync_folder, write_text
+from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
+
+Progress = Callable[[int], None]  # called with the bytes that were read since the last call
+
+_SMALL_BYTES: Final = 2**24  # room for what is not tensors
+# What goes along with a model's weights: configuration and tokenizer.
+_CONFIGURATION: Final = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+)
+
+
+@contextmanager
+def new_folder(target: Path, tensor_bytes: int, *, overwrite: bool) -> Iterator[Path]:
+    """A folder beside `target` to write into, which becomes `target` at the end, or is removed where that fails.
+
+    Args:
+        target: the folder to make.
+        tensor_bytes: how much is going to be written.
+        overwrite: replace a checkpoint or model that is there. A folder of anything else is never replaced.
+
+    Raises:
+        CheckpointError: `target` is there, its disk has too little room, or cannot be written.
+    """
+    refuse_existing(target, overwrite=overwrite)
+    draft = open_draft(target, tensor_bytes + _SMALL_BYTES)
+    older = target.with_name(f".{target.name}.older")
+    try:
+        yield draft
+        if target.is_dir():
+            target.rename(older)
+        publish_draft(draft, target)
+    except BaseException:
+        discard_draft(draft)
+        if older.is_dir() and not target.is_dir():
+            older.rename(target)
+        raise
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def refuse_existing(target: Path, *, overwrite: bool) -> None:
+    """See `new_folder`; of a file, anything may be replaced."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists already.\nName another place, or replace it with --overwrite.")
+    if target.is_dir() and recognise(target) is None:
+        raise CheckpointError(
+            f"{target} is neither a checkpoint nor a model, so --overwrite does not remove it.\nName another folder."
+        )
+
+
+def describe_stored(tensors: Mapping[tuple[str, str], Stored]) -> list[Description]:
+    """The tensors, for `plan_layout`."""
+    return [Description(kind, name, stored.dtype, stored.shape) for (kind, name), stored in tensors.items()]
+
+
+def write_tensors(
+    draft: Path, layout: Layout, tensors: Mapping[tuple[str, str], Stored], progress: Progress, *, summed: bool
+) -> Tensor:
+    """Write tensor files, of which no more than a staging buffer is ever in memory.
+
+    Args:
+        draft: the folder.
+        layout: where each tensor goes.
+        tensors: by kind and name.
+        progress: told what was written.
+        summed: whether checksums are wanted.
+
+    Returns:
+        The two sums of each of the layout's places, in their order (`sum_words`); int64 of shape (places, 2).
+    """
+    create_files(draft, [layout])
+    sums = torch.zeros(len(layout.places), 2, dtype=torch.int64)
+    with open_writer(draft) as writer:
+        for row, (key, place) in enumerate(layout.places.items()):
+            for start, values in tensors[key].chunks():
+                fragment = Fragment(*key, place.shape, start, values, (0, values.numel()))
+                sums[row] += writer.write(fragment, place, summed=summed)
+                progress(values.numel() * place.dtype.itemsize)
+        writer.sync()
+    return sums
+
+
+def copy_configuration(source: Path, draft: Path) -> None:
+    """Copy what configures a model and its tokenizer, where there is such."""
+    found = sorted({path for pattern in _CONFIGURATION for path in source.glob(pattern) if path.is_file()})
+    for path in found:
+        shutil.copyfile(path, draft / path.name)
+        sync_file(draft / path.name)
+
+
+_ENDLESS: Final = 2**63
+
+
+def write_model(
+    source: Source,
+    target: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    overwrite: bool,
+    progress: Progress,
+) -> None:
+    """Write a folder for `from_pretrained`: weights, and the configuration that lies beside those of the source.
+
+    Args:
+        source: what to write.
+        target: the folder.
+        dtype: of the floating weights; 32-bit ones are the masters. None: as they are.
+        max_shard_bytes: of a weight file.
+        overwrite: see `new_folder`.
+        progress: told the bytes that were written.
+
+    Raises:
+        CheckpointError: see `new_folder`.
+    """
+    tensors = {(WEIGHT, name): stored for name, stored in source.weights(dtype).items()}
+    layout = plan_layout(describe_stored(tensors), "", max_shard_bytes=max_shard_bytes, tied=source.tied)
+    with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
+        write_tensors(draft, layout, tensors, progress, summed=False)
+        if layout.index is not None:
+            write_text(draft / index_file(""), layout.index)
+        copy_configuration(source.folder, draft)
+        if dtype is not None and (draft / "config.json").is_file():
+            _name_dtype(draft / "config.json", str(dtype).removeprefix("torch."))
+
+
+def write_single_file(
+    source: Source, target: Path, *, dtype: torch.dtype | None, overwrite: bool, progress: Progress
+) -> None:
+    """Write all weights into one safetensors file; arguments and errors as of `write_model`."""
+    if target.suffix != ".safetensors" or target.is_dir():
+        raise CheckpointError(f"{target} is to be one file.\nGive it a name that ends with .safetensors.")
+    refuse_existing(target, overwrite=overwrite)
+    folder = target.with_name(f".{target.name}.folder")
+    write_model(source, folder, dtype=dtype, max_shard_bytes=_ENDLESS, overwrite=True, progress=progress)
+    (folder / SINGLE_NAME).replace(target)
+    sync_folder(target.parent)
+    for left in folder.iterdir():
+        left.unlink()
+    folder.rmdir()
+
+
+def _name_dtype(config: Path, name: str) -> None:
+    content = json.loads(config.read_text(encoding="utf-8"))
+    for key in {"dtype", "torch_dtype"}.intersection(content) or {"dtype"}:  # the latter before transformers 4.56
+        content[key] = name
+    write_text(config, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+_TOGETHER: Final = ("versions", "processes")
+
+
+def write_checkpoint(
+    source: Source, target: Path, *, max_shard_bytes: int, overwrite: bool, progress: Progress
+) -> None:
+    """Write a checkpoint of one model; complete, or not at all.
+
+    There are no random states, loaders and registered objects in it, for other formats have none: `load_state` says so.
+
+    Args:
+        source: what to write.
+        target: the folder.
+        max_shard_bytes: of a weight file.
+        overwrite: see `new_folder`.
+        progress: told the bytes that were written.
+
+    Raises:
+        CheckpointError: see `new_folder`.
+    """
+    layout = plan_layout(describe_stored(source.tensors), "", max_shard_bytes=max_shard_bytes, tied=source.tied)
+    model = {"class": source.model_class, "extra_states": source.extra_states, "optimizer": source.optimizer}
+    training = {
+        "models": [model],
+        "waiting_optimizers": [],
+        "schedules": list(source.schedules),
+        "loaders": [],
+        "iteration": 0,
+    }
+    with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
+        sums = write_tensors(draft, layout, source.tensors, progress, summed=True)
+        if layout.index is not None:
+            write_text(draft / index_file(""), layout.index)
+        copy_configuration(source.folder, draft)
+        write_nested(training, draft / "training", what="training")
+        write_nested([], draft / "random", what="random")
+        write_nested(None, draft / "objects", what="objects")
+        about = {
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **{key: source.origin.get(key) for key in _TOGETHER},
+            "imported": dict(source.origin),
+        }
+        stored = StoredModel.with_sums(source.model_class, "", source.tied, layout.places, sums)
+        Manifest(about, [stored], list_files(draft, layout.sizes)).write(draft)
+
+
+_MODEL_FILE: Final = "mp_rank_00_model_states.pt"  # which stages 0 to 2 look for
+_MODEL_FILE_STAGE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+def write_universal(source: Source, target: Path, *, overwrite: bool, progress: Progress) -> None:
+    """Write `latest_universal` and the folder that it names, for every ZeRO stage and number of processes.
+
+    Of each trained parameter there is a folder with its 32-bit value and states (DeepSpeed,
+    `checkpoint/universal_checkpoint.py` and `runtime/zero/stage3.py`, `load_hp_checkpoint_state`). DeepSpeed reads
+    nothing else of the model: the frozen weights and buffers lie, under `module`, in the file of the counters.
+
+    Args:
+        source: what to write; with an optimizer.
+        target: what `engine.load_checkpoint` is given.
+        overwrite: see `new_folder`.
+        progress: told the bytes that were written.
+
+    Raises:
+        CheckpointError: there is no optimizer in it; also see `new_folder`.
+    """
+    record = source.optimizer
+    if record is None or not record["groups"]:
+        raise CheckpointError(
+            f"{source.folder} holds no optimizer, and DeepSpeed's universal checkpoints are for going on with one.\n"
+            "Export the weights with --to hf."
+        )
+    trained = _by_parameter(source, record)
+    others = {name: stored for name, stored in source.weights(None).items() if name not in trained}
+    total = sum(stored.size for states in trained.values() for stored in states.values())
+    total += sum(stored.size for stored in others.values())
+    steps = {name: numbers["step"] for name, numbers in record["scalars"].items() if "step" in numbers}
+    with new_folder(target, total, overwrite=overwrite) as draft:
+        name = f"global_step{record['applied_steps']}"
+        zero = draft / name / "zero"
+        for parameter, states in trained.items():
+            folder = zero / parameter
+            folder.mkdir(parents=True)
+            for key, stored in states.items():
+                _save({"param": stored.whole(), "cat_dim": 0}, folder / f"{key}.pt")
+                progress(stored.size)
+            if parameter in steps:
+                _save(torch.tensor(float(steps[parameter])), folder / "step.pt")
+        _save(_optimizer_state(record, steps), zero / "optimizer_state.pt")
+        counters = _counters(source, record)
+        module = {key: stored.whole() for key, stored in others.items()}
+        _save({**counters, "module": module}, draft / name / _MODEL_FILE)
+        _save({**counters, "module": {}}, draft / name / _MODEL_FILE_STAGE_3)
+        write_text(draft / "latest_universal", name)
+    _note_losses(source, record, others)
+
+
+def _by_parameter(source: Source, record: Mapping[str, Any]) -> dict[str, dict[str, Stored]]:
+    trained: dict[str, dict[str, Stored]] = {}
+    for name in (name for group in record["groups"] for name in group["params"]):
+        master = source.tensors.get((MASTER, name)) or source.tensors[WEIGHT, name]
+        trained[name] = {"fp32": master.cast(torch.float32)}
+    for (kind, name), stored in source.tensors.items():
+        if kind not in (WEIGHT, MASTER) and name in trained:
+            trained[name][kind] = stored
+    return trained
+
+
+def _optimizer_state(record: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, Any]:
+    groups = [{**group["settings"], "params": [index]} for index, group in enumerate(record["groups"])]
+    step = torch.tensor(float(max(steps.values(), default=record["applied_steps"])))
+    return {
+        "ds_version": version("deepspeed"),
+        "param_groups": groups,  # stages 1 and 2 take these
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},  # and stage 3 these
+    }
+
+
+def _counters(source: Source, record: Mapping[str, Any]) -> dict[str, Any]:
+    schedule = dict(source.schedules[0]) if source.schedules else None
+    if schedule is not None and "last_epoch" in schedule:
+        schedule.setdefault("last_batch_iteration", schedule["last_epoch"] - 1)  # DeepSpeed's own count from -1
+    return {
+        "global_steps": record["applied_steps"],
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "lr_scheduler": schedule,
+        "ds_version": version("deepspeed"),
+    }
+
+
+def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str, Stored]) -> None:
+    if others:
+        source.notes.append(
+            f"{len(others)} frozen weights and buffers: DeepSpeed reads none from such a checkpoint. Load them with "
+            f"model.load_state_dict(torch.load('{_MODEL_FILE}')['module'], strict=False)"
+        )
+    if len(source.schedules) > 1:
+        source.notes.append(f"{len(source.schedules) - 1} more schedules: an engine has one")
+    if record["loss_scale"]:
+        source.notes.append("the loss scale: an engine begins with its configuration's")
+    if len(record["groups"]) > 1:
+        source.notes.append(
+            "several parameter groups at stage 3: DeepSpeed gives all the first one's settings and one step count, "
+            "which trains differently; stages 1 and 2 keep them apart"
+        )
+
+
+def _save(content: Any, path: Path) -> None:
+    torch.save(content, path)
+    sync_file(path)

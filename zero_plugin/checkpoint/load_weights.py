@@ -1,0 +1,289 @@
+"""Stored weights into a model: which goes where, and what no file has.
+
+Which stored tensor goes to which tensor of a model, and what has no counterpart.
+
+Draws values for parameters that no file has, each as the module's own class does, and leaves all others alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.errors import CheckpointError
+from zero_plugin.tensors.model_folder import Place, read_head, read_model_folder
+from zero_plugin.tensors.modules import Slot, persistent_tensors, shared_names, tensor_slots
+
+_LISTED = 20  # names of one kind in an error
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The tensors in the files of one model.
+
+    Attributes:
+        source: what was named.
+        folder: that the places are below.
+        places: name → where the tensor is.
+        tied: name → the stored name whose tensor it shares, as far as the files tell.
+    """
+
+    source: Path
+    folder: Path
+    places: Mapping[str, Place]
+    tied: Mapping[str, str]
+
+    def find(self, name: str) -> str | None:
+        """The stored name that has the tensor of a name, if any has."""
+        return next((stored for stored in (name, self.tied.get(name)) if stored in self.places), None)
+
+
+@dataclass(slots=True)
+class WeightsReport:
+    """What `load_weights` did.
+
+    Attributes:
+        source: the folder or file.
+        kind: the model's class.
+        loaded: the model's tensors that got values from it.
+        missing: the model's tensors that it does not have.
+        unexpected: its tensors that the model does not have.
+        mismatched: tensors that both have, with other shapes or incomparable types, and which.
+        initialized: of those without values in the file, the ones that had none before either, and were drawn anew.
+    """
+
+    source: Path
+    kind: str
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+    initialized: list[str] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every tensor of the model came from the source, and every one of the source went there."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}: {len(self.loaded)} tensors from {self.source}"]
+        lines += _listed("not in the file", self.missing)
+        lines += _listed("not in the model", self.unexpected)
+        lines += _listed("of another shape or type", [f"{name} ({why})" for name, why in self.mismatched.items()])
+        lines += _listed("drawn anew, since they had no values", self.initialized)
+        return "\n".join(lines)
+
+
+def find_weights(source: Path) -> StoredWeights:
+    """Read the heads of a model's files; no tensor is read.
+
+    Args:
+        source: a model folder, which every checkpoint is too, or one safetensors file.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing, damaged or a pickle.
+    """
+    if source.is_dir():
+        model = read_model_folder(source)
+        return StoredWeights(source, source, model.places, model.tied)
+    places, metadata = read_head(source, name=source.name)
+    return StoredWeights(source, source.parent, places, metadata)
+
+
+def match_weights(module: nn.Module, stored: StoredWeights, *, strict: bool) -> tuple[dict[str, Place], WeightsReport]:
+    """Find for each parameter and persistent buffer the stored tensor.
+
+    A tied tensor may be stored under any of its names. Of transformers models, a head's checkpoint fits the base model
+    and the other way round, but for the head; and what the model's class says may be missing or left over, may.
+
+    Args:
+        module: any, also partitioned or on the meta device.
+        stored: what the files have.
+        strict: what has no counterpart, or does not fit it, is an error.
+
+    Returns:
+        Name of the model's tensor → where its values are; and the report of what is going to be done.
+
+    Raises:
+        CheckpointError: `strict`, and something has no counterpart or does not fit: all of it.
+    """
+    names: dict[str, list[str]] = {name: [name] for name, _ in persistent_tensors(module)}
+    for alias, first in shared_names(module).items():
+        names[first].append(alias)
+    rename = _renaming(module, names, stored.places)
+    report = WeightsReport(stored.source, type(module).__name__)
+    places: dict[str, Place] = {}
+    used: set[str] = set()
+    for name, tensor in persistent_tensors(module):
+        asked = [rename(each) for each in names[name]]
+        found = next((hit for each in asked if (hit := stored.find(each)) is not None), None)
+        used.update(asked)
+        if found is None:
+            report.missing.append(name)
+            continue
+        used.add(found)
+        place = stored.places[found]
+        if (why := _misfit(tensor, place)) is None:
+            places[name] = place
+        else:
+            report.mismatched[name] = why
+    report.loaded = list(places)
+    report.unexpected = sorted(stored.places.keys() - used)
+    _leave_out_known(module, report)
+    if strict and not report.is_complete:
+        raise CheckpointError(_explain(module, report))
+    return places, report
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor that may be partitioned."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def as_pretrained(module: nn.Module) -> Any:
+    """The module if it is a transformers model, else None; transformers is not imported to know."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return module if modeling is not None and isinstance(module, modeling.PreTrainedModel) else None
+
+
+def _renaming(module: nn.Module, names: Iterable[str], stored: Iterable[str]) -> Callable[[str], str]:
+    """From a name of the model to that in the file, which may hold the base of a model with a head, or the reverse."""
+    pretrained = as_pretrained(module)
+    base = "" if pretrained is None else f"{pretrained.base_model_prefix}."
+    model_has, file_has = (any(name.startswith(base) for name in where) for where in (names, stored))
+    if len(base) > 1 and model_has and not file_has:
+        return lambda name: name.removeprefix(base)
+    if len(base) > 1 and file_has and not model_has:
+        return lambda name: base + name
+    return lambda name: name.replace("_orig_mod.", "")  # that torch.compile puts before the names of what it wraps
+
+
+def _misfit(tensor: Tensor, place: Place) -> str | None:
+    shape = whole_shape(tensor)
+    if shape != place.shape:
+        return f"{list(shape)} here, {list(place.shape)} in the file"
+    if _sort(tensor.dtype) != _sort(place.dtype):
+        return f"{tensor.dtype} here, {place.dtype} in the file"
+    return None
+
+
+def _sort(dtype: torch.dtype) -> str:
+    """Types of one sort convert into each other; floats of 8 bits need the scale that a quantized model has apart."""
+    if dtype.is_floating_point:
+        return "float" if dtype.itemsize > 1 else str(dtype)
+    return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "integer"
+
+
+def _leave_out_known(module: nn.Module, report: WeightsReport) -> None:
+    """Take out of a report what a transformers model's class says need not be in the file, or in the model."""
+    pretrained = as_pretrained(module)
+    if pretrained is None:
+        return
+    absent = [*(pretrained._keys_to_ignore_on_load_missing or ()), *_exactly(pretrained._keys_to_ignore_on_save or ())]
+    left = list(pretrained._keys_to_ignore_on_load_unexpected or ())
+    # Buffers of earlier versions, which are computed today.
+    left += [rf"(^|\.){name}$" for name in ("position_ids", r"rotary_emb\.inv_freq")]
+    report.missing = [name for name in report.missing if not _matches(absent, name)]
+    report.unexpected = [name for name in report.unexpected if not _matches(left, name)]
+
+
+def _exactly(names: Iterable[str]) -> list[str]:
+    return [f"^{re.escape(name)}$" for name in names]
+
+
+def _matches(patterns: Iterable[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _explain(module: nn.Module, report: WeightsReport) -> str:
+    lines = [f"{report.source} has the weights of another model than this {report.kind}; nothing was loaded."]
+    lines += str(report).splitlines()[1:]
+    lines.append("strict=False loads what fits, and leaves or initialises the rest.")
+    if as_pretrained(module) is not None and report.missing and report.unexpected:
+        lines.append(
+            f"Where the file has older names or other layouts (fused experts, say), {report.kind}.from_pretrained("
+            f"{str(report.source)!r}) converts them; it works after Accelerator(), partitioned at ZeRO stage 3."
+        )
+    return "\n".join(lines)
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    found = list(names)
+    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    return [f"  {len(found)} {what}: {', '.join(found[:_LISTED])}{more}"] if found else []
+
+
+def initialize_tensors(
+    module: nn.Module, names: Collection[str], whole: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
+) -> None:
+    """Initialise tensors as if the model were new: transformers' `_init_weights`, else the layer's `reset_parameters`.
+
+    Args:
+        module: the whole model.
+        names: of floating tensors in it, which hold NaN so far.
+        whole: a context in which tensors are whole on every process, and what process 0 writes into them stays.
+
+    Raises:
+        CheckpointError: of a tensor's class neither is known, or it leaves the tensor as it was.
+    """
+    slots = list(tensor_slots(module, recurse=True))
+    by_owner: dict[str, list[Slot]] = {}
+    for slot in slots:
+        if slot.name in names:
+            by_owner.setdefault(slot.name.rpartition(".")[0], []).append(slot)
+    left: list[str] = []
+    for owner, own in by_owner.items():
+        ids = {id(slot.tensor) for slot in own}
+        others = [slot for slot in slots if id(slot.tensor) not in ids]
+        with whole([slot.tensor for slot in own]), _set_aside(others), torch.no_grad():
+            _draw(module, owner)
+            left += [slot.name for slot in own if bool(torch.isnan(slot.tensor).any())]
+    if left:
+        raise CheckpointError(
+            f"{', '.join(left)}: not in the file, and the modules that hold them do not say how to initialise them (a "
+            "method reset_parameters()).\nAdd it; or build the model inside `with accelerator.init_model():`, where it "
+            "gets the values of a new one, then call accelerator.load_weights(model, …, strict=False)."
+        )
+
+
+@contextmanager
+def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
+    """Inside, other tensors without values are in these places, so that nothing that is written reaches theirs."""
+    held: list[tuple[dict[str, Any], str]] = [
+        (slot.owner._buffers if slot.is_buffer else slot.owner._parameters, slot.key) for slot in slots
+    ]
+    tensors = [where[key] for where, key in held]
+    for (where, key), tensor in zip(held, tensors, strict=True):
+        stand_in = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
+        where[key] = nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
+    try:
+        yield
+    finally:
+        for (where, key), tensor in zip(held, tensors, strict=True):
+            where[key] = tensor
+
+
+def _draw(root: nn.Module, owner: str) -> None:
+    """Have a module in `root` initialise itself, then those around it, which may do so for what is in them."""
+    path = owner.split(".") if owner else []
+    around = [root]
+    for name in path:
+        around.append(around[-1].get_submodule(name))
+    for depth in range(len(path), -1, -1):
+        module: Any = around[depth]
+        model = next((held for part in reversed(around[: depth + 1]) if (held := as_pretrained(part))), None)
+        if model is not None:
+            model._init_weights(module)
+            continue
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is not None:
+            reset()
+            return

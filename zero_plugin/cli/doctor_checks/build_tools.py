@@ -1,0 +1,285 @@
+"""Compilers, libraries, packages and built ops.
+
+DeepSpeed's ops: which a configuration needs, which are built, and building them.
+
+libaio, by which DeepSpeed reads and writes NVMe: its header and its library.
+
+What DeepSpeed compiles its ops with: a C++ compiler, ninja, and nvcc of torch's CUDA.
+
+Versions of Python and of the packages, against what this release is tested with.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from zero_plugin.machine.finding import Finding, Level
+
+_SHOWN_LINES: Final = 8
+_LIMIT_S: Final = 1200
+
+
+def missing_builds(ops: Sequence[str], folder: Path) -> list[str]:
+    """Those of `ops` that are not built in `folder`."""
+    return [op for op in ops if not (folder / op / f"{op}.so").is_file()]
+
+
+def check_locks(stale: Sequence[Path]) -> Finding:
+    """Locks of killed builds, on which DeepSpeed waits silently.
+
+    Args:
+        stale: those of the ops that the configuration needs that no process of this machine holds.
+    """
+    if not stale:
+        return Finding("op build locks", "ok", "none of a killed build is in the way")
+    found = f"a build was killed and left {', '.join(map(str, stale))}: this run would wait forever"
+    return Finding("op build locks", "wrong", found, f"rm {' '.join(map(str, stale))}")
+
+
+def check_builds(
+    ops: Sequence[str], folder: Path, environ: Mapping[str, str], *, build: bool, config: str = ""
+) -> Iterator[Finding]:
+    """One finding for each op.
+
+    Args:
+        ops: what the configuration needs.
+        folder: where they are built.
+        environ: of a build.
+        build: whether to build what is missing.
+        config: the file that asks for them, for the command that builds them.
+    """
+    if not ops:
+        yield Finding("ops", "ok", "this config needs none of DeepSpeed's C++ ops")
+    missing = missing_builds(ops, folder)
+    for op in ops:
+        if op not in missing:
+            yield Finding(f"op {op}", "ok", f"built in {folder}")
+        elif not build:
+            command = shlex.join(["zero-plugin", "doctor", *(["--config_file", config] if config else []), "--build"])
+            fix = f"{command}   (else the first run builds it, while all processes wait)"
+            yield Finding(f"op {op}", "warning", "not built yet", fix)
+        else:
+            yield _build(op, folder, environ)
+
+
+def _build(op: str, folder: Path, environ: Mapping[str, str]) -> Finding:
+    """Build in a process of its own: DeepSpeed's import takes seconds, and prints."""
+    command = [sys.executable, "-m", "zero_plugin.strategies.deepspeed.build_op", op]
+    try:
+        done = subprocess.run(  # noqa: S603 - this package's own module
+            command, env=dict(environ), capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(f"op {op}", "wrong", f"not built within {_LIMIT_S} s", f"rm -r {folder / op}, and once more")
+    if done.returncode == 0:
+        return Finding(f"op {op}", "ok", f"built in {folder}")
+    shown = "\n".join(_telling_lines(done.stdout + done.stderr))
+    fix = f"{' '.join(command)}   (shows all of it; what is missing is named above, or in the lines on the compiler)"
+    return Finding(f"op {op}", "wrong", f"does not compile:\n{shown}", fix)
+
+
+def _telling_lines(output: str) -> list[str]:
+    """The first errors, else the end; neither command lines of the compiler nor the traceback around them."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [
+        line for line in lines if re.search(r"\berror\s*:|: not found|Error: ", line) and "CalledProcess" not in line
+    ]
+    return list(dict.fromkeys(errors))[:_SHOWN_LINES] or lines[-_SHOWN_LINES:]
+
+
+def check_libaio(environ: Mapping[str, str], *, needed: bool, root: Path = Path("/")) -> Finding:
+    """Look where a compiler looks.
+
+    Args:
+        environ: `CPATH`, `CFLAGS` and `CONDA_PREFIX` name further folders of headers, `LIBRARY_PATH` and `LDFLAGS` of
+            libraries.
+        needed: whether the configuration offloads to NVMe.
+        root: of the file system.
+    """
+    headers = [folder / "libaio.h" for folder in _folders(environ, "CPATH", "CFLAGS", "-I", "include", root)]
+    header = next((file for file in headers if file.exists()), None)
+    library = next(
+        (
+            file
+            for folder in _folders(environ, "LIBRARY_PATH", "LDFLAGS", "-L", "lib", root)
+            for file in [*folder.glob("libaio.so"), *folder.glob("*-linux-gnu*/libaio.so")]
+        ),
+        None,
+    )
+    missing = [name for name, file in (("header libaio.h", header), ("library libaio.so", library)) if file is None]
+    if not missing:
+        return Finding("libaio", "ok", f"{header}, {library}")
+    found = f"the {' and the '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    found += ", and async_io is built on it" if needed else "; only NVMe offload needs it"
+    fix = "sudo apt-get install libaio-dev   (Fedora: sudo dnf install libaio-devel; conda: conda install libaio)"
+    return Finding("libaio", "wrong" if needed else "warning", found, fix)
+
+
+def _folders(
+    environ: Mapping[str, str], variable: str, flags: str, letter: str, kind: str, root: Path
+) -> Iterator[Path]:
+    yield from (Path(name) for name in environ.get(variable, "").split(":") if name)
+    yield from (Path(flag[2:]) for flag in shlex.split(environ.get(flags, "")) if flag.startswith(letter))
+    if prefix := environ.get("CONDA_PREFIX"):
+        yield Path(prefix, kind)
+    yield from (root / "usr" / kind, root / "usr" / "local" / kind)
+    if kind == "lib":
+        yield from (root / "usr" / "lib64", root / "lib64")
+
+
+_LEAST_VERSION: Final = 10  # of GCC and of clang: the first that know -std=c++20, with which torch 2.13 compiles
+
+
+def check_compiler(environ: Mapping[str, str], to_build: Collection[str]) -> Finding:
+    """The compiler that torch takes: `CXX`, else `c++`.
+
+    Args:
+        environ: with `PATH`.
+        to_build: ops that the configuration needs and that are not built yet.
+    """
+    name = environ.get("CXX", "c++")
+    file = shutil.which(name, path=environ.get("PATH", ""))
+    wrong: Level = "wrong" if to_build else "warning"
+    why = f", and {', '.join(to_build)} must be built" if to_build else "; DeepSpeed could build no op"
+    install = "sudo apt-get install g++   (Fedora: sudo dnf install gcc-c++; conda: conda install gxx)"
+    if file is None:
+        return Finding("C++ compiler", wrong, f"{name} is not on the PATH{why}", install)
+    line = (_output([file, "--version"], environ).splitlines() or [""])[0]
+    version = re.search(r"(\d+)\.\d+", line.rpartition(")")[2] or line)
+    if version is None:
+        return Finding("C++ compiler", wrong, f"{file} does not run{why}", install)
+    if int(version[1]) < _LEAST_VERSION:
+        found = f"{line}: torch compiles C++20, which needs {_LEAST_VERSION} at least{why}"
+        return Finding("C++ compiler", wrong, found, install)
+    return Finding("C++ compiler", "ok", line)
+
+
+def check_ninja(environ: Mapping[str, str], ops: Collection[str]) -> Finding:
+    """Torch asks ninja also for an op that is built already.
+
+    Args:
+        environ: with `PATH`.
+        ops: all that the configuration needs.
+    """
+    if (file := shutil.which("ninja", path=environ.get("PATH", ""))) is not None:
+        if version := _output([file, "--version"], environ).strip():
+            return Finding("ninja", "ok", f"{version} at {file}")
+        return Finding("ninja", "wrong" if ops else "warning", f"{file} does not run", "pip install ninja")
+    why = f", and {', '.join(ops)} cannot be loaded without" if ops else "; DeepSpeed could build no op"
+    fix = "pip install ninja   (and have the environment's bin folder on the PATH)"
+    return Finding("ninja", "wrong" if ops else "warning", f"not on the PATH{why}", fix)
+
+
+def check_cuda(torch_cuda: str | None, nvcc: str | None, home: str, cuda_ops: Collection[str]) -> Finding:
+    """Whether nvcc compiles for the CUDA that torch was built with.
+
+    Args:
+        torch_cuda: version of torch's CUDA, None for a torch without.
+        nvcc: version of the compiler, None where there is none.
+        home: where nvcc was looked for.
+        cuda_ops: ops of the configuration that it must compile.
+    """
+    if torch_cuda is None:
+        return Finding("CUDA toolkit", "ok", "torch is built without CUDA; no op needs nvcc")
+    level: Level = "wrong" if cuda_ops else "warning"
+    whose = f"; {', '.join(cuda_ops)} must be compiled" if cuda_ops else "; no op of this config needs it"
+    fix = f"Install CUDA {torch_cuda}'s toolkit, and export CUDA_HOME=/usr/local/cuda-{torch_cuda}"
+    if "fused_adam" in cuda_ops:
+        fix += "   (or write torch_adam: true into optimizer.params)"
+    if nvcc is None:
+        found = f"torch has CUDA {torch_cuda}, and there is no nvcc in {home or 'CUDA_HOME or on the PATH'}{whose}"
+        return Finding("CUDA toolkit", level, found, fix)
+    theirs, ours = nvcc.split("."), torch_cuda.split(".")
+    if theirs[0] != ours[0]:
+        return Finding("CUDA toolkit", level, f"torch has CUDA {torch_cuda}, nvcc {nvcc}{whose}", fix)
+    return Finding("CUDA toolkit", "ok", f"nvcc {nvcc}, torch's CUDA {torch_cuda}")
+
+
+def nvcc_version(environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """Version of nvcc, and the folder it belongs to: `CUDA_HOME`, `CUDA_PATH`, that of nvcc on the PATH, as torch."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if not home and (file := shutil.which("nvcc", path=environ.get("PATH", ""))) is not None:
+        home = str(Path(file).parents[1])
+    home = home or "/usr/local/cuda"
+    found = re.search(r"release (\d+\.\d+)", _output([f"{home}/bin/nvcc", "--version"], environ))
+    return (found[1] if found else None), home
+
+
+def torch_cuda(version_file: Path) -> str | None:
+    """CUDA of torch, from its `version.py`: importing torch takes a second or more."""
+    try:
+        text = version_file.read_text()
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*['\"](\d+\.\d+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _output(command: list[str], environ: Mapping[str, str]) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603 - a compiler of the user's own PATH
+            command, env=dict(environ), capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+# What the test suite passes with, as constraints.txt says.
+TESTED: Final = {"torch": "2.13.0", "deepspeed": "0.19.8", "safetensors": "0.8.0", "numpy": "2.2.6"}
+_PYTHONS: Final = ((3, 10), (3, 13))
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    """The interpreter's version, `(major, minor)`."""
+    shown, (least, most) = ".".join(map(str, version)), _PYTHONS
+    tested = f"{least[0]}.{least[1]} to {most[0]}.{most[1]}"
+    if version < least:
+        fix = f"Make an environment of a newer Python: python{most[0]}.{most[1]} -m venv .venv"
+        return Finding("Python", "wrong", f"{shown}; {least[0]}.{least[1]} is the least", fix)
+    if version > most:
+        fix = f"If something fails, try python{most[0]}.{most[1]} -m venv .venv"
+        return Finding("Python", "warning", f"{shown}; tested with {tested}", fix)
+    return Finding("Python", "ok", f"{shown} (tested: {tested})")
+
+
+def check_packages(installed: Mapping[str, str | None], required: list[str], *, deepspeed: bool) -> Iterator[Finding]:
+    """Each package of `TESTED`.
+
+    Args:
+        installed: versions by name, None for what is missing.
+        required: this package's requirements, as its metadata writes them.
+        deepspeed: whether the run needs DeepSpeed.
+    """
+    always = (r for r in map(Requirement, required) if r.marker is None or r.marker.evaluate({"extra": ""}))
+    limits = {requirement.name: requirement.specifier for requirement in always}
+    for name, tested in TESTED.items():
+        version = installed.get(name)
+        install = f"pip install '{name}=={tested}'"
+        unneeded = name == "deepspeed" and not deepspeed
+        if version is None:
+            found = "not installed" + (", and this config does without" if unneeded else "")
+            yield Finding(name, "warning" if unneeded else "wrong", found, install)
+        elif name in limits and not limits[name].contains(version, prereleases=True):
+            found = f"{version}, which is not {limits[name]}"
+            yield Finding(name, "warning" if unneeded else "wrong", found, install)
+        elif _release(version) > _release(tested):
+            yield Finding(name, "warning", f"{version}, newer than the tested {tested}", f"If it fails: {install}")
+        else:
+            yield Finding(name, "ok", f"{version} (tested: {tested})")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor: the last number changes no interface. `0.19.8` of a 0.x package counts whole."""
+    release = Version(re.sub(r"\+.*", "", version)).release
+    return release[:2] if release[0] else release[:3]

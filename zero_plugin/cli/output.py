@@ -1,0 +1,279 @@
+"""Tables, progress bars and verdicts that commands print.
+
+Prints resolved values by section: a table that fits the terminal, or aligned plain lines for a pipe.
+
+Amounts of bytes: as text, and as a bar that fills while they are read or written.
+
+Prints what checks came to: a mark, a name and what was found, and under what is not well the way to mend it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.resolve.draft import deepspeed_default
+from zero_plugin.config.resolve.facts import Facts, Resolved
+from zero_plugin.config.resolve.resolve import Row
+from zero_plugin.config.tree import KeyPath, dotted
+from zero_plugin.config.validation import show
+
+_FIRST: Final = ("launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler")
+_SECTIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("mixed_precision", "fp16", "bf16", "torch_autocast", "data_types"), "precision"),
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "batch"),
+    "gradient_clipping": "batch",
+    "scheduler_counts": "scheduler",
+}
+_STYLES: Final = {"flag": "cyan", "code": "cyan", "rule": "green", "default": "dim", "open": "yellow", "unset": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One document, resolved as far as it is known."""
+
+    document: Document
+    facts: Facts
+    resolved: Resolved
+    rows: Sequence[Row]
+
+    @property
+    def name(self) -> str:
+        """The files that were read, for messages."""
+        return ", ".join(self.document.sources) or "no file"
+
+    @property
+    def headline(self) -> str:
+        """Where this would run."""
+        machine = self.facts.machine
+        path = "DeepSpeed" if self.facts.strategy == "deepspeed" else self.facts.strategy
+        return f"{self.name}: {path} on {machine.processes} × {machine.accelerator}"
+
+
+def print_table(explained: Explained, options: Mapping[str, str]) -> None:
+    """Print every value with where it came from, then what was noted.
+
+    Args:
+        explained: what to print.
+        options: by dotted key, the option that stands for what would fill it in a run.
+    """
+    launch_keys = set(explained.document.launch) | set(explained.resolved.launch)
+    sections: dict[str, list[tuple[str, str, str, str]]] = {}
+    for row in explained.rows:
+        section = _section(row.path, is_launch=row.path in launch_keys)
+        hint = options.get(dotted(row.path), "--set") if row.kind == "open" else ""
+        line = (dotted(row.path), _value(row), _origin(row) + (f" ({hint})" if hint else ""), _STYLES.get(row.kind, ""))
+        sections.setdefault(section, []).append(line)
+    ordered = sorted(sections, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    waiting = sum(row.kind == "open" for row in explained.rows)
+    keys = {dotted(row.path) for row in explained.rows}
+    said = [line for line in explained.resolved.said_aloud if line.partition(" = ")[0] not in keys]
+    notes = [*(note.headline for note in explained.document.notes), *said]
+    if waiting:
+        notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")
+    if sys.stdout.isatty():
+        _print_wrapped(explained.headline, {name: sections[name] for name in ordered}, notes)
+    else:
+        _print_plain(explained.headline, {name: sections[name] for name in ordered}, notes)
+
+
+def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> None:
+    """Print the keys that two documents resolve to different values, both values and where they came from.
+
+    A key that only one of them has counts with DeepSpeed's default in the other.
+    """
+    sides = [{row.path: row for row in side.rows} for side in (ours, theirs)]
+    pairs = []
+    for path in dict.fromkeys([*sides[0], *sides[1]]):
+        pair = [
+            side.get(path) or _unset(path, explained) for side, explained in zip(sides, (ours, theirs), strict=True)
+        ]
+        if pair[0].value != pair[1].value or (pair[0].kind == "open") != (pair[1].kind == "open"):
+            pairs.append((dotted(path), pair))
+    names = [ours.name, theirs.name]
+    if as_json:
+        differences = [{"path": path, "values": [row.as_json() for row in pair]} for path, pair in pairs]
+        print(json.dumps({"files": names, "differences": differences}, indent=2, ensure_ascii=False))
+        return
+    if not pairs:
+        print(f"{names[0]} and {names[1]} resolve to the same values")
+    width = max(map(len, names))
+    values = max((len(_value(row)) for _, pair in pairs for row in pair), default=0)
+    for key, pair in pairs:
+        print(key)
+        for file, row in zip(names, pair, strict=True):
+            print(f"  {file:{width}}  {_value(row):{values}}  {_origin(row)}")
+
+
+def _unset(path: KeyPath, explained: Explained) -> Row:
+    default = deepspeed_default(path, explained.resolved.tree.value("optimizer", "type"))
+    return Row(path, default[0] if default else None, "unset", "", "nobody wrote the key")
+
+
+def _section(path: KeyPath, *, is_launch: bool) -> str:
+    if path[0] in _SECTIONS:
+        return _SECTIONS[path[0]]
+    if is_launch:
+        return "launch"
+    return path[0] if len(path) > 1 else "engine"
+
+
+def _value(row: Row) -> str:
+    if row.kind == "open" and row.value == "auto":
+        return "open"
+    return row.value if isinstance(row.value, str) else show(row.value)
+
+
+def _origin(row: Row) -> str:
+    """Where a value came from, in a few words."""
+    if row.kind == "open":
+        return f"waits for {'' if row.reason.startswith('Dummy') else 'the '}{row.reason}"
+    if row.kind in ("file", "flag", "code"):
+        return _place(row.where)
+    words = ["auto"] if row.was_auto else ["rule"] if row.kind == "rule" else []
+    if row.kind != "rule" and "default" not in row.reason:
+        words.append("DeepSpeed's default")
+    return ": ".join([*words, row.reason])
+
+
+def _place(where: str) -> str:
+    """`folder/ds.json:12:5` as `ds.json:12`; the headline has the whole path, and a row has one place."""
+    file, _, place = where.partition(":")
+    line, _, column = place.partition(":")
+    return f"{Path(file).name}:{line}" if line.isdigit() and column.isdigit() else where
+
+
+def _print_plain(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:
+    lines = [line for section in sections.values() for line in section]
+    keys, values = (max((len(line[column]) for line in lines), default=0) for column in (0, 1))
+    print(headline)
+    for name, section in sections.items():
+        print(f"\n{name}")
+        for key, value, origin, _ in section:
+            print(f"  {key:{keys}}  {value:{values}}  {origin}")
+    if notes:
+        print()
+    for note in notes:
+        print(f"note: {note}")
+
+
+def _print_wrapped(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    width = console.width
+    names = [_within(section, key) for section, lines in sections.items() for key, *_ in lines]
+    longest = max(map(len, names), default=0)
+    # However long a name is, two fifths of the terminal are left for the reasons.
+    key_width = min(longest, width * 2 // 5)
+    value_width = min(max((len(v) for lines in sections.values() for _, v, *_ in lines), default=0), width // 5)
+    console.print(Text(headline, "bold"), soft_wrap=True)
+    for section, lines in sections.items():
+        console.print(f"\n[bold]{section}[/bold]")
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(width=key_width + 2)
+        table.add_column(width=value_width, overflow="fold")
+        table.add_column(overflow="fold")
+        for key, value, origin, style in lines:
+            name = "\n    ".join(_folded(_within(section, key), key_width))
+            table.add_row(Text(f"  {name}"), Text(value, "" if style == "dim" else style), Text(origin, style))
+        console.print(table)
+    for number, note in enumerate(notes):
+        console.print(Text(f"{'' if number else chr(10)}note: {note}", "dim"), soft_wrap=False)
+
+
+def _within(section: str, key: str) -> str:
+    return key.removeprefix(f"{section}.")
+
+
+def _folded(name: str, width: int) -> list[str]:
+    """A long name in lines of at most `width` characters, broken after an underscore or a dot."""
+    lines: list[str] = []
+    while len(name) > width:
+        cut = max(name.rfind("_", 0, width), name.rfind(".", 0, width)) + 1 or width
+        lines.append(name[:cut])
+        name, width = name[cut:], width - 2 if not lines[1:] else width
+    return [*lines, name]
+
+
+_BIG: Final = 2**28  # bytes, from which on a bar is worth looking at
+_UNITS: Final = ("bytes", "KB", "MB", "GB", "TB")
+
+
+@contextmanager
+def progress_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how far a long reading or writing is; give what it is told the bytes with."""
+    if total_bytes < _BIG or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total_bytes)
+        yield lambda count: progress.advance(task, count)
+
+
+def show_bytes(count: float) -> str:
+    """Three digits and a decimal unit."""
+    for unit in _UNITS[:-1]:
+        if count < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} {_UNITS[-1]}"
+
+
+Mark = Literal["ok", "warning", "wrong", "left out"]
+_MARK_STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "bold red", "left out": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One line of the table, and the one that mends it.
+
+    Attributes:
+        mark: what the check came to.
+        name: what was looked at.
+        said: what was found.
+        fix: a command or an edit; empty where nothing is to be done.
+    """
+
+    mark: Mark
+    name: str
+    said: str
+    fix: str = ""
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Print to a terminal in colour and within its width; to a pipe one line each, so that they can be searched."""
+    marks = max((len(verdict.mark) for verdict in verdicts), default=0)
+    names = max((len(verdict.name) for verdict in verdicts), default=0)
+    if not sys.stdout.isatty():
+        for verdict in verdicts:
+            print(f"{verdict.mark:{marks}}  {verdict.name:{names}}  {verdict.said}")
+            for line in verdict.fix.splitlines():
+                print(f"{'':{marks}}  {'':{names}}  → {line}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for verdict in verdicts:
+        style, dim = _MARK_STYLES[verdict.mark], "dim" if verdict.mark == "left out" else ""
+        row = Table.grid(padding=(0, 2, 0, 0))
+        for width in (marks, names, None):
+            row.add_column(min_width=width, overflow="fold")
+        row.add_row(Text(verdict.mark, style), Text(verdict.name, dim), Text(verdict.said, dim))
+        console.print(row)
+        for line in verdict.fix.splitlines():  # never broken, so that it can be copied
+            console.print(Text(f"{'':{marks}}  → {line}", style), soft_wrap=True)

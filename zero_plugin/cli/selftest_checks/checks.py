@@ -1,0 +1,383 @@
+"""The checks of the self-test, and what they share.
+
+What the checks of the self-test share: the accelerator, a folder, and the model that one prepares for the next.
+
+Collectives on the run's own backend: every value is looked at, and the bandwidth measured.
+
+A loader shared out among the processes: every sample comes once.
+
+Round trips between host and device, and to the NVMe folders that the configuration names.
+
+One step of a small model against the same step in one process, and a checkpoint of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero_plugin.accelerator import Accelerator
+from zero_plugin.cli.selftest_checks.outcome import CheckError, LeftOut
+from zero_plugin.config.placeholders import DummyOptim
+from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.distributed.seeding import set_seed
+from zero_plugin.strategies.torch_optimizers import build_optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The small model as it was prepared, with the batch of this process."""
+
+    model: Any
+    optimizer: Any
+    batch: tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class Run:
+    """One self-test on one process.
+
+    Attributes:
+        accelerator: as the configuration says.
+        folder: for the checkpoint; None where no folder of all machines is known.
+        trained: what `optimizer step` leaves for `checkpoint`; None before, and where it failed.
+    """
+
+    accelerator: Accelerator
+    folder: Path | None = None
+    trained: Trained | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.accelerator.device
+
+    @property
+    def carried(self) -> torch.device:
+        """Where the process group takes tensors from: the device, or the CPU beside XLA's own all-reduce."""
+        return torch.device("cpu") if self.device.type == "xla" else self.device
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return int(self.accelerator.num_processes)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds, once the block is left."""
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def stopwatch(device: torch.device) -> Iterator[Stopwatch]:
+    """Measure a block with all that it started on the device."""
+    watch = Stopwatch()
+    _synchronize(device)
+    began = time.perf_counter()
+    yield watch
+    _synchronize(device)
+    watch.seconds = max(time.perf_counter() - began, 1e-9)
+
+
+def speed(size: float, seconds: float) -> str:
+    """Bytes in seconds as GB/s."""
+    return f"{size / seconds / 1e9:.3g} GB/s"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+_BARRIERS = 20
+_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # of the whole result
+_REPEATED = 3
+
+
+def check_barrier(run: Run) -> str:
+    """All processes meet, and how long that takes."""
+    _need_several(run)
+    dist.barrier()
+    with stopwatch(run.device) as watch:
+        for _ in range(_BARRIERS):
+            dist.barrier()
+    return f"{run.processes} processes, {watch.seconds / _BARRIERS * 1e3:.2g} ms each by {dist.get_backend()}"
+
+
+def check_all_reduce(run: Run) -> str:
+    """Sums of known values; bandwidth as NCCL's tests define it: what each process must send, 2 (n-1)/n of the size."""
+    _need_several(run)
+    ramp = _ramp(run)
+    wanted = ramp * (run.processes * (run.processes + 1) // 2)
+    buffer = torch.empty_like(ramp)
+    seconds = []
+    for _ in range(_REPEATED):
+        buffer.copy_(ramp * (run.accelerator.process_index + 1))
+        with stopwatch(run.device) as watch:
+            dist.all_reduce(buffer)
+        seconds.append(watch.seconds)
+        _compare(buffer, wanted)
+    return _told(buffer, min(seconds), 2 * (run.processes - 1) / run.processes)
+
+
+def check_all_gather(run: Run) -> str:
+    """Each process's values at its place; bandwidth of what each must receive, (n-1)/n of the result."""
+    _need_several(run)
+    own = _ramp(run).chunk(run.processes)[0].contiguous()
+    wanted = torch.cat([own + rank for rank in range(run.processes)])
+    result = torch.empty_like(wanted)
+    seconds = []
+    for _ in range(_REPEATED):
+        result.zero_()
+        with stopwatch(run.device) as watch:
+            dist.all_gather(list(result.chunk(run.processes)), own + run.accelerator.process_index)
+        seconds.append(watch.seconds)
+        _compare(result, wanted)
+    return _told(result, min(seconds), (run.processes - 1) / run.processes)
+
+
+def check_broadcast(run: Run) -> str:
+    """The last process's values on all; bandwidth of what each receives."""
+    _need_several(run)
+    ramp, last = _ramp(run), run.processes - 1
+    buffer = torch.empty_like(ramp)
+    seconds = []
+    for _ in range(_REPEATED):
+        buffer.copy_(ramp if run.accelerator.process_index == last else torch.zeros_like(ramp))
+        with stopwatch(run.device) as watch:
+            dist.broadcast(buffer, src=last)
+        seconds.append(watch.seconds)
+        _compare(buffer, ramp)
+    return _told(buffer, min(seconds), 1.0)
+
+
+def _need_several(run: Run) -> None:
+    if run.processes == 1:
+        raise LeftOut("there is one process")
+
+
+def _ramp(run: Run) -> Tensor:
+    """Whole numbers small enough for fp32 to add up exactly."""
+    count = _BYTES[run.carried.type] // 4
+    return torch.arange(count, device=run.carried).remainder_(997).float()
+
+
+def _compare(found: Tensor, wanted: Tensor) -> None:
+    if wrong := int((found != wanted).sum()):
+        first = int((found != wanted).nonzero()[0])
+        raise CheckError(
+            f"{wrong:,} of {found.numel():,} values are wrong, the first at {first:,}: "
+            f"{found[first].item():g} where {wanted[first].item():g} should be"
+        )
+
+
+def _told(buffer: Tensor, seconds: float, share: float) -> str:
+    size = buffer.numel() * buffer.element_size()
+    return f"values right; {speed(size * share, seconds)} per process ({size / 2**20:.0f} MiB)"
+
+
+_SAMPLES = 1003  # no multiple of any usual number of processes
+_BATCH = 4
+
+
+def check_data_loader(run: Run) -> str:
+    """Go through a shuffled epoch, and collect as for a metric."""
+    samples: Any = range(_SAMPLES)
+    loader = run.accelerator.prepare(DataLoader(samples, batch_size=_BATCH, shuffle=True))
+    seen, batches = [], 0
+    for batch in loader:
+        seen.append(run.accelerator.gather_for_metrics(batch))
+        batches += 1
+    counted = Counter(torch.cat(seen).tolist())
+    missing = [sample for sample in range(_SAMPLES) if not counted[sample]]
+    twice = [sample for sample, count in counted.items() if count > 1]
+    if missing or twice:
+        raise CheckError(f"of {_SAMPLES} samples {len(missing)} are missing and {len(twice)} come more than once")
+    return f"{_SAMPLES} samples, each once; {batches} batches on every process"
+
+
+_COPIED = {"cuda": 256 * 2**20, "xla": 32 * 2**20}  # bytes
+_SWAPPED = 64 * 2**20
+
+
+def check_host_and_device(run: Run) -> str:
+    """Copy from host memory to the device and back; for a GPU, from pinned memory."""
+    if run.device.type == "cpu":
+        raise LeftOut("the run is on the CPU, where all is in host memory")
+    size = _COPIED[run.device.type]
+    host = torch.arange(size // 4, dtype=torch.int32)
+    if run.device.type == "xla":  # which notes a copy down, and makes it when somebody looks
+        with stopwatch(run.device) as both:
+            back = host.to(run.device).cpu()
+        told = f"to the device and back {speed(2 * size, both.seconds)}"
+    else:
+        host, back = host.pin_memory(), torch.empty_like(host).pin_memory()
+        there = host.to(run.device)
+        with stopwatch(run.device) as going:
+            there.copy_(host, non_blocking=True)
+        with stopwatch(run.device) as coming:
+            back.copy_(there, non_blocking=True)
+        told = f"to the GPU {speed(size, going.seconds)}, back {speed(size, coming.seconds)}"
+    if not torch.equal(host, back):
+        raise CheckError("what comes back from the device is not what was sent")
+    return f"{told}, all processes at once"
+
+
+def check_nvme(run: Run) -> str:
+    """Write and read a file by DeepSpeed's own asynchronous I/O, as its offload does."""
+    folders = _nvme_folders(run)
+    if not folders:
+        raise LeftOut("nothing is offloaded to NVMe")
+
+    from zero_plugin.strategies.deepspeed.nvme import measure_nvme
+
+    said = []
+    for folder in folders:
+        with tempfile.TemporaryDirectory(prefix="zero_plugin-test-", dir=folder) as own:
+            file = Path(own) / f"rank-{run.accelerator.process_index}"
+            aio = run.accelerator.document.deepspeed.section("aio").nested()
+            trip = measure_nvme(file, _SWAPPED, {key: value for key, value in aio.items() if value != "auto"})
+        if not trip.equal:
+            raise CheckError(f"what is read from {folder} is not what was written")
+        wrote, read = speed(_SWAPPED, trip.write_seconds), speed(_SWAPPED, trip.read_seconds)
+        said.append(f"{folder}: writes {wrote}, reads {read}, per process and all at once")
+    return "; ".join(said)
+
+
+def _nvme_folders(run: Run) -> Iterable[str]:
+    zero = run.accelerator.document.deepspeed.section("zero_optimization")
+    sections = [zero.section(f"offload_{what}") for what in ("optimizer", "param")]
+    paths = [section.value("nvme_path") for section in sections if section.value("device") == "nvme"]
+    for path in dict.fromkeys(paths):
+        Path(path).mkdir(parents=True, exist_ok=True)
+    return list(dict.fromkeys(paths))
+
+
+_WIDTH = 512  # a weight of 0.26 million elements: ZeRO-3 keeps smaller ones whole
+_OUTPUTS = 8
+_ROWS = 8  # per process
+# Adam's first step is lr * g / (|g| + eps): with an eps as large as the gradients, it shows a gradient that is wrong by
+# a factor, and no sign flips by a rounding.
+_ARGUMENTS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.999), "eps": 0.05, "weight_decay": 0.0}
+_TOLERANCE = {"no": 1e-3, "bf16": 0.1, "fp16": 0.1}  # of the step's length
+_MOST_ATTEMPTS = 25  # fp16 begins with a loss scale that may have to be halved
+
+
+def check_optimizer_step(run: Run) -> str:
+    """Train one step on the global batch; on the main process, take it again in fp32 with plain torch, and compare."""
+    accelerator = run.accelerator
+    set_seed(0)
+    hidden = [layer for _ in range(2) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
+    model = nn.Sequential(*hidden, nn.Linear(_WIDTH, _OUTPUTS))
+    reference = copy.deepcopy(model)
+    rows = _ROWS * run.processes
+    inputs, targets = torch.randn(rows, _WIDTH), torch.randn(rows, _OUTPUTS)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=_ROWS)
+    described = accelerator.document.deepspeed.has_section("optimizer")
+    make: Any = DummyOptim if described else torch.optim.AdamW
+    optimizer = make(model.parameters(), **_ARGUMENTS)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    before = accelerator.get_state_dict(model)
+    trained = Trained(model, optimizer, next(iter(loader)))
+    with stopwatch(run.device) as watch:
+        _step(run, trained)
+    after = accelerator.get_state_dict(model)
+    run.trained = trained
+    if before is None or after is None:  # not the main process
+        return ""
+    reference.load_state_dict({name: tensor.float() for name, tensor in before.items()})
+    section = _resolved(run).optimizer if described else None
+    torch_optimizer = (
+        torch.optim.AdamW(reference.parameters(), **_ARGUMENTS)
+        if section is None
+        else build_optimizer(section, reference.parameters())
+    )
+    torch.autograd.backward(_loss(reference, (inputs, targets)))
+    torch_optimizer.step()
+    apart = _distance(after, reference.state_dict(), before)
+    allowed = _TOLERANCE[_resolved(run).precision]
+    if not apart <= allowed:
+        raise CheckError(
+            f"the step differs by {apart:.2g} of its length from that of one process with plain torch "
+            f"(allowed: {allowed:g})"
+        )
+    return f"as in one process, but for {apart:.1g} of its length ({watch.seconds * 1e3:.0f} ms)"
+
+
+def check_checkpoint(run: Run) -> str:
+    """Save; step; load: the weights are those saved, and the same step leads to where it led before."""
+    if run.trained is None:
+        raise LeftOut("it takes the model of the optimizer step, which failed")
+    if run.folder is None:
+        raise LeftOut("the machines need a folder that all of them see: --folder FOLDER")
+    accelerator, trained = run.accelerator, run.trained
+    saved = accelerator.get_state_dict(trained.model)
+    with stopwatch(run.device) as saving:
+        accelerator.save_state(run.folder)
+    _step(run, trained)
+    after = accelerator.get_state_dict(trained.model)
+    with stopwatch(run.device) as loading:
+        accelerator.load_state(run.folder)
+    loaded = accelerator.get_state_dict(trained.model)
+    _step(run, trained)
+    again = accelerator.get_state_dict(trained.model)
+    if saved is None or after is None or loaded is None or again is None:
+        return ""
+    if wrong := [name for name, tensor in saved.items() if not torch.equal(tensor, loaded[name])]:
+        raise CheckError(f"weights differ after load_state: {', '.join(wrong)}")
+    apart = _distance(again, after, saved)
+    if not apart <= _TOLERANCE[_resolved(run).precision]:
+        raise CheckError(
+            f"the step after load_state differs by {apart:.2g} of its length from the one before: the optimizer's "
+            "states were not restored"
+        )
+    size = sum(file.stat().st_size for file in run.folder.rglob("*") if file.is_file())
+    rates = f"written at {speed(size, saving.seconds)}, read at {speed(size, loading.seconds)}"
+    return f"values equal; {size / 1e6:.3g} MB {rates}"
+
+
+def _resolved(run: Run) -> Resolved:
+    resolved = run.accelerator.resolved
+    assert resolved is not None, "a model is prepared"
+    return resolved
+
+
+def _step(run: Run, trained: Trained) -> None:
+    for _ in range(_MOST_ATTEMPTS):
+        run.accelerator.backward(_loss(trained.model, trained.batch))
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        if not run.accelerator.optimizer_step_was_skipped:
+            return
+    raise CheckError(f"fp16 overflowed {_MOST_ATTEMPTS} times in a row, at every loss scale")
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = batch
+    kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype)
+    predicted: Tensor = model(inputs.to(kind))
+    return (predicted.float() - targets).square().sum(1).mean()
+
+
+def _distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """How far two steps from one start end from each other, in lengths of the wanted one."""
+
+    def length(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in start))
+
+    return length(found, wanted) / max(length(wanted, start), 1e-30)

@@ -1,0 +1,129 @@
+"""Words that scripts choose from, and how the processes of a run work together.
+
+Words that scripts choose from by name, as `accelerate.utils` has them; each member is its own text under `str`.
+
+How the processes of a run work together, by the names that scripts compare with.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, EnumMeta
+from typing import cast
+
+
+class EnumWithContains(EnumMeta):
+    """Lets `"bf16" in PrecisionType` ask for a value, which Python 3.10 and 3.11 refuse."""
+
+    def __contains__(cls, value: object) -> bool:
+        try:
+            cls(value)
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enumeration whose members show as their values."""
+
+    def __str__(self) -> str:
+        return cast(str, self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All values."""
+        return [str(member) for member in cls]
+
+
+class PrecisionType(str, BaseEnum):
+    """What a model computes in."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class LoggerType(BaseEnum):
+    """Experiment trackers; `ALL` is every one that is installed."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    JSONL = "jsonl"
+
+
+class RNGType(BaseEnum):
+    """Random number generators that processes can be given the same state of; `GENERATOR` is a loader's own."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    XLA = "xla"
+    GENERATOR = "generator"
+
+
+class DynamoBackend(str, BaseEnum):
+    """Compilers behind `torch.compile`; `NO` compiles nothing."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+class DDPCommunicationHookType(BaseEnum):
+    """What DDP does to gradients on their way between processes."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class ComputeEnvironment(str, Enum):
+    """Where a launch configuration says it runs."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class DistributedType(str, Enum):
+    """How the processes of a run work together.
+
+    A run is `NO`, `MULTI_CPU`, `MULTI_GPU`, `DEEPSPEED` or `XLA`. The others are never a run's; they are here because
+    scripts written for Accelerate compare with them.
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    DEEPSPEED = "DEEPSPEED"
+    XLA = "XLA"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"

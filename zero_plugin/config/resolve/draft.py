@@ -1,0 +1,268 @@
+"""A configuration while it is resolved, and DeepSpeed's own defaults.
+
+A configuration while it is being resolved: what is settled so far, what is wrong, what to say.
+
+DeepSpeed's own defaults, for fields that are written out or say `auto` and have no better rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.overlay import same_value
+from zero_plugin.config.resolve.facts import Facts, Resolved
+from zero_plugin.config.schema import key_schema
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted
+from zero_plugin.config.validation import show
+from zero_plugin.errors import ConfigError, Problem
+
+
+class Draft:
+    """The working copy that the rules fill, topic after topic; the document itself never changes.
+
+    Attributes:
+        facts: what the rules may look at besides the values.
+        tree, launch: the trees as far as they are settled.
+    """
+
+    def __init__(self, document: Document, facts: Facts) -> None:
+        self.facts = facts
+        self.tree = document.deepspeed
+        self.launch = document.launch
+        self._document = document
+        self._problems: list[Problem] = []
+        self._missing: dict[KeyPath, str] = {}
+        self._refused: set[KeyPath] = set()
+        self._said: list[str] = []
+
+    @property
+    def on_deepspeed(self) -> bool:
+        """Whether the run goes through DeepSpeed's engine."""
+        return self.facts.strategy == "deepspeed"
+
+    def get(self, *path: str) -> Entry | None:
+        """The settled leaf at `path`; None where it is absent, null or still open."""
+        entry = self.tree.get(*path)
+        return None if entry is None or entry.value is None or holds_auto(entry.value) else entry
+
+    def value(self, *path: str, default: Any = None) -> Any:
+        """The settled value at `path`, or `default`."""
+        entry = self.get(*path)
+        return default if entry is None else entry.value
+
+    def is_open(self, *path: str) -> bool:
+        """Whether the leaf says `auto`, as a whole or inside a list."""
+        return path in self.tree and holds_auto(self.tree.value(*path))
+
+    def is_missing(self, *path: str) -> bool:
+        """Whether the leaf stays open, since a fact is not there; see `miss`."""
+        return path in self._missing
+
+    def is_unsettled(self, *path: str) -> bool:
+        """Whether a rule has still to find this value: it is absent or open."""
+        return path not in self.tree or self.is_open(*path)
+
+    def put(self, path: KeyPath, value: Any, reason: str, kind: OriginKind = "rule", *, aloud: bool = False) -> None:
+        """Settle `path`. Of a list such as `["auto", 0.95]` only the open elements are taken from `value`.
+
+        Args:
+            path: where.
+            value: what; lists become tuples.
+            reason: why this value, for `explain`.
+            kind: "rule", or "default" for a value that DeepSpeed would have taken too.
+            aloud: whether the choice changes training and has to be printed at start.
+        """
+        before, value = self.tree.get(*path), frozen(value)
+        if before is not None and isinstance(before.value, tuple) and holds_auto(before.value):
+            template = before.value
+            if not isinstance(value, tuple) or len(value) != len(template):
+                fix = f"Write the whole list, or auto in its place, which is {show(value)}: {reason}."
+                self.refuse(path, f"{show(template)} has an open element that nothing fills.", fix)
+                return
+            value = tuple(found if holds_auto(typed) else typed for typed, found in zip(template, value, strict=True))
+            reason += "; the other elements are typed"
+        self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
+        if aloud:
+            self.say(f"{dotted(path)} = {_shown(value)}: {reason}")
+
+    def put_planned(self, path: KeyPath) -> bool:
+        """Settle `path` as the plan of the memory has chosen, and say so; False where it has chosen nothing there."""
+        found = self.facts.planned.get(path)
+        if found is not None:
+            self.put(path, *found, aloud=True)
+        return found is not None
+
+    def drop(self, path: KeyPath) -> None:
+        """Take a leaf away."""
+        self.tree = self.tree.without(*path)
+
+    def keys(self, *section: str) -> list[str]:
+        """The keys written in a section that holds plain values; none where it is absent, null or empty."""
+        return [path[-1] for path in self.tree if path[:-1] == section]
+
+    def put_launch(self, key: str, value: Any, reason: str, *, aloud: bool = False) -> None:
+        """Settle a launch key; see `put`."""
+        self.launch = self.launch.replace({(key,): self._entry((key,), value, reason, "rule")})
+        if aloud:
+            self.say(f"{key} = {value}: {reason}")
+
+    def say(self, sentence: str) -> None:
+        """Note a choice that has to be printed once at start."""
+        self._said.append(sentence)
+
+    def refuse(self, path: KeyPath, message: str, fix: str) -> None:
+        """Note a problem that no further fact mends; `finish` raises all of them at once."""
+        entry = self.tree.get(*path) or self.launch.get(*path)
+        found = entry.origin.where if entry else self._section(path)
+        self._problems.append(Problem(found, dotted(path), message, fix))
+        self._refused.add(path)
+
+    def miss(self, path: KeyPath, what: str, fix: str) -> None:
+        """Note a field that stays open because a fact is not there: an error in a run, before one only open.
+
+        Args:
+            path: where.
+            what: what would fill it, to follow "there is no …".
+            fix: what to write or pass.
+        """
+        if self.facts.complete:
+            state = "auto" if self.is_open(*path) else "absent"
+            self.refuse(path, f"{state}, and there is no {what}.", fix)
+        else:
+            self._missing[path] = what
+            self._refused.add(path)
+
+    def still_open(self) -> list[KeyPath]:
+        """The open leaves for which no rule has found a value or a problem, there or with their section's type."""
+        refused = self._refused
+        return [p for p in self.tree if self.is_open(*p) and p not in refused and (p[0], "type") not in refused]
+
+    def finish(self) -> Resolved:
+        """The resolved configuration; before a run, with the fields that it may still fill.
+
+        Raises:
+            ConfigError: listing every problem that the rules found.
+        """
+        if self._problems:
+            raise ConfigError(self._problems)
+        kept = {key: self.launch.entries[(key,)] for key in ("mixed_precision", "scheduler_counts")}
+        launch = Tree({(key,): entry for key, entry in kept.items()})
+        return Resolved(self.tree, launch, tuple(self._said), self._missing)
+
+    def _section(self, path: KeyPath) -> str:
+        """Where the innermost written section around an absent key is."""
+        prefixes = [("deepspeed", *path[:depth]) for depth in range(len(path) - 1, -1, -1)]
+        places = [self._document.sections[prefix] for prefix in prefixes if prefix in self._document.sections]
+        return next(iter([*places, *self._document.sources]), "the configuration")
+
+    @staticmethod
+    def _entry(path: KeyPath, value: Any, reason: str, kind: OriginKind) -> Entry:
+        where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
+        return Entry(frozen(value), Origin(kind, where, reason))
+
+
+def frozen(value: Any) -> Any:
+    """A list as the tuple that a tree holds, anything else as it is."""
+    return tuple(frozen(child) for child in value) if isinstance(value, list | tuple) else value
+
+
+def holds_auto(value: Any) -> bool:
+    """Whether `value` is AUTO or a list or mapping with AUTO somewhere inside."""
+    if isinstance(value, Mapping):
+        return any(holds_auto(child) for child in value.values())
+    if isinstance(value, tuple):
+        return any(holds_auto(child) for child in value)
+    return value is AUTO
+
+
+def agrees(typed: Any, given: Any) -> bool:
+    """Whether what is typed, where it is not open, is what the loop gives: `["auto", 0.95]` agrees with (0.9, 0.95)."""
+    if typed is AUTO:
+        return True
+    if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
+        return all(map(agrees, typed, given))
+    return same_value(typed, given)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# Fields in which DeepSpeed itself understands the word "auto": it must reach DeepSpeed as it is.
+DEEPSPEED_AUTO: Final = frozenset(
+    [
+        ("data_types", "keep_in_fp32_modules"),
+        ("zero_optimization", "zenflow", "select_strategy"),
+        ("zero_optimization", "zenflow", "select_interval"),
+        ("zero_optimization", "zenflow", "update_interval"),
+        ("pipeline", "stages"),
+        ("expert_parallel", "score_apply"),
+        ("expert_parallel", "combine_impl"),
+        ("expert_parallel", "row_weighting_impl"),
+        ("expert_parallel", "score_func"),
+        ("expert_parallel", "top_k"),
+        ("expert_parallel", "routed_scaling_factor"),
+    ]
+)
+
+_ADAM: Final = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+# By type in lower case. Adam's and Lion's are those of DeepSpeed's kernels: there an absent weight_decay is 0, where
+# torch.optim.AdamW has 0.01, and Lion's second beta is 0.999, where its paper has 0.99.
+OPTIMIZER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "adam": {**_ADAM, "adam_w_mode": True},
+    "adamw": _ADAM,
+    "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+    "lamb": {**_ADAM, "bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01},
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
+    "sgd": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
+}
+
+_WARMUP: Final = {"warmup_num_steps": 1000, "warmup_type": "log"}
+
+# By type, as DeepSpeed writes it; what has no default is in the table below.
+SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "WarmupLR": {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": None},
+    "WarmupDecayLR": {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
+    "WarmupCosineLR": {**_WARMUP, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4},
+    "OneCycle": {
+        "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None,
+        "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None,
+        "decay_step_size": 0,
+        "cycle_momentum": True,
+        "cycle_min_mom": 0.8,
+        "cycle_max_mom": 0.9,
+        "decay_mom_rate": 0.0,
+    },
+    "LRRangeTest": {
+        "lr_range_test_min_lr": 1e-3,
+        "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False,
+    },
+}
+
+SCHEDULER_REQUIRED: Final[Mapping[str, frozenset[str]]] = {
+    "WarmupLR": frozenset(),
+    "WarmupDecayLR": frozenset(["total_num_steps"]),
+    "WarmupCosineLR": frozenset(["total_num_steps"]),
+    "OneCycle": frozenset(["cycle_min_lr", "cycle_max_lr"]),
+    "LRRangeTest": frozenset(),
+}
+
+
+def deepspeed_default(path: KeyPath, kind: str | None = None) -> tuple[Any] | None:
+    """The default at `path` in a one-element tuple (a default may be None), or None where none is known.
+
+    Args:
+        path: a key of the configuration.
+        kind: for a key below `optimizer.params` or `scheduler.params`, the section's type.
+    """
+    node = key_schema(path, kind) or {}
+    return (node["default"],) if "default" in node else None

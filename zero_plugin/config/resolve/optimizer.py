@@ -1,0 +1,349 @@
+"""Resolves the `optimizer` and `scheduler` sections.
+
+Settles the `optimizer` section: from the placeholder or the real optimizer, else that optimizer's own defaults.
+
+Settles the `scheduler` section, in applied optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from zero_plugin.config.overlay import same_value
+from zero_plugin.config.resolve.draft import (
+    OPTIMIZER_DEFAULTS,
+    SCHEDULER_DEFAULTS,
+    SCHEDULER_REQUIRED,
+    Draft,
+    agrees,
+    deepspeed_default,
+    frozen,
+    holds_auto,
+)
+from zero_plugin.config.resolve.facts import OptimizerFacts, SchedulerFacts
+from zero_plugin.config.schema import deepspeed_schema
+from zero_plugin.config.tree import Tree
+from zero_plugin.config.validation import show
+
+_PARAMS: Final = ("optimizer", "params")
+_ADAMS: Final = ("adam", "adamw")
+
+
+def settle_optimizer(draft: Draft) -> None:
+    """Settle every parameter of the section; refuse what contradicts the optimizer of the loop."""
+    facts = draft.facts.optimizer
+    if not draft.tree.has_section("optimizer"):
+        if facts is None or not facts.placeholder or not draft.facts.complete:
+            return
+        draft.put(("optimizer", "type"), "AdamW", "DummyOptim without an optimizer section is AdamW", aloud=True)
+    if draft.is_open("optimizer", "type"):
+        _name_type(draft, facts)
+    kind = draft.value("optimizer", "type")
+    if kind is None:
+        if not draft.is_open("optimizer", "type"):
+            draft.refuse(("optimizer", "type"), "no optimizer is named.", "Write a type, e.g. AdamW.")
+        elif not draft.facts.complete:
+            _fill_params(draft, "", facts)  # what is given holds for any type
+        return
+    if facts is not None and not facts.placeholder and not _check_type(draft, kind.lower(), facts):
+        return
+    if kind.lower() in _ADAMS:
+        _choose_adam(draft, facts)
+    _fill_params(draft, kind.lower(), facts)
+    if kind.lower() in _ADAMS:
+        _check_adam(draft)
+        _say_defaults(draft, kind.lower(), facts)
+
+
+def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:
+    """`type: auto`: the loop's optimizer, or AdamW for a placeholder."""
+    path, mode = ("optimizer", "type"), (*_PARAMS, "adam_w_mode")
+    if facts is None or (facts.placeholder and not draft.facts.complete):
+        fix = "Write a type, e.g. AdamW, or pass an optimizer or DummyOptim to prepare."
+        draft.miss(path, "optimizer to tell its type", fix)
+    elif facts.placeholder:
+        draft.put(path, "AdamW", "DummyOptim without a type is AdamW", aloud=True)
+    elif (name := next((name for name in _type_names() if name.lower() == facts.name), None)) is not None:
+        draft.put(path, name, "the loop's optimizer")
+        if facts.name == "adam" and draft.is_unsettled(*mode):
+            draft.put(mode, False, "torch's Adam adds weight decay to the gradient")
+    else:
+        draft.refuse(path, f"auto, and DeepSpeed has no {facts.name}.", "Remove the section: the loop's runs as it is.")
+
+
+def _type_names() -> list[str]:
+    wanted = deepspeed_schema()["properties"]["optimizer"]["properties"]["type"]
+    return [name for branch in (wanted, *wanted.get("anyOf", ())) for name in branch.get("enum", ())]
+
+
+def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
+    defaults = OPTIMIZER_DEFAULTS.get(kind, {})
+    given = _arguments(kind, facts, draft.tree.section(*_PARAMS))
+    giver = "" if facts is None else facts.giver
+    for name in sorted({*draft.keys(*_PARAMS), *given, *defaults}):
+        path = (*_PARAMS, name)
+        entry = draft.tree.get(*path)
+        value = None if entry is None else entry.value
+        if name in given and entry is not None and not agrees(value, given[name]):
+            draft.refuse(
+                path,
+                f"{show(value)} here, but {giver} says {show(given[name])}.",
+                f'Write "auto" or {show(given[name])}, or drop the argument in the code.',
+            )
+        elif entry is not None and not holds_auto(value):
+            continue
+        elif name in given:
+            draft.put(path, given[name], f"from {giver}")
+        elif name == "lr" and (not draft.facts.complete or (facts is None and entry is not None)):
+            fix = "Write a number, or pass DummyOptim(params, lr=…) or an optimizer to prepare."
+            draft.miss(path, "optimizer to tell the learning rate", fix)
+        elif name in defaults:
+            why = "the optimizer's default in DeepSpeed; none is given"
+            why = why if draft.facts.complete else "DeepSpeed's default, unless the script gives one"
+            draft.put(path, defaults[name], why, "default", aloud=name == "lr")
+        elif (default := deepspeed_default(path, draft.value("optimizer", "type"))) is not None:
+            draft.put(path, default[0], "no rule fills it", "default")
+        else:
+            fix = f"Write a value, or pass DummyOptim(params, {name}=…)."
+            draft.miss(path, "argument of the optimizer that tells it", fix)
+
+
+def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[str, Any]:
+    """The loop's arguments that belong into the section.
+
+    A real optimizer's `defaults` hold everything its class knows (`foreach`, `capturable`, …): of those count the
+    section's own and the ones that every implementation of the algorithm has.
+    """
+    if facts is None:
+        return {}
+    own = {*OPTIMIZER_DEFAULTS.get(kind, {}), *(path[0] for path in typed)} - {"adam_w_mode"}
+    return {name: frozen(value) for name, value in facts.given.items() if facts.placeholder or name in own}
+
+
+def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
+    """Whether the loop's real optimizer is what the section describes."""
+    if kind == facts.name and kind != "adam":
+        return True
+    if kind in _ADAMS and facts.name in _ADAMS:
+        decoupled = kind == "adamw" or draft.value(*_PARAMS, "adam_w_mode", default=True)
+        if decoupled == (facts.name == "adamw") or not facts.given.get("weight_decay"):
+            return True  # without weight decay the two are one algorithm
+        fix = "Write adam_w_mode: false into optimizer.params, or use torch.optim.AdamW."
+        if facts.name == "adamw":
+            fix = "Write type AdamW, or use torch.optim.Adam."
+        draft.refuse(
+            ("optimizer", "type"),
+            f"{'AdamW' if decoupled else 'Adam with L2'} is described (DeepSpeed's Adam is AdamW unless adam_w_mode is "
+            f"false), but the loop's optimizer is torch's {facts.name}.",
+            fix,
+        )
+        return False
+    draft.refuse(
+        ("optimizer", "type"),
+        f"{draft.value('optimizer', 'type')}, but the loop's optimizer is {facts.name}.",
+        "Remove the section to train with the loop's optimizer, or pass DummyOptim to train with the section's.",
+    )
+    return False
+
+
+def _choose_adam(draft: Draft, facts: OptimizerFacts | None) -> None:
+    """`torch_adam`: which implementation of Adam runs, where neither the file nor the loop says it."""
+    path = (*_PARAMS, "torch_adam")
+    given = facts.given if facts is not None and facts.placeholder else {}
+    if not draft.is_unsettled(*path) or "torch_adam" in given:
+        return
+    device = ("zero_optimization", "offload_optimizer", "device")
+    if draft.is_open(*device):  # before a run
+        return
+    offloaded = draft.value(*device, default="none") != "none"
+    corrected = draft.value(*_PARAMS, "bias_correction", default=given.get("bias_correction", True))
+    if draft.on_deepspeed and draft.facts.machine.accelerator == "cpu" and not offloaded and corrected:
+        draft.put(path, True, "on a CPU, building DeepSpeed's fused kernel would take over a minute")
+
+
+def _check_adam(draft: Draft) -> None:
+    """Refuse what the implementation that runs cannot do."""
+    bias_correction, amsgrad = (*_PARAMS, "bias_correction"), (*_PARAMS, "amsgrad")
+    if draft.value(*_PARAMS, "torch_adam"):
+        if not draft.value(*bias_correction, default=True):
+            fix = "Remove torch_adam, or write true."
+            draft.refuse(bias_correction, "false, but torch's Adam always corrects.", fix)
+        draft.drop(bias_correction)  # true is all that torch knows; it takes no such argument
+    elif draft.value(*amsgrad) and draft.on_deepspeed and (draft.facts.complete or draft.facts.optimizer is not None):
+        fix = "Write torch_adam: true beside it, or remove it."
+        draft.refuse(amsgrad, "true, but DeepSpeed's own Adam kernels have no AMSGrad.", fix)
+
+
+def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
+    """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
+    decay = draft.tree.get(*_PARAMS, "weight_decay")
+    if decay is not None and decay.origin.kind == "default" and draft.facts.complete:
+        draft.say(
+            "optimizer.params.weight_decay = 0: none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
+        )
+    decays = bool(decay is not None and decay.value)
+    if kind == "adam" and decays and (facts is None or facts.placeholder) and draft.value(*_PARAMS, "adam_w_mode"):
+        mode = draft.tree.get(*_PARAMS, "adam_w_mode")
+        if mode is not None and not mode.origin.typed_by_user:
+            draft.say("optimizer.type Adam decouples its weight decay, as AdamW does; adam_w_mode: false gives L2.")
+
+
+_SCHEDULER_PARAMS: Final = ("scheduler", "params")
+_PEAKS: Final = ("warmup_max_lr", "cycle_max_lr", "max_lr")
+# What the schedule cannot do without, and how the loop can tell it.
+_NEEDS: Final[Mapping[str, str]] = {
+    "total_num_steps": "Write a number of optimizer steps, or pass DummyScheduler(optimizer, total_num_steps=…).",
+    "warmup_num_steps": "Write a number of optimizer steps (0 for none), or pass DummyScheduler(optimizer, "
+    "warmup_num_steps=…).",
+    "cycle_min_lr": "Write a learning rate, or pass DummyScheduler(optimizer, cycle_min_lr=…).",
+    "cycle_max_lr": "Write a learning rate, or pass DummyScheduler(optimizer, cycle_max_lr=…).",
+}
+
+
+def settle_scheduler(draft: Draft) -> None:
+    """Settle every parameter of the section; refuse what contradicts the placeholder of the loop."""
+    _settle_counting(draft)
+    facts, path = draft.facts.scheduler, ("scheduler", "type")
+    described = draft.tree.has_section("scheduler")
+    if not described and (facts is None or not facts.placeholder or not draft.facts.complete):
+        return
+    if not described or draft.is_open(*path):
+        _describe(draft, facts)
+    kind = draft.value(*path)
+    if kind is None:
+        if not draft.is_open(*path):
+            draft.refuse(path, "no schedule is named.", "Write a type, e.g. WarmupDecayLR.")
+        return
+    if facts is not None and not facts.placeholder:
+        draft.refuse(
+            ("scheduler", "type"),
+            f"{kind}, but the loop brings a schedule of its own, and one of them would not run.",
+            "Remove the section, or pass DummyScheduler(optimizer) in the place of the loop's schedule.",
+        )
+        return
+    _fill_scheduler_params(draft, kind, facts)
+
+
+def _settle_counting(draft: Draft) -> None:
+    entry = draft.launch.get("scheduler_counts")
+    if entry is None or holds_auto(entry.value) or entry.value is None:
+        why = "absent, so schedules count as under Accelerate: one step per process and optimizer step"
+        draft.put_launch("scheduler_counts", "processes", why)
+    elif entry.value not in ("steps", "processes"):
+        fix = "Write steps (applied optimizer steps) or processes (Accelerate's way: one per process and step)."
+        draft.refuse(("scheduler_counts",), f"{entry.value!r} is not a way to count.", fix)
+
+
+def _describe(draft: Draft, facts: SchedulerFacts | None) -> None:
+    """The schedule of a DummyScheduler without a section or a type: linear warm-up, then linear decay to 0."""
+    if facts is None or not facts.placeholder or not draft.facts.complete:
+        fix = "Write a type, e.g. WarmupDecayLR, or pass DummyScheduler(optimizer) to prepare."
+        draft.miss(("scheduler", "type"), "DummyScheduler to describe one", fix)
+        return
+    if facts.total_num_steps is None and draft.get(*_SCHEDULER_PARAMS, "total_num_steps") is None:
+        why = "DummyScheduler without a type and without total_num_steps: constant after a linear warm-up"
+        draft.put(("scheduler", "type"), "WarmupLR", why, aloud=True)
+    else:
+        why = "DummyScheduler without a type in the configuration: linear warm-up, then linear decay to 0"
+        draft.put(("scheduler", "type"), "WarmupDecayLR", why, aloud=True)
+    if draft.is_unsettled(*_SCHEDULER_PARAMS, "warmup_type"):
+        draft.put((*_SCHEDULER_PARAMS, "warmup_type"), "linear", "the described warm-up is linear")
+
+
+def _fill_scheduler_params(draft: Draft, kind: str, facts: SchedulerFacts | None) -> None:
+    defaults = SCHEDULER_DEFAULTS.get(kind, {})
+    ours = draft.tree.get("scheduler", "type")
+    described = ours is not None and not ours.origin.typed_by_user
+    known = {*defaults, *SCHEDULER_REQUIRED.get(kind, ())}
+    given = {name: found for name, found in _given(draft, facts).items() if name in known or name not in _NEEDS}
+    for name in sorted({*draft.keys(*_SCHEDULER_PARAMS), *given, *known}):
+        path = (*_SCHEDULER_PARAMS, name)
+        entry = draft.tree.get(*path)
+        if entry is not None and name in given and not agrees(entry.value, given[name][0]):
+            value, reason = given[name]
+            fix = f'Write "auto" or {show(value)}, or drop the argument in the code.'
+            draft.refuse(path, f"{show(entry.value)} here, but the loop says {show(value)}: {reason}.", fix)
+            continue
+        if entry is not None and not holds_auto(entry.value):
+            continue
+        filled = given.get(name)
+        if filled is None and (entry is not None or described):
+            filled = _filled(draft, name, facts)
+        if filled is not None:
+            draft.put(path, *filled)
+        elif entry is not None and name in _PEAKS and not draft.facts.complete:
+            draft.miss(path, "optimizer to tell the learning rate", _NEEDS.get(name, _NEEDS["cycle_max_lr"]))
+        elif name in defaults and not (entry is not None and name in _NEEDS):
+            draft.put(path, defaults[name], "the schedule's default in DeepSpeed", "default")
+        elif (default := deepspeed_default(path, kind)) is not None and name not in _NEEDS:
+            draft.put(path, default[0], "no rule fills it", "default")
+        else:
+            fix = _NEEDS.get(name, f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
+            draft.miss(path, "DummyScheduler to tell it", fix)
+    for name in sorted({*_given(draft, facts)} - {*given}):
+        draft.say(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
+    _log_scheduler_defaults(draft, kind)
+
+
+def _given(draft: Draft, facts: SchedulerFacts | None) -> dict[str, tuple[Any, str]]:
+    """The placeholder's arguments with reasons, its step numbers turned into optimizer steps."""
+    if facts is None:
+        return {}
+    given = {name: (frozen(value), f"from {facts.given_by}") for name, value in facts.given.items()}
+    for name, steps in (("total_num_steps", facts.total_num_steps), ("warmup_num_steps", facts.warmup_num_steps)):
+        if steps is not None:
+            given[name] = _in_optimizer_steps(draft, steps, facts.given_by)
+    return given
+
+
+def _in_optimizer_steps(draft: Draft, steps: int, given_by: str) -> tuple[int, str]:
+    world = draft.facts.machine.counted
+    if draft.launch.value("scheduler_counts") == "steps" or draft.facts.split_batches or world == 1:
+        return int(steps), f"from {given_by}"
+    return -(-int(steps) // world), f"{given_by}'s {steps} ÷ {world} processes (scheduler_counts: processes)"
+
+
+def _filled(draft: Draft, name: str, facts: SchedulerFacts | None) -> tuple[Any, str] | None:
+    """What the loop says of a parameter that is open, None where it says nothing."""
+    if name in _PEAKS:
+        return _peak_lr(draft)
+    if name in ("warmup_min_lr", "warmup_min_ratio"):
+        return 0.0, "a warm-up starts from 0"
+    if name == "warmup_type":
+        return "linear", "what this package fills is linear (DeepSpeed's own default is log)"
+    if name == "warmup_num_steps" and facts is not None and draft.facts.complete:
+        return 0, "DummyScheduler asks for no warm-up"
+    return None
+
+
+def _peak_lr(draft: Draft) -> tuple[Any, str] | None:
+    """The optimizer's learning rate: one number, or one per parameter group where they differ."""
+    optimizer = draft.facts.optimizer
+    if optimizer is not None and len(set(optimizer.group_lrs)) > 1:
+        return optimizer.group_lrs, "the learning rates of the optimizer's parameter groups"
+    settled = draft.value("optimizer", "params", "lr")
+    if settled is not None:
+        return settled, "optimizer.params.lr"
+    if optimizer is not None and "lr" in optimizer.given:
+        return optimizer.given["lr"], "the learning rate of the loop's optimizer"
+    return None
+
+
+def _log_scheduler_defaults(draft: Draft, kind: str) -> None:
+    """Say where DeepSpeed's default is not what one expects."""
+    shape = draft.tree.get(*_SCHEDULER_PARAMS, "warmup_type")
+    if shape is not None and shape.origin.kind == "default" and draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps"):
+        draft.say("scheduler.params.warmup_type = log: none is given, and DeepSpeed's warm-up is logarithmic then.")
+    steps = draft.tree.get(*_SCHEDULER_PARAMS, "warmup_num_steps")
+    if steps is not None and steps.origin.kind == "default":
+        draft.say(f"scheduler.params.warmup_num_steps = {steps.value}: none is given, and that is DeepSpeed's default.")
+    peak, own = draft.get(*_SCHEDULER_PARAMS, "warmup_max_lr"), _peak_lr(draft)
+    if peak is not None and own is not None and peak.origin.kind == "default" and not same_value(peak.value, own[0]):
+        draft.say(f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the rate {own[0]}.")
+    total, warmup = (
+        draft.value(*_SCHEDULER_PARAMS, "total_num_steps"),
+        draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps", default=0),
+    )
+    if total is not None and total < warmup:
+        draft.say(f"scheduler.type {kind} ends at step {total}, inside its warm-up of {warmup} steps.")

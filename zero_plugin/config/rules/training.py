@@ -1,0 +1,261 @@
+"""Batch arithmetic, optimizer, learning-rate scheduler and precision: values that cannot hold together.
+
+Batch arithmetic: train_batch_size = micro-batch × accumulation × data-parallel processes.
+
+Optimizer and schedule: what each type can do, and what is said twice.
+
+Precision: one half type at a time, and what belongs to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from zero_plugin.config.rules.asked import Asked, is_count, is_number
+from zero_plugin.config.validation import show
+from zero_plugin.errors import Problem
+
+
+def check_batch(asked: Asked) -> Iterator[Problem]:
+    """The product against what is written, with as many of its factors as are known."""
+    total = asked.value("train_batch_size")
+    parts = {
+        "train_micro_batch_size_per_gpu": asked.value("train_micro_batch_size_per_gpu"),
+        "gradient_accumulation_steps": asked.value("gradient_accumulation_steps"),
+        "num_processes": asked.document.launch.value("num_processes"),
+    }
+    known = {name: n for name, n in parts.items() if is_count(n)}
+    if not is_count(total) or not known:
+        return
+    product = math.prod(known.values())
+    factors = " × ".join(f"{name} {n}" for name, n in known.items())
+    arithmetic = f"{factors} = {product}" if len(known) > 1 else factors
+    if len(known) == len(parts) and total != product:
+        fix = f"Write {product}, or auto, or delete it: it follows from the others."
+        yield asked.error("train_batch_size", f"{total}, but {arithmetic}", fix)
+    elif total % product:
+        fix = f"Write a multiple of {product}, e.g. {max(1, round(total / product)) * product}."
+        yield asked.error("train_batch_size", f"{total} is not a multiple of {arithmetic}", fix)
+
+
+_PARAMS: Final = "optimizer.params"
+_TESTED_WITH_ZERO: Final = ("adam", "adamw", "adagrad", "lion", "muon")
+_OF_WHOLE_TENSORS: Final = {
+    "lamb": "scales each tensor's update by its norm",
+    "adafactor": "factors each tensor's second moment",
+}
+_NEVER: Final = {
+    "lbfgs": "computes the loss itself, several times a step, and gradients come from accelerator.backward",
+    "sparseadam": "steps sparse gradients alone, and a model that has them is refused under DeepSpeed",
+}
+
+
+def check_optimizing(asked: Asked) -> Iterator[Problem]:
+    """Optimizers that ZeRO or offload cannot run, Adam's two spellings, schedules."""
+    yield from _optimizer(asked)
+    yield from _adam(asked)
+    yield from _schedule(asked)
+
+
+def _optimizer(asked: Asked) -> Iterator[Problem]:
+    kind, name = asked.optimizer, asked.value("optimizer.type")
+    if kind in _OF_WHOLE_TENSORS and asked.stage and not asked.is_on("zero_allow_untested_optimizer"):
+        message = f"{name} {_OF_WHOLE_TENSORS[kind]}, and ZeRO updates flat pieces of them; {asked.stage_said}"
+        fix = "Write AdamW, or stage 0. If you know better: zero_allow_untested_optimizer: true."
+        yield asked.error("optimizer.type", f"{message}. It would train, and differ", fix)
+    if kind in _NEVER:
+        yield asked.error("optimizer.type", f"{name} {_NEVER[kind]}", "Write another, such as AdamW.")
+    on_cpu = asked.document.launch.get("use_cpu")
+    if kind == "lamb" and on_cpu is not None and on_cpu.value is True:
+        message = f"{name} needs a GPU, but use_cpu is true at {on_cpu.origin.where}"
+        yield asked.error("optimizer.type", message, "Write AdamW, or train on a GPU.")
+    states = f"{_PARAMS}.fp32_optimizer_states"
+    in_halves = any(asked.is_on(f"{kind}.{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
+    if asked.value(states) is False and not in_halves:
+        yield asked.no_effect(states, "the weights that the optimizer steps are in fp32, and so are its states")
+    scale = asked.value("fp16.loss_scale")
+    if kind == "lamb" and is_number(scale) and scale != 0:
+        message = f"{scale}, but DeepSpeed's Lamb needs a dynamic loss scale"
+        yield asked.error("fp16.loss_scale", message, "Write 0, or another optimizer.type.")
+    if kind == "muon" and asked.stage == 3:
+        if asked.value("zero_optimization.reduce_scatter", default=True) is True:
+            message = f"{name} at ZeRO stage 3 needs zero_optimization.reduce_scatter: false, and it is true"
+            yield asked.error("optimizer.type", message, "Write that, or stage 1 or 2.")
+        if asked.is_on("zero_optimization.zero_quantized_gradients"):
+            message = f"true, but {name} at ZeRO stage 3 does not reduce gradients that way"
+            yield asked.error("zero_optimization.zero_quantized_gradients", message, "Delete it.")
+    if asked.is_on("optimizer.legacy_fusion") and (asked.stage or asked.precision in ("no", "bf16")):
+        yield asked.no_effect("optimizer.legacy_fusion", "only fp16 at stage 0 reads it")
+    untested = kind not in ("", *_NEVER, *_TESTED_WITH_ZERO, *_OF_WHOLE_TENSORS)
+    if untested and asked.value("zero_allow_untested_optimizer") is False and asked.stage:
+        message = f"false, but DeepSpeed has not tried {name} with ZeRO and refuses it then"
+        fix = "Delete it: this package checks by itself that an optimizer works on flat pieces."
+        yield asked.error("zero_allow_untested_optimizer", message, fix)
+
+
+def _adam(asked: Asked) -> Iterator[Problem]:
+    if asked.optimizer == "adamw" and asked.value(f"{_PARAMS}.adam_w_mode") is False:
+        message = (
+            f"false, but the type is AdamW at {asked.written('optimizer.type')}, which decays weights as AdamW does"
+        )
+        yield asked.error(f"{_PARAMS}.adam_w_mode", message, "Write type: Adam for L2 decay, or delete it.")
+
+
+def _schedule(asked: Asked) -> Iterator[Problem]:
+    path = "scheduler.params.warmup_num_steps"
+    warmup, total = asked.value(path), asked.value("scheduler.params.total_num_steps")
+    if is_count(warmup) and is_count(total) and warmup > total:
+        message = f"{warmup} steps of warm-up are more than the total_num_steps of {total}"
+        yield asked.error(path, message, f"Write at most {total}, or raise total_num_steps.")
+    mode = "scheduler.params.scale_mode"
+    if asked.value(mode) not in (None, "cycle") and asked.value("scheduler.params.scale_fn") is None:
+        yield asked.no_effect(mode, "only scale_fn reads it, a function, which no file can hold")
+    top, rate = "scheduler.params.warmup_max_lr", f"{_PARAMS}.lr"
+    if is_number(asked.value(top)) and is_number(asked.value(rate)) and asked.value(top) != asked.value(rate):
+        why = f"the schedule sets the learning rate, up to warmup_max_lr {asked.value(top)} at {asked.written(top)}"
+        yield asked.no_effect(rate, why, f"Write {asked.value(top)}, or auto for warmup_max_lr.")
+
+
+CASTS_ALL_THE_SAME: Final = "true, but fp16 is off, and DeepSpeed rounds the model's inputs to fp16 all the same"
+
+_DYNAMIC_SCALING: Final = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+_OF_SECTION: Final = {
+    "fp16": ("loss_scale", *_DYNAMIC_SCALING),
+    "bf16": ("immediate_grad_update", "check_grad_overflow"),
+}
+# Casts of the engine that a model in fp32 does not go through.
+_OF_HALVES: Final = ("data_types.buffer_dtype", "data_types.keep_in_fp32_modules")
+_MASTERS: Final = {"fp16": "fp16.fp16_master_weights_and_grads", "bf16": "bf16.bf16_master_weights_and_grads"}
+_STATES: Final = "bf16.bf16_optimizer_states"
+
+
+def check_precision(asked: Asked) -> Iterator[Problem]:
+    """fp16 against bf16 against `mixed_precision`, loss scaling, 16-bit master weights, data types."""
+    yield from _one_precision(asked)
+    yield from _of_the_other(asked)
+    yield from _loss_scale(asked)
+    yield from _master_weights(asked)
+    yield from _data_types(asked)
+
+
+def _one_precision(asked: Asked) -> Iterator[Problem]:
+    if asked.is_on("fp16.enabled") and asked.is_on("bf16.enabled"):
+        message = f"true, and fp16.enabled is true at {asked.written('fp16.enabled')}"
+        yield asked.error("bf16.enabled", message, "Enable one of them.")
+    chosen = asked.document.launch.get("mixed_precision")
+    if chosen is None or chosen.value not in ("no", "fp16", "bf16"):
+        return
+    for kind in ("fp16", "bf16"):
+        entry = asked.entry(f"{kind}.enabled")
+        if entry is None or not isinstance(entry.value, bool):
+            continue
+        if entry.origin.kind == "file" and chosen.origin.kind == "flag":
+            continue  # a flag overrides the file
+        if entry.value != (chosen.value == kind):
+            message = f"{show(entry.value)}, but mixed_precision is {chosen.value} at {chosen.origin.where}"
+            fix = f'Write "auto" here, or {show(not entry.value)}.'
+            yield asked.error(f"{kind}.enabled", message, fix)
+
+
+def idle_keys(precision: str) -> Iterator[tuple[str, str]]:
+    """The keys that have no effect in a precision, each with why."""
+    for kind, keys in _OF_SECTION.items():
+        if precision != kind:
+            yield from ((f"{kind}.{key}", f"{kind} is off") for key in keys)
+    if precision == "no":
+        yield from ((key, "the model is in fp32, of which DeepSpeed casts nothing") for key in _OF_HALVES)
+
+
+def _of_the_other(asked: Asked) -> Iterator[Problem]:
+    for key, why in idle_keys(asked.precision) if asked.precision else ():
+        if asked.says_something(key):
+            yield asked.no_effect(key, why)
+    if asked.is_on("fp16.auto_cast") and asked.precision in ("no", "bf16"):
+        yield asked.error("fp16.auto_cast", CASTS_ALL_THE_SAME, "Delete it, or write fp16.enabled: true.")
+    key = "bf16.immediate_grad_update"
+    if asked.precision not in (None, "bf16") or asked.stage is None or not asked.says_something(key):
+        return
+    offload, sums = asked.offload("optimizer"), asked.value("data_types.grad_accum_dtype")
+    if asked.stage != 1:
+        yield asked.no_effect(key, f"only stage 1 reads it, and {asked.stage_said}")
+    elif offload in ("cpu", "nvme"):
+        yield asked.no_effect(key, f"only an optimizer on the device reads it, and it is offloaded to {offload}")
+    elif sums in ("bf16", "fp16"):
+        where = asked.written("data_types.grad_accum_dtype")
+        yield asked.no_effect(key, f"only sums of gradients in fp32 read it, and grad_accum_dtype is {sums} at {where}")
+
+
+def _loss_scale(asked: Asked) -> Iterator[Problem]:
+    if asked.precision not in (None, "fp16"):
+        return
+    scale = asked.value("fp16.loss_scale", default=0)
+    if not is_number(scale):
+        return
+    if scale:
+        for key in _DYNAMIC_SCALING:
+            if asked.says_something(f"fp16.{key}"):
+                why = f"fp16.loss_scale is a fixed {show(scale)} at {asked.written('fp16.loss_scale')}"
+                yield asked.no_effect(f"fp16.{key}", why, "Delete it, or write fp16.loss_scale: 0 for a dynamic scale.")
+        return
+    for key in ("loss_scale_window", "min_loss_scale"):
+        if asked.precision == "fp16" and asked.value(f"fp16.{key}") == 0:
+            message = "0, which DeepSpeed refuses while the loss scale is dynamic (fp16.loss_scale 0)"
+            yield asked.error(f"fp16.{key}", message, "Write a number above 0.")
+
+
+def _master_weights(asked: Asked) -> Iterator[Problem]:
+    on = {kind: key for kind, key in _MASTERS.items() if asked.is_on(key)}
+    if len(on) == 2:
+        message = f"true, and {_MASTERS['fp16']} is true at {asked.written(_MASTERS['fp16'])}"
+        yield asked.error(_MASTERS["bf16"], message, "Keep the one whose precision is on.")
+    if asked.is_on(_STATES) and not asked.is_on(_MASTERS["bf16"]):
+        message = "true, but it needs bf16.bf16_master_weights_and_grads: true"
+        yield asked.error(_STATES, message, "Write that beside it.")
+    for kind, key in on.items():
+        if asked.precision not in (None, kind):
+            message = f"true, but {kind} is off: {kind} master weights belong to a {kind} model"
+            yield asked.error(key, message, f"Delete it, or write {kind}.enabled: true.")
+        if asked.stage == 0:
+            message = f"true needs ZeRO stage 1, 2 or 3, but {asked.stage_said}"
+            yield asked.error(key, message, "Delete it, or choose such a stage.")
+        yield from _cpu_adam(asked, key, needed=not (kind == "bf16" and asked.is_on(_STATES)))
+
+
+def _cpu_adam(asked: Asked, key: str, *, needed: bool) -> Iterator[Problem]:
+    """16-bit master weights are stepped by DeepSpeed's CPU Adam, unless the optimizer states are bf16 on the GPU."""
+    device = asked.offload("optimizer")
+    if device == "none" and needed and asked.stage:
+        message = "true needs the optimizer offloaded, for only DeepSpeed's CPU Adam steps 16-bit master weights"
+        yield asked.error(key, message, "Write zero_optimization.offload_optimizer.device: cpu, or delete it.")
+    if device in ("cpu", "nvme") and (asked.is_on("optimizer.params.torch_adam") or asked.optimizer not in _ADAMS):
+        other = "torch_adam" if asked.is_on("optimizer.params.torch_adam") else "type"
+        culprit = f"optimizer.{'params.' if other == 'torch_adam' else ''}{other}"
+        message = f"{show(asked.value(culprit))}, but {key} at {asked.written(key)} needs DeepSpeed's CPU Adam"
+        yield asked.error(culprit, message, "Write type: AdamW or Adam without torch_adam, or delete the other key.")
+
+
+_ADAMS: Final = ("", "adam", "adamw")
+
+
+def _data_types(asked: Asked) -> Iterator[Problem]:
+    if asked.is_on("torch_autocast.enabled") and asked.is_on("zero_optimization.zero_quantized_weights"):
+        message = f"true beside torch_autocast.enabled: true at {asked.written('torch_autocast.enabled')}"
+        yield asked.error("zero_optimization.zero_quantized_weights", message, "Keep one of the two.")
+    if asked.precision is None:
+        return
+    model = {"no": "fp32"}.get(asked.precision, asked.precision)
+    params, sums = (asked.value(f"data_types.{name}") for name in ("param_dtype", "grad_accum_dtype"))
+    if params in ("fp32", "fp16", "bf16") and params != model:
+        message = f"{params}, but the model is in {model}: precision is {asked.precision}"
+        yield asked.error("data_types.param_dtype", message, f"Delete it: it follows from the precision ({model}).")
+    if asked.stage == 0 and sums in ("fp32", "fp16", "bf16") and sums != model:
+        message = f"{sums} with a model in {model} needs ZeRO, but {asked.stage_said}"
+        yield asked.error("data_types.grad_accum_dtype", message, f"Write {model}, or choose a stage from 1 to 3.")

@@ -1,0 +1,277 @@
+"""ZeRO's keys, offload and ZenFlow: what needs what, and what excludes what.
+
+ZeRO's keys: which stage reads which, and which exclude each other.
+
+Offload: what needs which stage, device and path.
+
+ZenFlow: what it needs around it, and its intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from zero_plugin.config.rules.asked import STAGE, Asked, is_count, is_number
+from zero_plugin.config.validation import show
+from zero_plugin.errors import Problem
+
+_ZERO: Final = "zero_optimization"
+
+# Keys that only these stages read, in DeepSpeed 0.19.8's engine; overlap_comm as this package runs it.
+_READ_AT: Final[Mapping[str, tuple[int, ...]]] = {
+    **dict.fromkeys(("contiguous_gradients", "reduce_bucket_size", "reduce_scatter"), (1, 2, 3)),
+    **dict.fromkeys(("allgather_bucket_size", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"), (1, 2)),
+    **dict.fromkeys(("round_robin_gradients", "parameter_alignment"), (1, 2)),
+    "overlap_comm": (2, 3),
+    **dict.fromkeys(
+        (
+            "stage3_prefetch_bucket_size",
+            "stage3_param_persistence_threshold",
+            "stage3_model_persistence_threshold",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_module_granularity_threshold",
+            "stage3_use_all_reduce_for_fetch_params",
+            "stage3_allgather_sequential",
+            "sub_group_size",
+            "zero_hpz_partition_size",
+            "zero_quantized_weights",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_gradients",
+            "memory_efficient_linear",
+            "override_module_apply",
+            "log_trace_cache_warnings",
+            "enable_sanity_checks",
+            "save_muon_momentum_buffer_in_memory",
+            "leaf_module.classes",
+            "leaf_module.names",
+            "leaf_module.name_suffixes",
+        ),
+        (3,),
+    ),
+}
+_SUM: Final = "gradient_allreduce_op"
+
+
+def check_stages(asked: Asked) -> Iterator[Problem]:
+    """Keys of another stage, reduction, unused parameters, ZeRO++, the gradient norm."""
+    yield from _keys_of_another_stage(asked)
+    yield from _reduction(asked)
+    yield from _unused_parameters(asked)
+    yield from _zero_plus_plus(asked)
+    yield from _gradient_norm(asked)
+
+
+def _keys_of_another_stage(asked: Asked) -> Iterator[Problem]:
+    for name, stages in _READ_AT.items():
+        key = f"{_ZERO}.{name}"
+        if asked.stage is not None and asked.stage not in stages and asked.says_something(key):
+            known = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
+            why = f"only stage{'s' if len(stages) > 1 else ''} {known} read{'s' if len(stages) == 1 else ''} it"
+            other = asked.how_to_set(STAGE, " or ".join(map(str, stages)), key)
+            fix = f"Delete it, or {other[0].lower()}{other[1:]}."
+            yield asked.no_effect(key, f"{why}, and {asked.stage_said}", fix)
+
+
+def _reduction(asked: Asked) -> Iterator[Problem]:
+    prescale, factor = asked.is_on("prescale_gradients"), asked.value("gradient_predivide_factor", default=1)
+    divides = is_number(factor) and factor != 1
+    scattered = asked.value(f"{_ZERO}.reduce_scatter", default=True) is True and asked.stage in (1, 2, 3)
+    if prescale and divides and not scattered:
+        why = f"prescale_gradients is true at {asked.written('prescale_gradients')}"
+        yield asked.no_effect("gradient_predivide_factor", why, "Keep one of the two.")
+    for key, holds in (("prescale_gradients", prescale), ("gradient_predivide_factor", divides)):
+        if holds and scattered:
+            needs = "while ZeRO reduces by reduce_scatter"
+            fix = f"Delete it, or write {_ZERO}.reduce_scatter: false."
+            if asked.stage == 1:  # stages 2 and 3 refuse to start
+                yield asked.no_effect(key, needs.removeprefix("while "), fix)
+            else:
+                yield asked.error(key, f"{show(asked.value(key))} {needs}", fix)
+    if asked.value(_SUM) == "sum":
+        for holds, what in (
+            (asked.stage == 3, f"at ZeRO stage 3, and {asked.stage_said}"),
+            (asked.has(f"{_ZERO}.zenflow"), "with zenflow"),
+            (asked.is_on("compile.deepcompile"), "with compile.deepcompile"),
+        ):
+            if holds:
+                yield asked.error(_SUM, f"sum is refused {what}", "Write mean.")
+    size = asked.value(f"{_ZERO}.allgather_bucket_size")
+    if asked.stage in (1, 2) and is_count(size) and size % 2:
+        message = f"{size} is odd, which DeepSpeed refuses at stage {asked.stage}"
+        yield asked.error(f"{_ZERO}.allgather_bucket_size", message, f"Write an even number, e.g. {size + 1}.")
+
+
+def _unused_parameters(asked: Asked) -> Iterator[Problem]:
+    """DeepSpeed looks for them where it computes the norm of gradients that are on the CPU, and nowhere else."""
+    key = f"{_ZERO}.ignore_unused_parameters"
+    if asked.value(key) is False and asked.stage in (1, 2) and asked.offload("optimizer") in ("none", None):
+        yield asked.no_effect(key, "only with the optimizer offloaded to the CPU is a parameter without gradient found")
+
+
+def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
+    size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.document.launch.value("num_processes")
+    if is_count(size) and is_count(processes) and asked.stage == 3 and processes % min(size, processes):
+        message = f"{size} does not divide num_processes {processes}"
+        fix = "Write the processes of one node, so that each node holds one copy of the weights."
+        yield asked.error(f"{_ZERO}.zero_hpz_partition_size", message, fix)
+    quantized = f"{_ZERO}.zero_quantized_gradients"
+    if asked.stage == 3 and asked.is_on(quantized) and asked.value(f"{_ZERO}.reduce_scatter") is False:
+        message = f"true needs reduce_scatter, which is false at {asked.written(f'{_ZERO}.reduce_scatter')}"
+        yield asked.error(quantized, message, "Write reduce_scatter: true, or delete one of the two.")
+    on_cpu = asked.document.launch.get("use_cpu")
+    if asked.stage == 3 and on_cpu is not None and on_cpu.value is True:
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+            if asked.is_on(f"{_ZERO}.{key}"):
+                message = f"true needs a GPU, but use_cpu is true at {on_cpu.origin.where}"
+                yield asked.error(f"{_ZERO}.{key}", message, "Delete one of the two.")
+
+
+def _gradient_norm(asked: Asked) -> Iterator[Problem]:
+    key = f"{_ZERO}.compute_grad_norm"
+    if asked.value(key) is not False:
+        return
+    clipping = asked.value("gradient_clipping")
+    accumulates_in_fp32 = asked.value("data_types.grad_accum_dtype") == "fp32"
+    for holds, against in (
+        (asked.stage in (0, 3), f"needs ZeRO stage 1 or 2, but {asked.stage_said}"),
+        (is_number(clipping) and clipping > 0, f"but gradient_clipping is {clipping}, which needs the norm"),
+        (asked.offload("optimizer") in ("cpu", "nvme"), "does not go with an offloaded optimizer"),
+        (asked.has(f"{_ZERO}.zenflow"), "does not go with zenflow"),
+        (
+            asked.stage == 1 and asked.precision == "bf16" and accumulates_in_fp32,
+            "does not go with bf16 and data_types.grad_accum_dtype: fp32 at stage 1",
+        ),
+    ):
+        if holds:
+            yield asked.error(key, f"false {against}", "Delete it.")
+
+
+_OPTIMIZER: Final = "zero_optimization.offload_optimizer"
+_PARAM: Final = "zero_optimization.offload_param"
+# The lowest stage that offloads to a device; DeepSpeed itself takes each at any stage, and drops it silently below.
+_LOWEST: Final = {_OPTIMIZER: {"cpu": 1, "nvme": 3}, _PARAM: {"cpu": 3, "nvme": 3}}
+_NVME_ONLY: Final = {
+    _OPTIMIZER: ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
+    _PARAM: ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+}
+_NOWHERE: Final = {_OPTIMIZER: ("ratio", "cpuadam_cores_perc", "pin_memory"), _PARAM: ("pin_memory",)}
+
+
+def check_offload(asked: Asked) -> Iterator[Problem]:
+    """Device and stage, NVMe and its path, partial offload and SuperOffload, keys that nothing reads."""
+    for section in (_OPTIMIZER, _PARAM):
+        yield from _device(asked, section)
+        yield from _idle_keys(asked, section)
+    fast, params = f"{_OPTIMIZER}.fast_init", asked.offload("param")
+    if asked.is_on(fast) and asked.offload("optimizer") == "nvme" and params in ("none", "cpu"):
+        yield asked.no_effect(fast, f"only parameters on nvme are read that way, and {_PARAM}.device is {params}")
+    yield from _ratio(asked)
+    yield from _super_offload(asked)
+    yield from _aio(asked)
+
+
+def _device(asked: Asked, section: str) -> Iterator[Problem]:
+    at, path = f"{section}.device", f"{section}.nvme_path"
+    device = asked.value(at)
+    if device not in ("cpu", "nvme"):
+        return
+    lowest = _LOWEST[section][device]
+    if asked.stage is not None and asked.stage < lowest:
+        legal = " or ".join(["none", *(name for name, stage in _LOWEST[section].items() if stage <= asked.stage)])
+        fix = f"{asked.how_to_set(STAGE, str(lowest), at)}, or offload to {legal} instead."
+        yield asked.error(at, f"{device} needs ZeRO stage {lowest}, but {asked.stage_said}", fix)
+    if device == "nvme" and asked.value(path) in (None, "", "none"):
+        yield asked.error(at, "nvme without a path", f"{asked.how_to_set(path, 'a local folder', at)}.")
+
+
+def _idle_keys(asked: Asked, section: str) -> Iterator[Problem]:
+    device = asked.value(f"{section}.device", default="none")
+    keys = {"cpu": _NVME_ONLY[section], "none": (*_NVME_ONLY[section], *_NOWHERE[section])}
+    for key in keys.get(device, ()) if isinstance(device, str) else ():
+        if asked.says_something(f"{section}.{key}"):
+            where = f" at {asked.written(f'{section}.device')}" if asked.entry(f"{section}.device") else ""
+            yield asked.no_effect(f"{section}.{key}", f"the device is {device}{where}")
+
+
+def _ratio(asked: Asked) -> Iterator[Problem]:
+    key, ratio = f"{_OPTIMIZER}.ratio", asked.value(f"{_OPTIMIZER}.ratio")
+    if not is_number(ratio) or ratio >= 1 or asked.stage is None:
+        return
+    if asked.stage < 3:
+        fix = f"{asked.how_to_set(STAGE, '3')}, or delete it."
+        yield asked.error(key, f"{ratio} needs ZeRO stage 3, but {asked.stage_said}", fix)
+    elif asked.optimizer not in ("", "adam", "adamw") or asked.is_on("optimizer.params.torch_adam"):
+        message = f"{ratio}, but only DeepSpeed's own Adam steps on CPU and GPU at once"
+        yield asked.error(key, message, "Write optimizer.type: AdamW or Adam without torch_adam, or delete the ratio.")
+    elif asked.offload("optimizer") == "cpu" and not asked.has("zero_optimization.sub_group_size"):
+        message = (
+            f"{ratio} splits off whole sub-groups, and zero_optimization.sub_group_size is 1e9 where none is written: "
+            "a smaller share per process is one group, which goes to the CPU whole"
+        )
+        fix = "Write zero_optimization.sub_group_size: a tenth of the parameters per process, or less."
+        yield asked.warning(key, message, fix)
+
+
+def _super_offload(asked: Asked) -> Iterator[Problem]:
+    key = f"{_OPTIMIZER}.super_offload"
+    if not asked.is_on(key):
+        if asked.says_something(f"{_OPTIMIZER}.cpuadam_cores_perc") and asked.offload("optimizer") != "none":
+            yield asked.no_effect(f"{_OPTIMIZER}.cpuadam_cores_perc", "only super_offload: true reads it")
+        return
+    if asked.stage is not None and asked.stage < 3:
+        fix = f"{asked.how_to_set(STAGE, '3')}, or delete it."
+        yield asked.error(key, f"true needs ZeRO stage 3, but {asked.stage_said}", fix)
+    elif asked.offload("optimizer") in ("none", "nvme"):
+        message = f"true needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
+        yield asked.error(key, message, f"Write {_OPTIMIZER}.device: cpu, or delete it.")
+    elif asked.document.launch.value("use_cpu") is True:
+        use_cpu = asked.document.launch.entries["use_cpu",].origin.where
+        yield asked.error(key, f"true needs a GPU, but use_cpu is true at {use_cpu}", "Keep one of the two.")
+
+
+def _aio(asked: Asked) -> Iterator[Problem]:
+    devices = [asked.offload(what) for what in ("optimizer", "param")]
+    if all(device in ("none", "cpu") for device in devices) and not asked.has("checkpoint.writer"):
+        for key in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"):
+            if asked.says_something(f"aio.{key}"):
+                yield asked.no_effect(f"aio.{key}", "nothing is offloaded to nvme")
+    elif asked.is_on("aio.use_gds") and asked.document.launch.value("use_cpu") is True:
+        use_cpu = asked.document.launch.entries["use_cpu",].origin.where
+        yield asked.error("aio.use_gds", f"true needs a GPU, but use_cpu is true at {use_cpu}", "Keep one of the two.")
+
+
+_FLOW: Final = "zero_optimization.zenflow"
+
+
+def check_zenflow(asked: Asked) -> Iterator[Problem]:
+    """Stage, offload, overlap, and which of its intervals go together."""
+    if not asked.has(_FLOW) or asked.entry(_FLOW) is not None:  # absent, or null or {}
+        return
+    if asked.stage == 0:
+        yield asked.error(_FLOW, f"needs ZeRO stage 1, 2 or 3, but {asked.stage_said}", "Choose such a stage.")
+    if asked.offload("optimizer") in ("none", "nvme"):
+        message = f"needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
+        fix = "Write zero_optimization.offload_optimizer.device: cpu, or delete zenflow."
+        yield asked.error(_FLOW, message, fix)
+    overlaps = asked.value("zero_optimization.overlap_comm", default=None)
+    if asked.is_on(f"{_FLOW}.offload") and (overlaps is False or (overlaps is None and asked.stage in (1, 2))):
+        message = "true needs zero_optimization.overlap_comm: true"
+        yield asked.error(f"{_FLOW}.offload", message, "Write that, or false here.")
+    yield from _intervals(asked)
+
+
+def _intervals(asked: Asked) -> Iterator[Problem]:
+    strategy = asked.value(f"{_FLOW}.select_strategy")
+    select, update = asked.value(f"{_FLOW}.select_interval"), asked.value(f"{_FLOW}.update_interval")
+    if strategy in ("step", "epoch") and not is_count(select):
+        message = f"{strategy} needs select_interval as a number"
+        yield asked.error(f"{_FLOW}.select_strategy", message, "Write select_interval, or select_strategy: auto.")
+    if strategy not in ("step", "epoch") and is_count(select):
+        message = f"{select} needs select_strategy step or epoch; with auto DeepSpeed refuses a number"
+        yield asked.error(f"{_FLOW}.select_interval", message, "Write select_strategy, or delete it.")
+    if strategy == "step" and is_count(select) and is_count(update) and select < update:
+        message = f"{select} is less than update_interval {update} at {asked.written(f'{_FLOW}.update_interval')}"
+        yield asked.error(f"{_FLOW}.select_interval", message, f"Write at least {update}.")

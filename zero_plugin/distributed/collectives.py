@@ -1,0 +1,289 @@
+"""Operations over all processes; with one process, or no process group, they return what one process would see."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.errors import LoopError
+from zero_plugin.tensors.nested import list_leaves, map_leaves
+
+_HEADER = 8  # numbers that processes tell each other before tensors travel
+_LENGTHS = 5  # first dimensions among them
+
+Reduction = Literal["sum", "mean", "max", "none"]
+
+
+def num_processes() -> int:
+    """Processes in the default group; 1 without a group."""
+    return int(dist.get_world_size()) if _has_group() else 1
+
+
+def process_index() -> int:
+    """This process's place in the default group; 0 without a group."""
+    return int(dist.get_rank()) if _has_group() else 0
+
+
+@collective("wait_for_everyone")
+def barrier() -> None:
+    """Wait until every process has come here."""
+    if num_processes() == 1:
+        return
+    if "nccl" in dist.get_backend():
+        dist.barrier(device_ids=[torch.cuda.current_device()])  # else NCCL guesses the GPU from the rank
+    else:
+        dist.barrier()
+
+
+@collective("gather")
+def gather(tree: Any) -> Any:
+    """The processes' tensors one after another along the first dimension, on every process.
+
+    Each tensor keeps its place in the containers, its dtype and its device, and leaves autograd. First dimensions may
+    differ between the processes: the result has their sum and no padding. A 0-dimensional tensor counts as one row, so
+    the result has shape (processes,).
+
+    Raises:
+        LoopError: a leaf is no tensor, or dtypes or the other dimensions differ between the processes.
+    """
+    leaves = [leaf.detach().reshape(1) if leaf.ndim == 0 else leaf.detach() for leaf in _tensors(tree, "gather")]
+    if num_processes() > 1:
+        lengths = [leaf.shape[0] for leaf in leaves]
+        kinds = _fingerprint([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in leaves])
+        headers = _exchange("gather", [len(leaves), kinds, *lengths[:_LENGTHS]])
+        if any(header[:2] != headers[0][:2] for header in headers):
+            _raise_mismatch(
+                leaves,
+                "gather: the processes' tensors differ in number, in dtype or beyond the first dimension:",
+                "give as many on each; call pad_across_processes(tensor, dim=1) where they differ beyond the first",
+            )
+        told = [header[2:] for header in headers]
+        if len(lengths) > _LENGTHS:
+            rest = _gather_equal(torch.tensor(lengths[_LENGTHS:])).tolist()
+            told = [[*first, *later] for first, later in zip(told, rest, strict=True)]
+        leaves = [_concatenate(leaf, [own[i] for own in told]) for i, leaf in enumerate(leaves)]
+    gathered = iter(leaves)
+    return map_leaves(lambda _: next(gathered), tree)
+
+
+@collective("gather_object")
+def gather_object(items: list[Any]) -> list[Any]:
+    """The processes' lists of picklable objects as one list, process 0's first, on every process."""
+    if not isinstance(items, list):
+        raise LoopError(f"gather_object: found a {type(items).__name__}; give a list, e.g. gather_object([value])")
+    if num_processes() == 1:
+        return list(items)
+    lists: list[list[Any]] = [[]] * num_processes()
+    dist.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+@collective("reduce")
+def reduce(tree: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """Elementwise sum, mean or maximum of the processes' tensors, on every process; `none` gives each its own.
+
+    dtypes are kept, except that booleans are counted as int64 and the mean of integers is floating. The result is
+    multiplied by `scale`.
+
+    Raises:
+        LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
+    """
+    if reduction not in get_args(Reduction):
+        raise LoopError(f'reduce: reduction={reduction!r}; write "sum", "mean", "max" or "none"')
+    leaves = _tensors(tree, "reduce")
+    if reduction != "none":
+        _refuse_mismatch(leaves, "reduce")
+
+    def reduce_one(tensor: Tensor) -> Tensor:
+        total = tensor.detach().to(torch.int64 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
+        if num_processes() > 1 and reduction != "none":
+            wire = total.to(_wire_device(tensor)).contiguous()
+            dist.all_reduce(wire, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
+            total = wire.to(tensor.device)
+        total = total / num_processes() if reduction == "mean" else total
+        return total if scale == 1.0 else total * scale
+
+    return map_leaves(reduce_one, tree)
+
+
+def start_sum(numbers: Sequence[int]) -> Callable[[], list[int]]:
+    """Begin to sum integers over the processes; what is returned waits for the sums and gives them."""
+    sums = torch.tensor(numbers, dtype=torch.int64)
+    if num_processes() == 1:
+        return sums.tolist
+    wire = sums.to(_wire_device(sums))
+    work = dist.all_reduce(wire, async_op=True)
+    return partial(_finish_sum, work, wire)
+
+
+@collective("next batch of a stream")
+def _finish_sum(work: Any, sums: Tensor) -> list[int]:
+    work.wait()
+    return list(sums.tolist())
+
+
+@collective("broadcast")
+def broadcast(tree: Any, from_process: int = 0) -> Any:
+    """Process `from_process`'s tensors on every process.
+
+    Raises:
+        LoopError: a leaf is no tensor, or shapes or dtypes differ between the processes.
+    """
+    _refuse_mismatch(_tensors(tree, "broadcast"), "broadcast")
+
+    def broadcast_one(tensor: Tensor) -> Tensor:
+        if num_processes() == 1 or tensor.numel() == 0:
+            return tensor.detach()
+        wire = _as_bytes(tensor.detach().to(_wire_device(tensor), copy=True))
+        dist.broadcast(wire, from_process)
+        return wire.view(tensor.dtype).view(tensor.shape).to(tensor.device)
+
+    return map_leaves(broadcast_one, tree)
+
+
+@collective("broadcast_object_list")
+def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the items of `objects`, in place, by process `from_process`'s; returns `objects`."""
+    if num_processes() > 1:
+        dist.broadcast_object_list(objects, src=from_process)
+    return objects
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor has no size along a dimension to pad to."""
+
+
+@collective("pad_across_processes")
+def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad every tensor along `dim` with `pad_index` to the largest size on any process, behind or in front.
+
+    A tensor that has no dimension `dim` is returned as it is, and so is a nested tensor, with a warning.
+
+    Raises:
+        LoopError: a leaf is no tensor, or the number of dimensions differs between the processes.
+    """
+    tensors = _tensors(tree, "pad_across_processes")
+    if any(tensor.is_nested for tensor in tensors):
+        message = "pad_across_processes: a nested tensor is left as it is; turn it into a padded one first"
+        warnings.warn(message, CannotPadNestedTensorWarning, stacklevel=3)
+    _refuse_mismatch(tensors, "pad_across_processes", lambda tensor: tensor.ndim)
+
+    def has_dim(tensor: Tensor) -> bool:
+        return not tensor.is_nested and -tensor.ndim <= dim < tensor.ndim
+
+    own = [tensor.shape[dim] if has_dim(tensor) else -1 for tensor in tensors]
+    largest = iter(_gather_equal(torch.tensor(own, dtype=torch.int64)).amax(0).tolist() if tensors else [])
+
+    def pad_one(tensor: Tensor) -> Tensor:
+        size = next(largest)
+        if not has_dim(tensor) or tensor.shape[dim] == size:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = size
+        padded = tensor.new_full(shape, pad_index)
+        padded.narrow(dim, size - tensor.shape[dim] if pad_first else 0, tensor.shape[dim]).copy_(tensor)
+        return padded
+
+    return map_leaves(pad_one, tree)
+
+
+def _has_group() -> bool:
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def _tensors(tree: Any, call: str) -> list[Tensor]:
+    leaves = list_leaves(tree)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise LoopError(
+                f"{call}: found a {type(leaf).__name__}; give tensors in dicts, lists or tuples, "
+                "or gather_object for anything else"
+            )
+    return leaves
+
+
+def _wire_device(tensor: Tensor) -> torch.device:
+    """Where the tensor must be for the group's backends: NCCL alone cannot carry a CPU tensor."""
+    served = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
+    if tensor.device.type in served:
+        return tensor.device
+    if "cpu" in served:
+        return torch.device("cpu")
+    return torch.device(served[0], torch.get_device_module(served[0]).current_device())
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A flat uint8 view: backends differ in the dtypes that they carry, none refuses bytes."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _gather_equal(tensor: Tensor) -> Tensor:
+    """Tensors of one shape and dtype, stacked: shape (processes, *tensor.shape), on the tensor's device."""
+    processes = num_processes()
+    if processes == 1 or tensor.numel() == 0:
+        return tensor.expand(processes, *tensor.shape)
+    wire = _as_bytes(tensor.to(_wire_device(tensor)))
+    stacked = wire.new_empty(processes, wire.numel())
+    dist.all_gather(list(stacked), wire)  # the one spelling that no release of torch has renamed
+    return stacked.view(tensor.dtype).view(processes, *tensor.shape).to(tensor.device)
+
+
+def _exchange(call: str, numbers: Sequence[int]) -> list[list[int]]:
+    """Every process' `numbers`, at most 7, filled up with zeros.
+
+    It has one size in all calls, since backends abort where sizes differ: so a process that is in another call is told.
+
+    Raises:
+        LoopError: it is.
+    """
+    header = [_fingerprint(call), *numbers]
+    headers = _gather_equal(torch.tensor(header + [0] * (_HEADER - len(header)))).tolist()
+    if any(other[0] != header[0] for other in headers):
+        calls = gather_object([call])
+        places = ", ".join(f"process {rank} is in {name}()" for rank, name in enumerate(calls))
+        raise LoopError(f"{places}.\nBoth are collective: every process has to make the same calls in the same order.")
+    return [other[1:] for other in headers]
+
+
+def _fingerprint(told: Any) -> int:
+    return zlib.crc32(repr(told).encode())
+
+
+def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def _refuse_mismatch(leaves: list[Tensor], call: str, told: Callable[[Tensor], Any] = _shape_and_dtype) -> None:
+    """Raise where `told` of the leaves differs between the processes: backends would abort, wait, or mix up numbers."""
+    if num_processes() == 1:
+        return
+    headers = _exchange(call, [_fingerprint([told(leaf) for leaf in leaves])])
+    if any(header != headers[0] for header in headers):
+        _raise_mismatch(leaves, f"{call}: the processes' tensors differ:")
+
+
+def _raise_mismatch(leaves: list[Tensor], *message: str) -> None:
+    found = gather_object([[_shape_and_dtype(leaf) for leaf in leaves]])
+    lines = [f"  process {index}: {shapes}" for index, shapes in enumerate(found)]
+    raise LoopError("\n".join([message[0], *lines, *message[1:]]))
+
+
+def _concatenate(tensor: Tensor, lengths: list[int]) -> Tensor:
+    longest = max(lengths)
+    if longest * math.prod(tensor.shape[1:]) == 0:
+        return tensor.new_empty((sum(lengths), *tensor.shape[1:]))
+    if tensor.shape[0] < longest:
+        tensor = torch.cat([tensor, tensor.new_empty((longest - tensor.shape[0], *tensor.shape[1:]))])
+    stacked = _gather_equal(tensor)
+    if min(lengths) == longest:
+        return stacked.flatten(0, 1)
+    return torch.cat([part[:length] for part, length in zip(stacked, lengths, strict=True)])

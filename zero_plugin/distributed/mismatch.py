@@ -1,0 +1,338 @@
+"""What each rank publishes of its progress through collective calls, and how two are judged.
+
+The rule by which a process in a collective call judges where the others are, and the sentences that tell of it.
+
+Where a process is among its collective calls, and what it does, as it tells the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where one process is. What it says of calls and passes, and that it is gone, stays true for good.
+
+    Attributes:
+        beat: counts up with each time that it is told; one that stays says nothing about now.
+        calls: collective calls entered so far.
+        call: name of the last one entered, "" for none.
+        left: collective calls left so far.
+        passes: parts of the training that need all processes, entered since that call.
+        line: where its script is, `file:line`.
+        since: seconds that it is there.
+        busy: what it imports, compiles or saves there, "" for nothing of these.
+        quiet: seconds since it last did.
+        machine: whose process ids `pid` is one of.
+        pid: of the process.
+        ended: whether it has come to its end with all others.
+        gone: whether it ends without them.
+        failed: whether it does so with an error.
+    """
+
+    beat: int = 0
+    calls: int = 0
+    call: str = ""
+    left: int = 0
+    passes: int = 0
+    line: str = ""
+    since: float = 0.0
+    busy: str = ""
+    quiet: float = float("inf")
+    machine: str = ""
+    pid: int = 0
+    ended: bool = False
+    gone: bool = False
+    failed: bool = False
+
+    @property
+    def last_call(self) -> str:
+        """The last call, for sentences."""
+        return f"{self.call}()" if self.call else "none"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is sure that the process makes no more calls, and it has not come to a common end."""
+        return self.gone or (not self.ended and self.process_state == "gone")
+
+    @property
+    def process_state(self) -> str:
+        """`gone`, `stopped` or `alive`; "" where that cannot be known for sure, as on another machine."""
+        if not self.pid or self.machine != _machine():
+            return ""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return "gone"
+        except OSError:  # of another user
+            return "alive"
+        with suppress(OSError):
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
+        return "alive"
+
+
+def publish(store: Any, rank: int, standing: Standing) -> None:
+    """Tell the other processes where this one is."""
+    store.set(f"at/{rank}", json.dumps(asdict(standing)))
+
+
+def read_standings(store: Any, ranks: Sequence[int]) -> dict[int, Standing]:
+    """Where other processes are, as they have told; one that has not is nowhere yet."""
+    keys = [f"at/{rank}" for rank in ranks]
+    if store.check(keys):
+        told = store.multi_get(keys)
+    else:  # it would wait for those that are missing
+        told = [store.get(key) if store.check([key]) else b"{}" for key in keys]
+    return {rank: Standing(**json.loads(text)) for rank, text in zip(ranks, told, strict=True)}
+
+
+@functools.cache
+def _machine() -> str:
+    """Names what gives process ids: two processes that tell the same see each other's."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        parts += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            str(Path("/proc/self/ns/pid").readlink()),
+        ]
+    return " ".join(parts)
+
+
+# Frames of these are not the script's: this package, torch, whatever else is installed, and Python itself.
+_PACKAGE = f"{Path(__file__).resolve().parent}/"
+_TORCH = f"{Path(torch.__file__).resolve().parent}/"
+_LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path
+
+# What runs for long and is no sign of a mistake, by the file that is on the stack as long as it does.
+_BUSY = {
+    "<frozen importlib._bootstrap>": "imports",
+    f"{_TORCH}utils/cpp_extension.py": "compiles",
+    f"{_TORCH}utils/file_baton.py": "waits for the build of",
+    f"{_TORCH}_dynamo/convert_frame.py": "compiles",
+    f"{_TORCH}_inductor/compile_fx.py": "compiles",
+    f"{_TORCH}serialization.py": "saves or loads",
+}
+_BUSY_FOLDERS = {f"{_PACKAGE}checkpoint/": "saves or loads", "/safetensors/": "saves or loads"}
+
+
+def script_line(thread: int) -> str:
+    """`file:line` of the script in a thread: its innermost frame that is in no library."""
+    return _line_of(next((frame for frame in _frames(thread) if not _is_library(frame)), None))
+
+
+def _what_runs(thread: int) -> tuple[str, str]:
+    """`script_line`, and what the script imports, compiles, or saves or loads there; "" for nothing of these."""
+    done, name = "", ""
+    script: FrameType | None = None
+    for frame in _frames(thread):
+        if not _is_library(frame):
+            script = script or frame
+            if done or frame.f_code.co_name != "<module>":
+                break
+            continue  # a module's own lines run as long as it is imported
+        kind = _kind_of(frame.f_code.co_filename)
+        # A lock that is waited for is inside the build that it belongs to; else the outermost says most.
+        if kind and not (done.startswith("waits") and kind == "compiles"):
+            done, name = kind, ""
+        if kind:
+            name = _named_in(frame) or name
+    return _line_of(script), f"{done} {name}".strip()
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(_LIBRARIES) or any(folder in name for folder in _INSTALLED)
+
+
+def _line_of(frame: FrameType | None) -> str:
+    return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _kind_of(file: str) -> str:
+    return _BUSY.get(file) or next((kind for folder, kind in _BUSY_FOLDERS.items() if folder in file), "")
+
+
+def _named_in(frame: FrameType) -> str:
+    """What a frame of an import or of a build is about, by its argument `name`."""
+    if frame.f_code.co_name not in ("_find_and_load", "_jit_compile", "load"):
+        return ""
+    name = frame.f_locals.get("name")
+    return name if isinstance(name, str) else ""
+
+
+class ScriptView:
+    """What this process' script does, looked at once in a tick.
+
+    Args:
+        script: the script's thread.
+        builds: seconds of compiling after which it is said; then after twice as long, and so on.
+    """
+
+    def __init__(self, script: int, builds: float) -> None:
+        self.beat = 0
+        self.line, self.busy = "", ""
+        self.since = 0.0
+        self.quiet = float("inf")
+        self._script = script
+        self._builds = builds
+        self._built = 0.0  # seconds that it compiles
+        self._says_at = builds
+
+    def describe(self) -> dict[str, Any]:
+        """What `Standing` tells of it, and of this process."""
+        known = {"beat": self.beat, "line": self.line, "since": self.since, "busy": self.busy, "quiet": self.quiet}
+        return known | {"machine": _machine(), "pid": os.getpid()}
+
+    def look(self, awake: float, say: Callable[[str], None]) -> None:
+        """Look, `awake` seconds after the last time; say what is compiled, where it takes long."""
+        line, busy = _what_runs(self._script)
+        self.since = self.since + awake if line == self.line else 0.0
+        self.quiet = 0.0 if busy else self.quiet + awake
+        self._built = self._built + awake if busy.startswith("compiles ") else 0.0
+        self.beat, self.line, self.busy = self.beat + 1, line, busy
+        if not self._built:
+            self._says_at = self._builds
+        elif self._built >= self._says_at:
+            self._says_at *= 2
+            say(f"{busy}, for {self._built:.0f} s so far ({line}); other processes wait for it.")
+
+
+_SHOWN: Final = 4  # late processes in a warning
+_SILENT_S: Final = 5.0  # since when a process' silence is spoken of
+
+
+class Call(NamedTuple):
+    """One collective call, as its process entered it.
+
+    Attributes:
+        number: of collective calls, this one included.
+        name: what messages call it.
+        passes: that the process had begun since the call before.
+    """
+
+    number: int
+    name: str
+    passes: int
+
+
+def find_mismatch(call: Call, others: Mapping[int, Standing]) -> str | None:
+    """Who of `others` can never come to `call`, and what to do about it; None where each has come, or still may.
+
+    One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
+    before that call it has begun a pass that this process has not, and that it needs this process in.
+    """
+    for rank, standing in others.items():
+        if standing.calls == call.number and standing.call != call.name:
+            return _different(rank, standing)
+        if standing.left < call.number and standing.is_gone:
+            return _gone(call, rank, standing)
+        if standing.calls == call.number - 1 and standing.passes > call.passes:
+            return _elsewhere(call, rank, standing)
+    return None
+
+
+class Waiting:
+    """How long this process has been in a call, and what it has seen of the others there.
+
+    Args:
+        call: None while it is in none.
+        warns_at: quiet of another process, in seconds, at which it is named.
+    """
+
+    def __init__(self, call: Call | None, warns_at: float) -> None:
+        self.call = call
+        self.seconds = 0.0
+        self.looks = 0
+        self.warns_at = warns_at
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when that came
+
+    def silence_of(self, rank: int, standing: Standing) -> float:
+        """Seconds in which the process is known to have said nothing."""
+        beat, heard = self._heard.get(rank, (-1, 0.0))
+        if beat != standing.beat:
+            heard = self.seconds
+            self._heard[rank] = (standing.beat, heard)
+        return self.seconds - heard
+
+
+def describe_late(waiting: Waiting, others: Mapping[int, Standing]) -> tuple[str, float]:
+    """Who has not come to the call, and where each is; and the longest quiet of one, without import, build or save."""
+    assert waiting.call is not None, "it waits"
+    late = {rank: standing for rank, standing in others.items() if standing.calls < waiting.call.number}
+    silences = {rank: waiting.silence_of(rank, standing) for rank, standing in late.items()}
+    told = [_whereabouts(rank, standing, silences[rank]) for rank, standing in late.items()]
+    more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+    quiet = max((min(waiting.seconds, s.quiet + silences[rank]) for rank, s in late.items()), default=0.0)
+    return "; ".join([*told[:_SHOWN], *more]), quiet
+
+
+def overdue(here: str, limit: float, late: str) -> str:
+    """What a process says that has waited for `limit` seconds."""
+    return (
+        f"{here} for {limit:.0f} s, the process group's time-out: {late or 'other processes have not come'}.\n"
+        "Where a process may take that long, raise it: "
+        "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=…))])."
+    )
+
+
+def _whereabouts(rank: int, standing: Standing, silence: float) -> str:
+    if not standing.pid:
+        return f"process {rank} has not said yet where it is"
+    where = f"process {rank} is at {standing.line} for {standing.since:.0f} s"
+    state = standing.process_state
+    if state == "stopped":
+        where += " (its process is stopped)"
+    elif silence > _SILENT_S:
+        where += f" (silent for {silence:.0f} s{', though its process is alive' if state == 'alive' else ''})"
+    elif standing.busy:
+        where += f", where it {standing.busy}"
+    return f"{where}; its last such call was {standing.last_call}"
+
+
+def _different(rank: int, standing: Standing) -> str:
+    line = "" if standing.gone else f" ({standing.line})"
+    return (
+        f"process {rank} is in {standing.call}(){line}.\n"
+        "Both are collective: every process has to make the same calls in the same order."
+    )
+
+
+def _elsewhere(call: Call, rank: int, standing: Standing) -> str:
+    fix = (
+        "Every process has to take the same number of steps, and to come to the end."
+        if call.name == "end_training"
+        else f"{call.name}() is collective: call it on every process, not under "
+        "`if accelerator.is_main_process:`. What one process alone may do, it does there by itself."
+    )
+    return f"process {rank} did not come: it went on, and waits for this process at {standing.line}.\n{fix}"
+
+
+def _gone(call: Call, rank: int, standing: Standing) -> str:
+    how = "failed" if standing.failed else "ended"
+    return (
+        f"process {rank} has {how}; its last such call was {standing.last_call}.\n"
+        f"{call.name}() is collective: every process has to come to it."
+    )

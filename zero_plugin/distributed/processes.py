@@ -1,0 +1,411 @@
+"""The processes of a run: rank, device and process group, started from whatever launcher set the environment."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+from zero_plugin.config.choices import DistributedType
+from zero_plugin.distributed.collective_check import collective, end_watching, make_last_calls, start_watching
+from zero_plugin.distributed.replica import find_replica
+from zero_plugin.errors import LaunchError, LoopError, ZeroPluginError
+from zero_plugin.machine.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
+from zero_plugin.machine.scheduler_job import find_place, own_gpu
+from zero_plugin.machine.xla_runtime import check_world_size, find_tpu
+
+_COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = timedelta(minutes=30)
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as the environment describes a group of one
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """This process among its peers.
+
+    Attributes:
+        rank, local_rank: index among all processes, and on this machine.
+        world_size: number of processes.
+        device: where this process computes.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How these processes work together where no strategy says more."""
+        if self.device.type == "xla":
+            return DistributedType.XLA
+        if self.world_size == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+
+    @contextmanager
+    def counted_by_gpu(self) -> Iterator[None]:
+        """Inside, LOCAL_RANK is what DeepSpeed takes it for: the number of this process's GPU among those it sees."""
+        names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
+        before = {name: os.environ[name] for name in names}
+        if self.device.type == "cuda":
+            os.environ.update(dict.fromkeys(names, str(self.device.index)))
+        try:
+            yield
+        finally:
+            os.environ.update(before)
+
+    @property
+    def backend(self) -> str | None:
+        """What carries tensors of this process's device, e.g. `nccl`; None with one process."""
+        if self.world_size == 1 or not dist.is_initialized():
+            return None
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        return backends.get(self.device.type, next(iter(backends.values())))
+
+    @collective("wait_for_everyone")
+    def barrier(self) -> None:
+        """Wait for every process.
+
+        Raises:
+            LoopError: the process group has ended.
+        """
+        if self.world_size > 1:
+            if not dist.is_initialized():
+                raise LoopError("end_training() has ended the process group; there is nobody to wait for any more.")
+            over_nccl = self.device.type == "cuda" and "nccl" in dist.get_backend()
+            dist.barrier(device_ids=[self.device.index or 0] if over_nccl else None)
+
+    def hold(self, end: Callable[[], None]) -> None:
+        """Somebody trains with these processes until `stop` is called with the same `end`, which ends that training."""
+        _own.holders.append(end)
+
+    def stop(self, end: Callable[[], None], destroy_group: Callable[[], None]) -> None:
+        """End the process group, if this package made it and nobody else holds it.
+
+        Sessions are closed before: gloo aborts at exit while DDP or an engine holds it.
+
+        Args:
+            end: what `hold` was given.
+            destroy_group: ends the group, or drops what is kept of one that another has ended; called when it ends.
+        """
+        if end in _own.holders:
+            _own.holders.remove(end)
+        _own.destroyers.append(destroy_group)
+        if not _own.holders:
+            _own.end()
+
+    def end_group(self) -> None:
+        """End all that trains with these processes, then their group, whoever made it; collective."""
+        for end in reversed(tuple(_own.holders)):
+            end()
+        _own.end()
+        if dist.is_initialized():
+            end_watching()
+            dist.destroy_process_group()
+
+
+class _OwnGroup:
+    """The default process group, where this package made it.
+
+    Attributes:
+        group: it, or None.
+        holders: what ends each training that has not ended.
+        destroyers: how those end it that have.
+        launched: whether a launcher set the environment that describes it.
+        on_xla: whether its processes compute on XLA devices.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.holders: list[Callable[[], None]] = []
+        self.destroyers: list[Callable[[], None]] = []
+        self.launched = False
+        self.on_xla = False
+        self._groups = 0
+        self._left: dict[str, str] = {}  # in the environment, by a group of one
+        self._at_exit: Callable[[], None] | None = None
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is the default process group now."""
+        return self.group is not None and dist.is_initialized() and c10d._get_default_group() is self.group
+
+    def make(self, backend: str, device: torch.device, init_method: str | None, timeout: timedelta) -> None:
+        """Make it, as the environment says."""
+        if self.group is not None:  # the script has ended the one before by torch's own call
+            self._forget_environment()
+        self.launched = init_method is not None or _is_launched()
+        if self.launched:
+            rank, world = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE"))
+            os.environ.update(_choose_network())
+            try:
+                store = _meet(init_method or "env://", os.environ.get("MASTER_PORT"), rank, world, os.getpid())
+            except dist.DistError as error:
+                raise LaunchError(_why_not_met(init_method, rank, world, error)) from error
+            self._groups += 1  # one group follows another in the same store, and would read what that one left there
+            store = c10d.PrefixStore(f"zero_plugin/group/{_restarts_of_store()}.{self._groups}", store)
+            if device.type == "cuda" and "nccl" in backend:
+                refuse_shared_gpu(store, rank, str(torch.cuda.get_device_properties(device).uuid))
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+        else:
+            # DeepSpeed reads these even for one process, and would look for MPI without them. A store in memory needs
+            # no port, so that any number of single-process runs fit on one machine.
+            self._left = {**_ALONE, **_choose_network()}
+            os.environ.update(self._left)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        self.group, self.holders, self.destroyers = c10d._get_default_group(), [], []
+
+    def end_at_exit(self) -> None:
+        """End it when this process ends, after all that was started later and before what was started before."""
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+        self._at_exit = call_at_exit(self._end_left_over)
+
+    def end(self) -> None:
+        """End it, together with the other processes."""
+        # Engines and DDP sit in reference cycles that hold the group, also one that the user made and will end: while
+        # four closed stage-3 engines did, one run in eight aborted at its exit; with this, none of 32.
+        gc.collect()
+        if self.lives:
+            if dist.get_world_size() > 1:
+                dist.barrier()
+            end_watching()
+            for destroy in self.destroyers:
+                destroy()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self._forget_environment()
+        self.group = None
+
+    def _forget_environment(self) -> None:
+        """Take out of the environment what a group of one left there."""
+        if not self.launched:
+            for name in self._left:
+                os.environ.pop(name, None)
+
+    def _end_left_over(self) -> None:
+        """Nobody who trains has ended it: a script that used `PartialState` alone."""
+        if self.lives:
+            collective("end_training", meets=True)(self.end)()
+
+
+_own = _OwnGroup()
+
+
+def start_processes(
+    *,
+    cpu: bool,
+    xla: bool | None = None,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+) -> Processes:
+    """Join the process group that the launcher's environment describes; without a launcher, a group of one.
+
+    A task of `srun` or `mpirun` finds its place in what these set. A group that exists already is taken as it is. There
+    is one with one process too, since a ZeRO engine needs it.
+
+    Args:
+        cpu: compute on the CPU even where there is a GPU.
+        xla: compute on an XLA device, with gloo between the processes; by default where they do already, or where there
+            is a TPU.
+        backend: `nccl` or `gloo`; by default NCCL with gloo beside it for CPU tensors, or gloo on CPUs.
+        timeout: how long a collective may wait; 30 minutes by default.
+        init_method: where the processes meet, as torch takes it; by default what the launcher set.
+
+    Raises:
+        LaunchError: the environment describes a part of a process group only, or the processes cannot meet; or see
+            `find_replica`.
+        MachineError: see `find_replica`.
+    """
+    if _finds_xla(cpu) if xla is None else xla:
+        return _start_replica(timeout or _TIMEOUT)
+    if not dist.is_initialized() and "RANK" not in os.environ and (place := find_place(os.environ)) is not None:
+        os.environ.update(place.environment(os.environ))
+        _share_cores(place.local_size)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() and not cpu
+    device = torch.device("cpu")
+    if cuda:
+        visible = torch.cuda.device_count()
+        gpu = own_gpu(local_rank, visible, os.environ)
+        if gpu is None:
+            raise LaunchError(
+                f"the process of local rank {local_rank} has no GPU: this machine has {visible}.\n"
+                f"Start at most {visible} processes on this machine (--num_processes), or add --cpu."
+            )
+        device = torch.device("cuda", gpu)
+        torch.cuda.set_device(device)
+        if _own.lives and not _own.holders and not _own.launched and "cuda" not in dist.get_backend_config():
+            _own.end()  # a group of one that somebody made for the CPU, and left
+    if not dist.is_initialized():
+        if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from host memory
+            backend = "cpu:gloo,cuda:nccl"
+        backend = backend or "gloo"
+        _own.make(backend, device, init_method, timeout or _TIMEOUT)
+        start_watching()  # until the group has ended, so before the next line
+        _own.end_at_exit()
+    start_watching()
+    return Processes(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def _finds_xla(cpu: bool) -> bool:
+    return not cpu and (_own.on_xla or (not torch.cuda.is_available() and bool(find_tpu(os.environ))))
+
+
+def _start_replica(timeout: timedelta) -> Processes:
+    replica = find_replica()
+    if not dist.is_initialized():
+        os.environ.update(replica.describe_group())
+        _own.make("gloo", replica.device, None, timeout)
+        _own.end_at_exit()
+    _own.on_xla = True
+    check_world_size(replica.world_size, {"WORLD_SIZE": str(dist.get_world_size())})
+    start_watching()
+    return Processes(dist.get_rank(), replica.local_rank, replica.world_size, replica.device)
+
+
+def refuse_shared_gpu(store: Any, rank: int, gpu: str) -> None:
+    """Raise where another process has taken this process's GPU, before NCCL is asked: one request of each process.
+
+    Args:
+        store: of the coming group alone.
+        rank: of this process.
+        gpu: what no other GPU is called, on whatever machine.
+
+    Raises:
+        LaunchError: two ranks share it; with both.
+    """
+    mine = f"{rank} on {socket.gethostname()}"
+    first = store.compare_set(f"gpu/{gpu}", "", mine).decode()
+    if first != mine:
+        raise LaunchError(
+            f"rank {first} and rank {mine} have the same GPU ({gpu}), and NCCL takes one process for each.\n"
+            "Give each a GPU of its own (srun --gpus-per-task=1, --ntasks-per-node as many as there are GPUs), and set "
+            "CUDA_VISIBLE_DEVICES for all alike or for each its own; or start fewer processes."
+        )
+
+
+def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
+    """Call `end`, which is collective, when the process ends without an error; returns what `atexit` is given.
+
+    Whatever it raises (another process is not at its end, a save in the background or a tracker has failed) ends the
+    process with exit code 1, where Python by itself would print it and exit with 0. After an error of the script the
+    other processes will not come to a barrier; they are ended by the launcher. What has to be called before such an
+    end is called (`call_before_end`).
+    """
+
+    def leave() -> None:
+        if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+            try:
+                end()
+            except BaseException as error:  # noqa: BLE001 - the outermost frame
+                with suppress(OSError, ValueError):  # a stream that nobody reads any more
+                    sys.stdout.flush()
+                    if isinstance(error, ZeroPluginError):
+                        print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                    else:
+                        traceback.print_exception(error)
+                        sys.stderr.flush()
+                make_last_calls()
+                os._exit(1)
+        else:
+            make_last_calls()
+
+    atexit.register(leave)
+    return leave
+
+
+@functools.cache
+def _meet(init_method: str, port: str | None, rank: int, world: int, pid: int) -> Any:  # noqa: ARG001 - for the cache
+    """The store of the launcher's processes; kept, since on its host it ends with its last reference."""
+    if init_method == "env://" and rank == 0 and port and not _has_agent_store():
+        address = own_address(os.environ["MASTER_ADDR"])
+        with suppress(OSError):  # of a port that is taken torch tells, or shares it
+            if address is not None:
+                file = listening_socket(address, int(port)).detach()  # torch would listen on every interface
+                return TCPStore(address, int(port), world, True, _TIMEOUT, multi_tenant=True, master_listen_fd=file)
+    return next(iter(rendezvous(init_method, rank, world)))[0]
+
+
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _restarts_of_store() -> str:
+    """How often processes before these have met in the launcher's store; 0 where the store is new with each start."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _has_agent_store() else "0"
+
+
+def _share_cores(processes: int) -> None:
+    """Compute with a share of this machine's cores, where the scheduler bound this process to none and nobody chose."""
+    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+        if cores == os.cpu_count():
+            torch.set_num_threads(max(1, cores // processes))
+
+
+def _is_on_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
+def _choose_network() -> dict[str, str]:
+    """The variables that name the interface that gloo and NCCL listen at, where nobody has named one.
+
+    On one machine that is loopback. On several it leads to rank 0's machine: gloo by itself takes that of this
+    machine's name; NCCL finds one.
+    """
+    alone = _is_on_one_machine()
+    interface = interface_towards(OWN_ADDRESS if alone else os.environ.get("MASTER_ADDR", ""))
+    if interface is None:
+        return {}
+    names = {"GLOO_SOCKET_IFNAME": interface, **({"NCCL_SOCKET_IFNAME": f"={interface}"} if alone else {})}
+    return {name: value for name, value in names.items() if name not in os.environ}
+
+
+def _why_not_met(init_method: str | None, rank: int, world: int, error: Exception) -> str:
+    where = init_method or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"rank {rank} of {world} processes could not join the others at {where}: {error}\n"
+        "Rank 0 must run on that machine, and the port be free there and open to the others. MASTER_ADDR and "
+        "MASTER_PORT choose another place, the same for all."
+    )
+
+
+def _is_launched() -> bool:
+    """Whether a launcher set this process' place in a group."""
+    given = [name for name in _COORDINATES if name in os.environ]
+    if "RANK" not in given:
+        return False
+    if given == ["RANK", "WORLD_SIZE"] and os.environ["WORLD_SIZE"] == "1":
+        return False  # the program that started this one is a group of one, and its variables were inherited
+    if len(given) < len(_COORDINATES):
+        missing = ", ".join(name for name in _COORDINATES if name not in given)
+        raise LaunchError(
+            f"RANK is set but {missing} is not: the environment describes half a process group.\n"
+            "Start the script with `zero-plugin launch`, with torchrun, or unset RANK to run one process."
+        )
+    return True

@@ -1,0 +1,217 @@
+"""What `Accelerator(…)` is called with: refused by name, reconciled where it comes twice, laid over the document."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from zero_plugin.config.choices import RNGType
+from zero_plugin.config.deepspeed_plugin import ONLY, DeepSpeedPlugin
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import asked_compiler
+from zero_plugin.config.overlay import overlay_code
+from zero_plugin.config.plugins import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from zero_plugin.config.tree import KeyPath
+from zero_plugin.errors import ConfigError, Problem
+
+_SHARD: Final = (
+    "Pass deepspeed_plugin=DeepSpeedPlugin(zero_stage=3), which shards the same states as FSDP's FULL_SHARD."
+)
+_DATA_PARALLEL: Final = "Leave it out; only data parallelism is supported, with ZeRO for models that do not fit."
+_NOT_HERE: Final = {
+    "fsdp_plugin": _SHARD,
+    "torch_tp_plugin": _DATA_PARALLEL,
+    "megatron_lm_plugin": _DATA_PARALLEL,
+    "parallelism_config": _DATA_PARALLEL,
+}
+
+
+def refuse_arguments(**arguments: Any) -> None:
+    """Refuse what Accelerate takes and this package does not have.
+
+    Raises:
+        ConfigError: one of them is not None; names all, each with what to write instead.
+    """
+    problems = [
+        Problem(f"Accelerator({name}=…)", "", f"a {type(value).__name__} is not supported", _NOT_HERE[name])
+        for name, value in arguments.items()
+        if value is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def choose_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, DeepSpeedPlugin]:
+    """The DeepSpeed plugins by name, the first of which is selected at first.
+
+    Raises:
+        ConfigError: both arguments are given, or a value is no plugin.
+    """
+    if deepspeed_plugin is not None and deepspeed_plugins is not None:
+        raise _refusal("deepspeed_plugins=…", "deepspeed_plugin is given too", "Pass one of the two.")
+    given = deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins
+    if given is None:
+        return {}
+    plugins = dict(given) if isinstance(given, Mapping) else {ONLY: given}
+    for plugin in plugins.values():
+        if not isinstance(plugin, DeepSpeedPlugin):
+            fix = "Pass a DeepSpeedPlugin, or a dict of them by name."
+            raise _refusal("deepspeed_plugin=…", f"a {type(plugin).__name__} is no DeepSpeedPlugin", fix)
+    return plugins
+
+
+def choose_loading(
+    given: DataLoaderConfiguration | None, *, split_batches: bool, even_batches: bool | None
+) -> DataLoaderConfiguration:
+    """How loaders are shared out: the record's word, and that of the arguments beside it.
+
+    Raises:
+        ConfigError: the record and `even_batches` differ.
+    """
+    loading = given or DataLoaderConfiguration()
+    if given is not None and even_batches and not given.even_batches:
+        message = "DataLoaderConfiguration(even_batches=False) beside it"
+        raise _refusal("even_batches=True", message, "Write the same value in both, or leave one out.")
+    return replace(
+        loading,
+        split_batches=split_batches or loading.split_batches,
+        even_batches=loading.even_batches if even_batches is None else even_batches,
+    )
+
+
+def choose_project(
+    given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
+) -> ProjectConfiguration:
+    """Where the run keeps what it writes: the record itself, which goes on counting checkpoints.
+
+    Raises:
+        ConfigError: the record and `project_dir` name two folders.
+    """
+    if given is None:
+        return ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and given.project_dir is None:
+        given.set_directories(project_dir)
+    elif project_dir is not None and os.fspath(project_dir) != os.fspath(given.project_dir or ""):
+        message = f"ProjectConfiguration(project_dir={str(given.project_dir)!r}) beside it"
+        raise _refusal(f"project_dir={str(project_dir)!r}", message, "Write one of the two.")
+    return given
+
+
+def choose_accumulation(given: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
+    """How gradients add up; `num_steps` is None where code does not say it.
+
+    Raises:
+        ConfigError: the record and `gradient_accumulation_steps` differ.
+    """
+    if given is None:
+        return GradientAccumulationPlugin(num_steps=steps)
+    if steps not in (None, 1, given.num_steps):
+        message = f"GradientAccumulationPlugin(num_steps={given.num_steps}) beside it"
+        raise _refusal(f"gradient_accumulation_steps={steps}", message, "Write the number into one of the two.")
+    return replace(given)
+
+
+def choose_compiler(backend: Any, plugin: TorchDynamoPlugin | None, document: Document) -> TorchDynamoPlugin:
+    """How models are compiled, if they are: as code says or `dynamo_config`, else by `ACCELERATE_DYNAMO_*`.
+
+    Raises:
+        ConfigError: both arguments are given, or code and configuration name two compilers.
+        ValueError: there is no such compiler.
+    """
+    if backend is not None and plugin is not None:
+        raise _refusal(f"dynamo_backend={str(backend)!r}", "dynamo_plugin is given too", "Pass one of the two.")
+    in_code = TorchDynamoPlugin(backend=backend) if plugin is None else plugin
+    asked = asked_compiler(document.launch)
+    if "backend" not in asked:
+        return in_code
+    names = {"use_fullgraph": "fullgraph", "use_dynamic": "dynamic"}
+    configured = TorchDynamoPlugin(**{names.get(name, name): entry.value for name, entry in asked.items()})
+    if backend is None and plugin is None:
+        return configured
+    if in_code.backend is not configured.backend:
+        message = f"dynamo_backend is {configured.backend.value.lower()} at {asked['backend'].origin.where}"
+        raise _refusal(f"dynamo_backend={in_code.backend.value.lower()!r}", message, "Write the same in both.")
+    return in_code
+
+
+def choose_rng_types(given: Iterable[str | RNGType] | None) -> list[str]:
+    """The generators whose state processes share at each epoch's start; by default the loader's own.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    names = ["generator"] if given is None else [str(name) for name in given]
+    for name in names:
+        if name not in RNGType:
+            raise _refusal(f"rng_types=[{name!r}]", "is no generator", f"Write some of {', '.join(RNGType.list())}.")
+    return names
+
+
+def overlay_arguments(
+    document: Document,
+    *,
+    mixed_precision: Any,
+    accumulation: GradientAccumulationPlugin,
+    cpu: bool | None,
+    scaler: GradScalerKwargs | None,
+) -> Document:
+    """The document with what code says laid over it.
+
+    Raises:
+        ConfigError: code differs from an explicit value of file or flag; lists every such pair.
+    """
+    steps = accumulation.num_steps
+    given: dict[KeyPath, tuple[str, Any]] = {}
+    if mixed_precision is not None:
+        given[("mixed_precision",)] = (f"Accelerator(mixed_precision={str(mixed_precision)!r})", str(mixed_precision))
+    if steps is not None:
+        given[("deepspeed", "gradient_accumulation_steps")] = (
+            f"Accelerator(gradient_accumulation_steps={steps!r})",
+            steps,
+        )
+    if cpu:
+        given[("use_cpu",)] = ("Accelerator(cpu=True)", True)
+    for key, value in ({} if scaler is None else _fp16_keys(scaler)).items():
+        given[("deepspeed", "fp16", key)] = (f"GradScalerKwargs(…), which means fp16.{key} {value}", value)
+    return overlay_code(
+        document,
+        {path: value for path, (_, value) in given.items()},
+        {path: where for path, (where, _) in given.items()},
+    )
+
+
+def _fp16_keys(scaler: GradScalerKwargs) -> dict[str, Any]:
+    """The keys of the `fp16` section that mean what was said of the scale."""
+    said = scaler.to_kwargs()
+    if not scaler.enabled:
+        return {"loss_scale": 1.0}
+    for name, is_legal, wanted in (
+        ("growth_factor", scaler.growth_factor > 1, "above 1"),
+        ("backoff_factor", 0 < scaler.backoff_factor < 1, "between 0 and 1"),
+    ):
+        if not is_legal:
+            where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
+            raise ConfigError([Problem(where, "", "is not legal", f"Write a number {wanted}.")])
+    keys: dict[str, Any] = {}
+    if "init_scale" in said:
+        power = math.log2(scaler.init_scale) if scaler.init_scale > 0 else math.nan
+        if not power.is_integer():
+            where, fix = f"GradScalerKwargs(init_scale={scaler.init_scale})", "Write a power of two, e.g. 65536."
+            raise ConfigError([Problem(where, "", "is no power of two", fix)])
+        keys["initial_scale_power"] = int(power)
+    if "growth_interval" in said:
+        keys["loss_scale_window"] = scaler.growth_interval
+    return keys
+
+
+def _refusal(argument: str, message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(f"Accelerator({argument})", "", message, fix)])

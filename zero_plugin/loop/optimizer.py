@@ -1,0 +1,432 @@
+"""What `prepare` returns for an optimizer: torch's own calls, acting where accumulation windows end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from zero_plugin.distributed.collectives import num_processes
+from zero_plugin.distributed.together import announce
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.base import Session
+from zero_plugin.strategies.optimizer_only import LoneOptimizer, has_step_hooks
+from zero_plugin.strategies.window import AccumulationWindow
+
+if TYPE_CHECKING:
+    from zero_plugin.loop.scheduler import AcceleratedScheduler
+    from zero_plugin.loop.state import AcceleratorState, GradientState
+
+
+class AcceleratedOptimizer(Optimizer):
+    """The one place where parameters change: `step` applies the gradients where an accumulation window ends.
+
+    It is a torch optimizer for whoever asks, also for a schedule that is built on it; its groups and states are those
+    of the optimizer that runs.
+
+    A step whose gradients are not finite (under fp16: an overflow) is skipped on every path: weights, optimizer states
+    and schedules stay. After `session.most_skips` in a row the run stops.
+
+    Args:
+        optimizer: the torch optimizer. Until its model is prepared, it steps as torch's own on one device, and refuses
+            to under several processes.
+        device_placement: has no effect, for scripts that give it: states are where the parameters are.
+        scaler: None; the loss scale of fp16 is the session's.
+
+    Attributes:
+        session: runs it.
+        skipped_in_a_row: how many of the last steps were skipped.
+        applied_steps: how many were not.
+        acted: False if the last call of `step` stood inside a window, where it does nothing.
+        schedules: those prepared for it.
+        device_placement, scaler: as they were given, for scripts that ask.
+
+    Raises:
+        LoopError: a scaler is given.
+    """
+
+    _is_accelerate_prepared = True  # what scripts look for, under Accelerate's name
+
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: None = None) -> None:
+        # Optimizer.__init__ is not called: groups and state live in the optimizer that runs.
+        if scaler is not None:
+            raise LoopError(
+                "AcceleratedOptimizer(scaler=…): the loss is scaled by Accelerator(mixed_precision='fp16')."
+            )
+        self.device_placement, self.scaler = device_placement, scaler
+        self.skipped_in_a_row = 0
+        self.applied_steps = 0
+        self.schedules: list[AcceleratedScheduler] = []
+        self.acted = True
+        self._window = AccumulationWindow(1)
+        self.session: Session | LoneOptimizer = LoneOptimizer(optimizer, self._window, steps=num_processes() == 1)
+        self._is_overflow = False  # Accelerate's name, which tests of schedules set
+        self._corrected = False
+        self._told_of_skips = False
+        self._is_cleared = True  # zero_grad() was called since the last applied step
+        self._mentioned: set[str] = set()
+        self._after_step: list[Callable[[], None]] = []
+        # Those of the script that the running optimizer does not call itself.
+        self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
+        self._post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
+
+    def run_in(self, session: Session | LoneOptimizer, window: AccumulationWindow) -> None:
+        """Step with `session` from now on, where `window` ends."""
+        self.session, self._window = session, window
+        if isinstance(session, Session):
+            self._pre_hooks.update(session.step_hooks[0])
+            self._post_hooks.update(session.step_hooks[1])
+
+    @property
+    def waits(self) -> bool:
+        """Whether its model has not been prepared yet."""
+        return isinstance(self.session, LoneOptimizer)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer that runs."""
+        if self.session.optimizer is None:
+            raise LoopError("this optimizer's training has ended (end_training() or free_memory() was called)")
+        return self.session.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self._changeable("param_groups").param_groups = param_groups
+
+    @property
+    def state(self) -> Any:
+        """The live states; under ZeRO those of flat partitions, and a LoopError for a parameter of the model."""
+        states = self.optimizer.state
+        return states if self.session.whole_states else _FlatStates(states)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._changeable("state").state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's own defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that required gradients when their model was prepared, and were in no group.
+
+        Raises:
+            LoopError: they did not, or the optimizer's parameters are partitioned.
+        """
+        optimizer = self._changeable("add_param_group()")
+        given = param_group["params"]
+        parameters = [given] if isinstance(given, Tensor) else list(given)
+        if isinstance(self.session, Session):
+            joining = set(map(id, parameters))
+            left = [p for p in self.session.left_out if id(p) not in joining]
+            if len(self.session.left_out) - len(left) < len(joining):
+                raise LoopError(
+                    "optimizer.add_param_group() got parameters that were frozen when their model was prepared, or are "
+                    "in the optimizer, or not the model's: gradients of others are not averaged over the processes.\n"
+                    "Have them require gradients before prepare()."
+                )
+            self.session.left_out = left
+        optimizer.add_param_group({**param_group, "params": parameters})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running optimizer's state.
+
+        Raises:
+            LoopError: ZeRO has partitioned it over several processes, or keeps it where the groups do not show it.
+        """
+        self._refuse_elsewhere("state_dict()")
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the running optimizer's state.
+
+        Raises:
+            LoopError: as for `state_dict`.
+        """
+        self._refuse_elsewhere("load_state_dict()")
+        self._await_copy()
+        is_read = self.session.reading() if isinstance(self.session, Session) else nullcontext()
+        with is_read:
+            self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Have a schedule-free optimizer put the training weights in place; others do nothing."""
+        self._call_if_there("train")
+
+    def eval(self) -> None:
+        """Have a schedule-free optimizer put the averaged weights in place; others do nothing."""
+        self._call_if_there("eval")
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Apply the window's gradients if the window ends here; otherwise nothing.
+
+        Raises:
+            LoopError: a closure is given, or steps come at a cadence that is not the accumulation's.
+        """
+        if closure is not None:
+            raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
+        _ = self.optimizer  # raises once training has ended
+        is_again, has_gradients = self._window.is_applied, self._window.holds_gradients
+        self.acted = self._window.count_step()
+        if not self.acted:
+            return
+        if not self._is_cleared and not self.waits:
+            self._mention_kept_gradients(is_again=is_again)
+        self._correct()
+        last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
+        culprit = self.session.first_nonfinite() if last_chance else None
+        self._await_copy()
+        for hook in tuple(self._pre_hooks.values()):
+            if hook(self, (), {}) is not None:
+                raise LoopError("a step_pre_hook returned other arguments for step(), which takes none here.")
+        self._is_overflow = not self.session.step()
+        self._corrected = False
+        if self._is_overflow:
+            self._count_skip(culprit)
+            return
+        self.skipped_in_a_row = 0
+        self.applied_steps += 1
+        for hook in tuple(self._post_hooks.values()):
+            hook(self, (), {})
+        self._is_cleared = self._is_cleared and not has_gradients
+        for call in self._after_step:
+            call()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where the newest `Accelerator` stands in its accumulation."""
+        from zero_plugin.loop.state import GradientState  # it shows what is prepared
+
+        return GradientState()
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The newest `Accelerator`; LoopError where there is none."""
+        from zero_plugin.loop.state import AcceleratorState
+
+        return AcceleratorState()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step` that ended a window was skipped for non-finite gradients."""
+        return self._is_overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss under fp16; 1.0 otherwise."""
+        return self.session.loss_scale
+
+    def zero_grad(self, set_to_none: bool | None = True) -> None:  # noqa: ARG002 - torch's signature
+        """Drop the gradients if this stands between a backward and its step, or if the backward has failed.
+
+        Elsewhere it has nothing to do.
+
+        Args:
+            set_to_none: accepted as torch's; gradients are always set to None.
+        """
+        self._is_cleared = True
+        if self.session.failed or self._window.dropping_is_meant:
+            self.session.drop_gradients()
+            self._corrected = False
+            self._window.restart()
+        else:
+            self.session.drop_strays()
+
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
+        """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens.
+
+        Raises:
+            LoopError: the step was taken; or see `Session.clip`.
+        """
+        if not self._window.ends_here:
+            return torch.tensor(float("nan"))
+        if self._window.is_applied and not self.session.failed:
+            raise LoopError(
+                "the gradients are to be clipped after optimizer.step(), which has applied and dropped them.\n"
+                "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."
+            )
+        self._correct()
+        return self.session.clip(max_norm, norm_type=norm_type, only=only)
+
+    def clip_values(self, parameters: list[Tensor], largest: float) -> None:
+        """Clamp each number of the coming step's gradients to ±`largest`; inside a window, nothing happens.
+
+        Raises:
+            LoopError: gradients are partitioned.
+        """
+        if not self.session.whole_gradients:
+            raise LoopError(
+                "clip_grad_value_ under ZeRO: its gradients are partitioned, and DeepSpeed clips by norm only.\n"
+                "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
+            )
+        if self._window.ends_here:
+            # Takes the loss scale out, and finds what is not finite before it is cut.
+            self.clip(float("inf"), norm_type=2.0, only=None)
+            torch.nn.utils.clip_grad_value_(parameters, largest)
+
+    def unscale(self) -> None:
+        """Take the loss scale out of the coming step's gradients, where the script can see them."""
+        if self.session.whole_gradients and self.session.loss_scale != 1.0 and not self._window.is_applied:
+            self.clip(float("inf"), norm_type=2.0, only=None)
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As torch's: `hook(optimizer, args, kwargs)` before each step that is taken.
+
+        Where the optimizer's own `step` runs by partitions, several times for one step, it runs once, before all.
+        """
+        return self._register(hook, self._pre_hooks, "register_step_pre_hook")
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """As torch's: `hook(optimizer, args, kwargs)` after each applied step; under ZeRO once."""
+        return self._register(hook, self._post_hooks, "register_step_post_hook")
+
+    def _register(self, hook: Callable[..., Any], hooks: dict[int, Any], method: str) -> RemovableHandle:
+        if self.session.whole_gradients and has_step_hooks(self.optimizer):
+            handle: RemovableHandle = getattr(self.optimizer, method)(hook)
+            return handle
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def call_after_step(self, call: Callable[[], None]) -> None:
+        """Run `call` after every applied step."""
+        self._after_step.append(call)
+
+    def stop_calling(self, call: Callable[[], None]) -> None:
+        """Undo `call_after_step`."""
+        self._after_step.remove(call)
+
+    def _mention_kept_gradients(self, *, is_again: bool) -> None:
+        """Say once of each kind where plain torch would apply gradients that it has applied before."""
+        what = (
+            "optimizer.step() was called twice, without a backward() between: the second one applies nothing. Plain "
+            "torch applies the same gradients again"
+            if is_again
+            else "zero_grad() was not called since the last applied step: its gradients were dropped all the same. "
+            "Plain torch adds the next ones to them"
+        )
+        if what not in self._mentioned:
+            self._mentioned.add(what)
+            announce(f"{what}. Call optimizer.zero_grad() after each step().")
+
+    def _count_skip(self, culprit: str | None) -> None:
+        self.skipped_in_a_row += 1
+        if not self._told_of_skips and self.session.loss_scale == 1.0:
+            self._told_of_skips = True  # under fp16 skips are part of finding the scale
+            announce(
+                f"the step after {self.applied_steps} was skipped, since its gradients are not finite; the weights "
+                f"stay as they were. After {self.session.most_skips} skips in a row the run stops."
+            )
+        if self.skipped_in_a_row >= self.session.most_skips:
+            named = f"the first is that of {culprit}" if culprit else "the parameter is not found"
+            raise LoopError(
+                f"{self.skipped_in_a_row} steps in a row were skipped, after {self.applied_steps} applied ones: their "
+                f"gradients are not finite; {named}. The loss scale is {self.session.loss_scale:g}.\n"
+                "Look at that layer's inputs and at the loss (a division by 0, log(0), an empty batch), or lower the "
+                "learning rate; torch.autograd.set_detect_anomaly(True) finds the operation."
+            )
+
+    def _correct(self) -> None:
+        """Make up for a window that proved shorter than the number its losses were divided by."""
+        if not self._corrected and self._window.correction != 1.0:
+            self.session.scale_gradients(self._window.correction)
+        self._corrected = True
+
+    def _changeable(self, what: str) -> Optimizer:
+        if not self.session.whole_gradients:
+            raise LoopError(
+                f"optimizer.{what}: ZeRO has partitioned the optimizer as it was given to prepare().\n"
+                "Build all its groups before prepare()."
+            )
+        return self.optimizer
+
+    def _refuse_elsewhere(self, call: str) -> None:
+        if self.session.states_are:
+            raise LoopError(
+                f"optimizer.{call}: the states of this optimizer are {self.session.states_are}, and what one process "
+                "has of them fits nowhere else.\nCall accelerator.save_state(folder) and load_state(folder) on every "
+                "process. A state of plain torch is loaded before prepare()."
+            )
+
+    def _await_copy(self) -> None:
+        if self.session.before_change is not None:
+            self.session.before_change()
+
+    def _call_if_there(self, name: str) -> None:
+        self._await_copy()
+        optimizer: Any = self.optimizer
+        while optimizer is not None:  # wrappers of other libraries hold theirs under the same name
+            if callable(method := getattr(optimizer, name, None)):
+                method()
+                return
+            optimizer = getattr(optimizer, "optimizer", None)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.session.optimizer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not found here: attributes of the running optimizer, such as a third-party class' own methods.
+        if name.startswith("_") or name == "session":
+            raise AttributeError(name)
+        self._await_copy()  # it may be a method that changes states
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is an optimizer by itself, on copies of the parameters.
+        if not self.session.whole_gradients:
+            raise LoopError(
+                "an optimizer that ZeRO has partitioned cannot be pickled; save with accelerator.save_state()"
+            )
+        return {"optimizer": self.optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["optimizer"])  # type: ignore[misc]
+
+
+class _FlatStates(MutableMapping[Any, Any]):
+    """The states of flat partitions; asked for a parameter of the model it raises, where torch's makes an empty one."""
+
+    def __init__(self, states: MutableMapping[Any, Any]) -> None:
+        self._states = states
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._states[self._known(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._states[self._known(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._states[self._known(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._known(key) in self._states
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def _known(self, key: Any) -> Any:
+        if isinstance(key, Tensor) and key not in self._states:
+            raise LoopError(
+                "optimizer.state[parameter] under ZeRO: states are those of flat partitions, not of parameters.\n"
+                "Call deepspeed.utils.safe_get_full_optimizer_state(parameter, name) on every process, or save_state()."
+            )
+        return key

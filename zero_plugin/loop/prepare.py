@@ -1,0 +1,379 @@
+"""Makes trainings: resolves the configuration for a model, builds its session, its optimizer and its schedules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
+from zero_plugin.config.resolve.facts import (
+    Facts,
+    LoopFacts,
+    OptimizerFacts,
+    Resolved,
+    SchedulerFacts,
+    SchedulerSection,
+)
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.resolve.run_record import describe_run, keep_record
+from zero_plugin.data.active import RunningLoops
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.loop.memory_check import Prediction, expect_room, expect_room_without_zero, watch_memory
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.schedule_report import describe_counting, own_steps
+from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.training import Pair, Training, parameters_left_out
+from zero_plugin.machine.device_memory import peak_bytes
+from zero_plugin.plan.live_model import probe_model
+from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
+from zero_plugin.strategies.base import SessionRequest, Strategy
+from zero_plugin.strategies.torch_optimizers import CurveLR, build_schedule, describe_optimizer
+from zero_plugin.strategies.window import AccumulationWindow
+
+
+def start_training(
+    document: Document,
+    facts: Facts,
+    strategy: Strategy,
+    processes: Processes,
+    window: AccumulationWindow,
+    pair: Pair,
+    peek: Callable[[], Any],
+    say: Callable[[str], None],
+    **how: bool,
+) -> Training:
+    """Resolve the configuration for a model and build its session.
+
+    Args:
+        document: what was asked for.
+        facts: of the loop and the machine; those of the model, the optimizer and the schedule are added here.
+        strategy: builds the session.
+        processes: this process and its peers.
+        window: counts the micro-batches of all that has no optimizer.
+        pair: the user's module, with its optimizer and schedules.
+        peek: an example of what the loop's batches hold; None where none can be had.
+        say: prints a line.
+        **how: `is_placed` and `only_evaluates` of `SessionRequest`.
+
+    Raises:
+        ConfigError: see `resolve`, `plan_open_fields`.
+        MachineError, StrategyError: there is no room; see `expect_room` and `expect_room_without_zero`.
+    """
+    model, optimizer, schedules = pair
+    facts = _with_pair(replace(facts, model=probe_model(model)), optimizer, schedules)
+    peak_before = peak_bytes(processes.device)
+    facts, activations = plan_open_fields(document, facts, model, peek, processes)
+    resolved = resolve(document, facts)
+    _tell(document, facts, resolved, processes, say)
+    stage = strategy.zero_stage(resolved)
+    strategy.make_room(resolved, processes)
+    expect_room(model, resolved, stage, facts, processes, say)
+    predicted = None
+    if stage is None:
+        views = strategy.handlers.ddp is not None and strategy.handlers.ddp.gradient_as_bucket_view
+        predicted = expect_room_without_zero(document, model, resolved, facts, peek, processes, gradient_views=views)
+    elif activations is not None:
+        predicted = predict_memory(model, resolved, stage, facts, processes, activations)
+    real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    left_out = _find_left_out(model, optimizer, say)
+    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, say, **how), processes)
+    session.left_out = left_out
+    parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
+    training = Training(session, facts, resolved, window, parameters)
+    if predicted is not None:
+        told = peak_before if facts.loop.micro_batch else None  # else the plan guessed what the loop computes on
+        training.prediction = Prediction(predicted, local_processes(processes), processes.device, told)
+    session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
+    return training
+
+
+def add_optimizer(
+    training: Training,
+    document: Document,
+    strategy: Strategy,
+    processes: Processes,
+    pair: Pair,
+    say: Callable[[str], None],
+) -> None:
+    """Train from now on, with the pair's optimizer, what was prepared without one.
+
+    Raises:
+        ConfigError: see `resolve`.
+        LoopError: see `Strategy.add_optimizer`; or parameters are to be trained that were frozen before.
+    """
+    model, optimizer, schedules = pair
+    known = {id(p) for p in training.parameters}
+    if any(p.requires_grad and id(p) not in known for p in model.parameters()):
+        raise LoopError(
+            f"prepare() got the optimizer of the {type(model).__name__} in a later call than the model, of which some "
+            "parameters were frozen then.\nPass them in one call, or have all require gradients before the first."
+        )
+    told = training.resolved.said_aloud
+    training.facts = _with_pair(training.facts, optimizer, schedules)
+    training.resolved = resolve(document, training.facts)
+    _tell(document, training.facts, training.resolved, processes, say, told)
+    real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    training.session.left_out = _find_left_out(model, optimizer, say)
+    strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real, say))
+
+
+def begin_steps(
+    training: Training,
+    given: Optimizer | DummyOptim,
+    held: AcceleratedOptimizer | None,
+    loops: RunningLoops,
+    schedules: Sequence[Any],
+    say: Callable[[str], None],
+) -> AcceleratedOptimizer:
+    """Give the user an optimizer for a session that has one.
+
+    Args:
+        training: whose.
+        given: what was passed to `prepare`.
+        held: what the user has for it already, from an earlier `prepare`.
+        loops: over prepared loaders.
+        schedules: what comes for it in this `prepare`.
+        say: prints a line.
+    """
+    training.window = AccumulationWindow(training.resolved.accumulation, loops.find_leader, loops.count_batch)
+    assert training.session.optimizer is not None, "the session has just been given one"
+    optimizer = AcceleratedOptimizer(training.session.optimizer) if held is None else held
+    optimizer.run_in(training.session, training.window)
+    training.session.follow_zero_grad(optimizer.zero_grad)
+    training.given_optimizer, training.optimizer = given, optimizer
+    if training.prediction is not None:
+        watch_memory(training.session, optimizer, training.prediction, say)
+    for schedule in optimizer.schedules:  # prepared before
+        _say_learning_rate(schedule, training.resolved, training.facts, say)
+        _warn_of_counting(training, schedule, say)
+    section = training.resolved.scheduler
+    if section is not None and not schedules and not optimizer.schedules:
+        # A section whose schedule the loop never asked for still is what the user wrote.
+        training.take_back_schedule = _step_by_itself(section, optimizer)
+        _say_learning_rate(optimizer.schedules[-1], training.resolved, training.facts, say)
+        say("the configuration's schedule steps by itself, since no scheduler was prepared")
+    return optimizer
+
+
+def prepare_schedule(
+    training: Training,
+    schedule: Any,
+    document: Document,
+    processes: Processes,
+    say: Callable[[str], None],
+    *,
+    step_with_optimizer: bool = True,
+    built_before: bool = False,
+) -> AcceleratedScheduler:
+    """The schedule on the training's running optimizer, a placeholder replaced by what the configuration describes.
+
+    Args:
+        training: whose optimizer it drives.
+        schedule: as the script made it.
+        document: what was asked for.
+        processes: this process and its peers.
+        say: prints a line.
+        step_with_optimizer: see `AcceleratedScheduler`.
+        built_before: whether it is older than the prepared loader.
+    """
+    optimizer = training.optimizer
+    assert optimizer is not None, "a schedule is found by its optimizer"
+    by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
+    counted = training.facts.machine.counted if by_process else 1
+    _join_schedule(training, schedule, document, processes, say)
+    if not isinstance(schedule, DummyScheduler):
+        prepared = AcceleratedScheduler(schedule, optimizer, step_with_optimizer, times=counted)
+    elif schedule.lr_scheduler_callable is not None:
+        real = schedule.lr_scheduler_callable(optimizer.optimizer)
+        prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1)
+    else:
+        assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
+        real = build_schedule(training.resolved.scheduler, optimizer.optimizer)
+        typed = counted if schedule.total_num_steps is not None else 1  # a section's numbers are optimizer steps
+        prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1, typed_per_step=typed)
+    _say_learning_rate(prepared, training.resolved, training.facts, say)
+    _warn_of_counting(training, prepared, say, built_before=built_before)
+    return prepared
+
+
+def _find_left_out(
+    model: nn.Module, optimizer: Optimizer | DummyOptim | None, say: Callable[[str], None]
+) -> list[nn.Parameter]:
+    """See `Session.left_out`; said."""
+    if optimizer is None or not (left_out := parameters_left_out(optimizer, model)):
+        return []
+    trainable = sum(p.requires_grad for p in model.parameters())
+    say(
+        f"{len(left_out)} of the {trainable} trainable parameters of the {type(model).__name__} are in no optimizer: "
+        "their gradients are computed, never applied, and count in no norm; requires_grad_(False) before prepare() "
+        "saves them"
+    )
+    return left_out
+
+
+def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
+    """The section's schedule, stepped by the optimizer; what undoes it, with all that it has set in the groups."""
+    settings = [{name: deepcopy(group[name]) for name in group if name != "params"} for group in optimizer.param_groups]
+    schedule = AcceleratedScheduler(build_schedule(section, optimizer.optimizer), optimizer, times=1)
+    optimizer.call_after_step(schedule.step)
+
+    def take_back() -> None:
+        optimizer.stop_calling(schedule.step)
+        optimizer.schedules.remove(schedule)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            for name in group.keys() - before.keys() - {"params"}:
+                del group[name]
+            group.update(before)
+
+    return take_back
+
+
+def _join_schedule(
+    training: Training, schedule: Any, document: Document, processes: Processes, say: Callable[[str], None]
+) -> None:
+    """Resolve anew where a schedule comes in a later call than its optimizer.
+
+    Raises:
+        ConfigError: the configuration describes another one.
+        LoopError: that one has stepped by itself already.
+    """
+    placeholder = isinstance(schedule, DummyScheduler) and schedule.lr_scheduler_callable is None
+    known = training.facts.scheduler
+    if (
+        placeholder
+        and known is not None
+        and known.placeholder
+        and training.optimizer is not None
+        and training.optimizer.schedules
+    ):
+        raise LoopError("prepare() got a second DummyScheduler of one optimizer; go on with what it returned before.")
+    if known is not None and (known.placeholder or not placeholder):
+        return
+    told = training.resolved.said_aloud
+    facts = replace(training.facts, scheduler=schedule.describe() if placeholder else SchedulerFacts())
+    resolved = resolve(document, facts)
+    if training.take_back_schedule is not None:
+        if training.optimizer is not None and training.optimizer.applied_steps:
+            raise LoopError(
+                f"prepare() got a {type(schedule).__name__} after optimizer steps in which the configuration's "
+                "schedule has stepped by itself; prepare it before the first step."
+            )
+        training.take_back_schedule()
+        training.take_back_schedule = None
+    training.facts, training.resolved = facts, resolved
+    _tell(document, facts, resolved, processes, say, told)
+
+
+def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, schedules: Sequence[Any]) -> Facts:
+    placeholder = next((s for s in schedules if isinstance(s, DummyScheduler)), None)
+    return replace(
+        facts,
+        optimizer=None if optimizer is None else _describe(optimizer),
+        scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedules else None,
+    )
+
+
+def _tell(
+    document: Document,
+    facts: Facts,
+    resolved: Resolved,
+    processes: Processes,
+    say: Callable[[str], None],
+    told: Sequence[str] = (),
+) -> None:
+    """Say what was chosen for the user and changes training, and where the whole configuration is kept."""
+    for line in resolved.said_aloud:
+        if line not in told:
+            say(line)
+    if processes.rank == 0:
+        log_dir = launch_settings(document).log_dir
+        say(keep_record(describe_run(document, resolved, facts), log_dir, os.environ))
+
+
+def _say_learning_rate(
+    schedule: AcceleratedScheduler, resolved: Resolved, facts: Facts, say: Callable[[str], None]
+) -> None:
+    batches = facts.loop.batches_per_epoch
+    epoch = None if batches is None else -(-batches // resolved.accumulation)
+    line = schedule.describe(resolved.scheduler, facts.scheduler, epoch)
+    if line is not None:
+        say(line)
+
+
+def _warn_of_counting(
+    training: Training, schedule: AcceleratedScheduler, say: Callable[[str], None], *, built_before: bool = False
+) -> None:
+    """Say it where the schedule is as long as the loader counted the other way."""
+    facts, real = training.facts, schedule.scheduler
+    by_process = training.resolved.scheduler_counts == "processes"
+    name, length = type(real).__name__, own_steps(real)
+    if isinstance(real, CurveLR):  # a section's own numbers are optimizer steps, those of a placeholder are counted
+        name, length = "DummyScheduler", None if facts.scheduler is None else facts.scheduler.total_num_steps
+    elif schedule.times != (facts.machine.counted if by_process else 1):
+        return  # it was built by lr_scheduler_callable, or counts calls, whatever the configuration says
+    if length is None or facts.split_batches:
+        return
+    accumulation = training.resolved.accumulation
+    warning = describe_counting(name, length, facts, accumulation, by_process=by_process, built_before=built_before)
+    if warning is not None:
+        say(warning)
+
+
+def join_loaders(
+    training: Training, loop: LoopFacts, document: Document, say: Callable[[str], None], *, surely_trains: bool
+) -> None:
+    """Check what a training was resolved to without a loader, now that one has come.
+
+    Args:
+        training: prepared before.
+        loop: of the loaders.
+        document: what was asked for.
+        say: prints a line.
+        surely_trains: whether the loader cannot be one for evaluation, which would be well.
+
+    Raises:
+        ConfigError: the loader is not what the configuration says.
+        LoopError: with the loader, the configuration means another number of micro-batches per step.
+    """
+    if training.facts.loop != LoopFacts():
+        return
+    facts, problem = replace(training.facts, loop=loop), None
+    unsure = "where this DataLoader is not for evaluation"
+    try:
+        resolved = resolve(document, facts)
+    except ConfigError as error:
+        if surely_trains:
+            raise
+        problem = str(error)
+    else:
+        before, now = training.window.steps, resolved.accumulation
+        if before == now:
+            for line in resolved.said_aloud:
+                if line not in training.resolved.said_aloud:
+                    say(line if surely_trains else f"{unsure}: {line}")
+            training.facts, training.resolved = facts, resolved
+            for schedule in training.optimizer.schedules if training.optimizer is not None else ():
+                _warn_of_counting(training, schedule, say, built_before=True)
+            return
+        problem = (
+            f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with "
+            f"it, it means {now}.\nPass the loader to prepare() with the model, or before it; or write "
+            "gradient_accumulation_steps."
+        )
+        if surely_trains:
+            raise LoopError(problem)
+    say(f"{unsure}: {problem}")
+
+
+def _describe(optimizer: Optimizer | DummyOptim) -> OptimizerFacts:
+    return optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)

@@ -1,0 +1,138 @@
+"""Before the first step: every process has the same software, configuration and kind of device, and the same models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_plugin.config.document import Document
+from zero_plugin.config.packages import installed_version
+from zero_plugin.config.placeholders import DummyOptim
+from zero_plugin.config.tree import Tree, dotted
+from zero_plugin.distributed.collective_check import collective, exchange
+from zero_plugin.distributed.collectives import num_processes, process_index
+from zero_plugin.distributed.processes import Processes
+from zero_plugin.errors import LaunchError, LoopError
+from zero_plugin.strategies.optimizer_states import describe_states
+from zero_plugin.strategies.torch_optimizers import describe_optimizer
+
+_SOFTWARE: Final = ("zero-plugin", "torch", "deepspeed", "transformers")
+# Keys that may differ from machine to machine; all others change what is trained.
+_OF_A_MACHINE: Final = frozenset(
+    {
+        "debug",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "grace_period",
+        "log_dir",
+        "machine_rank",
+        "main_process_ip",
+        "monitor_interval",
+        "num_cpu_threads_per_process",
+        "nvme_path",
+        "rdzv_conf",
+        "role",
+        "tee",
+    }
+)
+_SHOWN: Final = 5  # differences; the first tells nearly always what is wrong
+_PLAIN: Final = (bool, int, float, str, tuple, type(None))
+
+
+@collective("Accelerator")
+def expect_same_run(document: Document, processes: Processes) -> None:
+    """Compare what this process runs with what the others run; collective.
+
+    Raises:
+        LaunchError: versions, device kinds or configurations differ; with each value, and the hosts that have it.
+    """
+    if processes.world_size == 1:
+        return
+    told = {
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        **{name: installed_version(name) or "not installed" for name in _SOFTWARE},
+        "device": processes.device.type,
+        **_settings(document.launch),
+        **_settings(document.deepspeed),
+    }
+    if differences := _compare(told):
+        raise LaunchError(
+            f"the processes of this run are not alike:\n{differences}\n"
+            "Every machine needs the same versions, the same kind of device and the same configuration."
+        )
+
+
+def expect_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer | DummyOptim]) -> None:
+    """Compare what `prepare` got with what it got on the other processes, inside that call; collective.
+
+    Raises:
+        LoopError: parameters differ in name, shape, dtype or in whether they are trained, or optimizers do; with each
+            value and the ranks that have it.
+    """
+    if num_processes() == 1:
+        return
+    told: dict[str, str] = {}
+    for number, model in enumerate(models, 1):
+        prefix = f"model {number}: " if len(models) > 1 else ""
+        for name, p in model.named_parameters():
+            trained = "" if p.requires_grad else ", frozen"
+            shape = tuple(getattr(p, "ds_shape", p.shape))
+            told[f"{prefix}{name}"] = f"{shape} {str(p.dtype).removeprefix('torch.')}{trained}"
+    for number, optimizer in enumerate(optimizers, 1):
+        facts = optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)
+        told[f"optimizer {number}"] = type(optimizer).__name__
+        told[f"optimizer {number}: lr of each group"] = ", ".join(map(str, facts.group_lrs))
+        if isinstance(optimizer, Optimizer) and getattr(optimizer, "state", None):
+            told[f"optimizer {number}: state"] = describe_states(optimizer)
+        told |= {f"optimizer {number}: {k}": str(v) for k, v in facts.given.items() if isinstance(v, _PLAIN)}
+    if differences := _compare(told):
+        raise LoopError(
+            f"prepare() got different objects on different processes:\n{differences}\n"
+            "Every process has to build the same models and optimizers, with the same layers frozen, whatever its rank."
+        )
+
+
+def _settings(tree: Tree) -> dict[str, str]:
+    return {dotted(path): str(entry.value) for path, entry in tree.entries.items() if path[-1] not in _OF_A_MACHINE}
+
+
+def _compare(told: Mapping[str, str]) -> str:
+    """What differs between the processes, in lines; "" for nothing. Of what is told, only a digest travels first."""
+    whole = json.dumps(told, sort_keys=True)
+    digest = hashlib.sha256(whole.encode()).hexdigest()
+    said = exchange(f"{digest} {socket.gethostname()}")
+    digests, hosts = zip(*(word.split(" ", 1) for word in said), strict=True)
+    if len(set(digests)) == 1:
+        return ""
+    speaks = digests.index(digest) == process_index()  # one process for all that say the same
+    spoken = exchange(whole if speaks else "")
+    by_digest: dict[str, dict[str, str]] = {d: json.loads(w) for d, w in zip(digests, spoken, strict=True) if w}
+    everyone = [by_digest[digest] for digest in digests]
+    names = dict.fromkeys(name for values in by_digest.values() for name in values)
+    lines = [
+        f"  {name}: {_who_says_what([values.get(name, 'not there') for values in everyone], hosts)}"
+        for name in names
+        if len({values.get(name) for values in by_digest.values()}) > 1
+    ]
+    more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return "\n".join([*lines[:_SHOWN], *more])
+
+
+def _who_says_what(values: Sequence[str], hosts: Sequence[str]) -> str:
+    """`A on ranks 0-2 (host-1, host-2), B on rank 3 (host-3)`."""
+    told = []
+    for value in dict.fromkeys(values):
+        ranks = [rank for rank, other in enumerate(values) if other == value]
+        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+        numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+        told.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {numbers} ({where})")
+    return "; ".join(told)

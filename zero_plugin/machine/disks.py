@@ -1,0 +1,133 @@
+"""A folder for NVMe offload: its file system, its room, whether it takes O_DIRECT, and how fast it is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from zero_plugin.machine.finding import Finding
+
+_NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p", "afs")
+_SLOW: Final = 0.5e9  # bytes per second: a step would wait for the disk most of the time
+_LITTLE: Final = 20e9  # bytes
+_BLOCK: Final = 8 << 20
+_SECONDS: Final = 0.4  # each of writing and reading
+_MOST: Final = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What was measured of a folder; speeds in bytes per second, None where O_DIRECT is refused."""
+
+    filesystem: str
+    free: int
+    direct: bool
+    write: float | None = None
+    read: float | None = None
+
+
+def check_disk(folder: str, disk: Disk | None) -> Iterator[Finding]:
+    """Findings on one folder.
+
+    Args:
+        folder: as the configuration names it.
+        disk: what was measured; None where no file can be made there.
+    """
+    name = f"NVMe {folder}"
+    elsewhere = "Write a folder on a local NVMe disk (xfs, ext4) for nvme_path; `lsblk -o NAME,ROTA,MOUNTPOINT` lists."
+    if disk is None:
+        yield Finding(name, "wrong", "no file can be made there", f"mkdir -p {folder} && chmod u+rwx {folder}")
+        return
+    if disk.filesystem in ("tmpfs", "ramfs"):
+        yield Finding(
+            name, "wrong", f"{disk.filesystem}: a RAM disk, which takes the memory that it is to save", elsewhere
+        )
+    elif disk.filesystem in _NETWORK:
+        yield Finding(
+            name, "warning", f"{disk.filesystem}: over the network, for every weight at every step", elsewhere
+        )
+    elif not disk.direct:
+        yield Finding(
+            name, "wrong", f"{disk.filesystem} refuses O_DIRECT, by which DeepSpeed reads and writes", elsewhere
+        )
+    else:
+        yield Finding(name, "ok", f"{disk.filesystem}, takes O_DIRECT")
+    found = f"{disk.free / 1e9:.3g} GB free"
+    if disk.free < _LITTLE:
+        fix = "Make room: 12 bytes for each parameter with Adam, 2 more for weights in 16 bits."
+        yield Finding(f"{name} room", "warning", found, fix)
+    else:
+        yield Finding(f"{name} room", "ok", found)
+    if disk.write is not None and disk.read is not None:
+        found = f"writes {disk.write / 1e9:.2g} GB/s, reads {disk.read / 1e9:.2g} GB/s"
+        slow = min(disk.write, disk.read) < _SLOW
+        yield Finding(f"{name} speed", "warning" if slow else "ok", found, elsewhere if slow else "")
+
+
+def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk | None:
+    """Measure for about a second, with one file that is removed; None where no file can be made.
+
+    A folder that is not there yet is measured by the nearest one above it, and is not made.
+    """
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".zero_plugin_doctor_", dir=there)
+    except OSError:
+        return None
+    os.close(descriptor)
+    try:
+        free = shutil.disk_usage(there).free
+        speeds = _measure(name, min(_MOST, free // 4 // _BLOCK * _BLOCK))
+    finally:
+        Path(name).unlink(missing_ok=True)
+    kind = filesystem_of(there, mounts)
+    return Disk(kind, free, False) if speeds is None else Disk(kind, free, True, *speeds)
+
+
+def filesystem_of(folder: Path, mounts: Path) -> str:
+    """The kind of file system that a folder lies on, as the kernel's `mountinfo` has it."""
+    wanted, kind, longest = str(folder.resolve()), "unknown", -1
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return kind
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = before.split()[4].encode().decode("unicode_escape")
+        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= longest:  # of two on one point, the later covers the other
+            kind, longest = after.split()[0], len(point)
+    return kind
+
+
+def _measure(file: str, most: int) -> tuple[float, float] | None:
+    """Bytes per second of writing and of reading past the page cache; None where O_DIRECT is refused."""
+    if not hasattr(os, "O_DIRECT") or most < _BLOCK:
+        return None
+    block = mmap.mmap(-1, _BLOCK)  # O_DIRECT wants memory at a page's border
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        return None
+    try:
+        block[:8] = b"doctor.."
+        done, began = 0, time.perf_counter()
+        while done < most and time.perf_counter() - began < _SECONDS:
+            done += os.pwrite(descriptor, block, done)
+        os.fdatasync(descriptor)
+        written = done / max(time.perf_counter() - began, 1e-9)
+        size, done, began = done, 0, time.perf_counter()
+        while done < size and time.perf_counter() - began < _SECONDS:
+            done += os.preadv(descriptor, [block], done)
+        return written, done / max(time.perf_counter() - began, 1e-9)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)

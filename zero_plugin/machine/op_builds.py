@@ -1,0 +1,174 @@
+"""Builds of C++ ops: which a run loads, and the lock of a killed one, on which torch's builder waits without a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from zero_plugin.config.tree import AUTO, Tree
+from zero_plugin.errors import MachineError
+
+_CPU_OPS: Final = {"adam": "cpu_adam", "adamw": "cpu_adam", "adagrad": "cpu_adagrad", "lion": "cpu_lion"}
+_GPU_OPS: Final = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion", "lamb": "fused_lamb"}
+_QUIET_S: Final = 180.0  # a build that goes on elsewhere writes something within it
+_LOOK_S: Final = 0.5
+
+
+def needed_ops(training: Tree, optimizer: str | None, *, on_gpu: bool) -> list[str]:
+    """DeepSpeed's ops that a run loads, by the names of their builders.
+
+    Args:
+        training: the run's configuration; an open offload device may come to be any.
+        optimizer: the class or `type` of what the engine is given or builds, in small letters; None for none.
+        on_gpu: whether it computes on GPUs.
+    """
+    zero = training.section("zero_optimization")
+    devices = [zero.value(f"offload_{what}", "device", default="none") for what in ("optimizer", "param")]
+    by_torch = bool(training.value("optimizer", "params", "torch_adam"))
+    by_section = training.value("optimizer", "type") not in (None, AUTO)
+    ops = []
+    forced = training.get("zero_force_ds_cpu_optimizer")
+    any_by_torch = forced is not None and forced.origin.typed_by_user and forced.value is False
+    if devices[0] in ("cpu", "nvme", AUTO) and optimizer in _CPU_OPS and not (by_torch or any_by_torch):
+        ops.append(_CPU_OPS[optimizer])
+    if devices[0] not in ("cpu", "nvme") and on_gpu and by_section and optimizer in _GPU_OPS and not by_torch:
+        ops.append(_GPU_OPS[optimizer])
+    if on_gpu and any(zero.value(f"zero_quantized_{what}") is True for what in ("weights", "gradients")):
+        ops.append("quantizer")
+    return [*ops, "pin_memory", "async_io"] if "nvme" in devices else ops
+
+
+def build_folder(environ: Mapping[str, str], torch_cuda: str | None) -> Path:
+    """Where torch keeps the ops of this Python and this torch."""
+    if root := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(root)
+    kind = f"cu{torch_cuda.replace('.', '')}" if torch_cuda else "cpu"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(_caches(environ), f"{python}_{kind}")
+
+
+def find_stale_build_locks(ops: Collection[str], folder: Path) -> list[Path]:
+    """Locks of `ops` in `folder` that no process of this machine holds.
+
+    torch's builder creates `lock` in the folder of the op and keeps it open while it compiles, and also while it only
+    looks whether there is something to compile; a process that is killed then leaves the file behind.
+    """
+    stale = [lock for op in ops if (lock := folder / op / "lock").exists() and not _is_open_somewhere(lock)]
+    return [lock for lock in stale if lock.exists()]  # a builder may have finished between the two looks
+
+
+def refuse_stale_build_locks(ops: Collection[str], folder: Path) -> None:
+    """Raise if there is a stale lock of an op that this run loads; first wait for one that another machine may hold.
+
+    Raises:
+        MachineError: naming the lock and the command that removes it.
+    """
+    told: list[Path] = []
+    while stale := find_stale_build_locks(ops, folder):
+        advice = "\n".join(["If no other machine is building into this folder, remove it:", *map(_remove, stale)])
+        if all(time.time() - _last_change(lock.parent) > _QUIET_S for lock in stale):
+            raise MachineError(
+                "A C++ op build was killed and left its lock behind; this run would wait for it forever.\n" + advice
+            )
+        if stale != told:
+            names = ", ".join(lock.parent.name for lock in stale)
+            print(  # noqa: T201 - a wait of minutes that nothing else explains
+                f"zero_plugin: waiting for a build of {names} that no process of this machine does. {advice}",
+                file=sys.stderr,
+                flush=True,
+            )
+            told = stale
+        time.sleep(_LOOK_S)
+
+
+class RunningBuilds:
+    """What processes are building, so that it ends with them: a killed builder leaves its compilers and its lock."""
+
+    def __init__(self) -> None:
+        self._compilers: set[tuple[int, Path]] = set()
+        self._locks: set[Path] = set()
+
+    def look(self, processes: Collection[int]) -> None:
+        """Note what these processes, and what they have started, are building now."""
+        if not Path("/proc").is_dir():
+            return
+        family = _with_children(processes)
+        locks = {lock for process in family for lock in _open_locks(process)}
+        folders = {lock.parent for lock in locks}
+        self._locks |= locks
+        self._compilers |= {(process, cwd) for process in family if (cwd := _working_folder(process)) in folders}
+
+    def end(self) -> None:
+        """Once the processes are gone: end what still compiles for them, and remove the locks that they left."""
+        for process, folder in self._compilers:
+            if _working_folder(process) == folder:  # else it has ended, and another may have its number
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+        for lock in self._locks:
+            if not _is_open_somewhere(lock):
+                lock.unlink(missing_ok=True)
+
+
+def _remove(lock: Path) -> str:
+    return f"  rm {lock}"
+
+
+def _caches(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions")
+
+
+def _last_change(folder: Path) -> float:
+    """When something in `folder` was last written; now, where it is gone."""
+    times = []
+    for file in (folder, *folder.iterdir()) if folder.is_dir() else ():
+        with suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(times, default=time.time())
+
+
+def _is_open_somewhere(file: Path) -> bool:
+    """Whether a process of this machine has `file` open; True where that cannot be seen."""
+    proc = Path("/proc")
+    if not proc.is_dir():
+        return True
+    wanted = file.resolve()
+    return any(_target(descriptor) == wanted for descriptor in proc.glob("[0-9]*/fd/*"))
+
+
+def _open_locks(process: int) -> Iterator[Path]:
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = (Path(root) if root else _caches(os.environ)).resolve()
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            file = _target(descriptor)
+            if file is not None and file.name == "lock" and cache in file.parents:
+                yield file
+
+
+def _working_folder(process: int) -> Path | None:
+    return _target(Path(f"/proc/{process}/cwd"))
+
+
+def _target(link: Path) -> Path | None:
+    try:
+        return link.readlink()
+    except OSError:  # the process ended meanwhile, or belongs to another user
+        return None
+
+
+def _with_children(processes: Collection[int]) -> set[int]:
+    """These processes, and all that they have started and that has not ended."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    family = set(processes)
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family

@@ -1,0 +1,185 @@
+"""Whether there is a TPU, and torch_xla's runtime for it.
+
+torch_xla and the devices that it finds, or a sentence that says what is wrong with them.
+
+Whether this machine has a TPU, told without torch and without waking it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from packaging.version import InvalidVersion, Version
+
+from zero_plugin.config.packages import installed_version
+from zero_plugin.errors import LaunchError, MachineError
+
+PJRT_DEVICE: Final = "PJRT_DEVICE"  # by it torch_xla is told which runtime to load
+_GOOGLE: Final = "0x1ae0"  # PCI vendor; as torch_xla 2.9 looks for chips, in torch_xla/_internal/tpu.py
+_CHIPS: Final = frozenset(("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"))  # v2/v3 v4 v5p v5e v6e v7x
+# A container may hide the PCI bus. Both folders of devices are others' too, so a variable has to say TPU as well.
+_NODES: Final = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
+_VARIABLES: Final = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_NAME", "COLAB_TPU_ADDR")
+
+
+def find_tpu(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """By what a TPU is seen here, in half a sentence; "" where there is none, or where `PJRT_DEVICE` names another.
+
+    Args:
+        environ: this process's environment.
+        root: the file system's root.
+    """
+    chosen = environ.get(PJRT_DEVICE, "")
+    if chosen:
+        return f"{PJRT_DEVICE} is {chosen}" if chosen.partition("_")[0] == "TPU" else ""
+    if chips := sum(1 for _ in _chips(root)):
+        return f"{chips} TPU chip{'s' if chips > 1 else ''} on the PCI bus"
+    node = next((path for pattern in _NODES for path in sorted(root.glob(pattern))), None)
+    variable = next((name for name in _VARIABLES if environ.get(name)), None)
+    return f"{node} is there and {variable} is set" if node is not None and variable is not None else ""
+
+
+def _chips(root: Path) -> Iterator[Path]:
+    for folder in root.glob("sys/bus/pci/devices/*"):
+        try:
+            vendor, device = ((folder / name).read_text().strip() for name in ("vendor", "device"))
+        except OSError:
+            continue
+        if vendor == _GOOGLE and device in _CHIPS:
+            yield folder
+
+
+_INSTALL: Final = "pip install 'zero-plugin[tpu]'"
+_RUNTIMES: Final = ("TPU", "CPU")
+
+
+def find_version_problem(version: Callable[[str], str | None] = installed_version) -> str:
+    """What is wrong with the installed torch_xla, without importing it, and the command that mends it; "" for nothing.
+
+    torch_xla names no torch that it needs, and is built for exactly one: of the same major and minor number.
+
+    Args:
+        version: the version of an installed package, None where it is missing.
+    """
+    xla, torch = version("torch_xla"), version("torch")
+    if xla is None:
+        return f"a TPU needs torch_xla, which is not installed: {_INSTALL}"
+    if torch is None or _minor(xla) == _minor(torch):
+        return ""
+    wanted = ".".join(map(str, _minor(xla)))
+    return (
+        f"torch_xla {xla} is built for torch {wanted}, and this is torch {torch}: {_INSTALL}\n"
+        "In an environment of its own, if others need the newer torch."
+    )
+
+
+def import_torch_xla() -> Any:
+    """The package, with its `runtime` and `core.xla_model`; nothing else in zero_plugin imports any of it.
+
+    Raises:
+        MachineError: it is missing, or is built for another torch than the installed one.
+    """
+    if problem := find_version_problem():
+        raise MachineError(problem)
+    try:
+        return importlib.import_module("torch_xla")
+    except ImportError as error:  # an undefined symbol of another torch, or a Python without a shared library
+        versions = f"torch_xla {installed_version('torch_xla')}, torch {installed_version('torch')}"
+        raise MachineError(
+            f"torch_xla cannot be imported ({versions}): {error}\nIt is built for one torch and for a Python with a "
+            f"shared libpython. Install the pair that belongs together: {_INSTALL}"
+        ) from error
+
+
+def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
+    """Start the XLA runtime of this process, and return its name, `TPU` or `CPU`.
+
+    Before any `backward`: torch's autograd engine counts devices once, and crashes over those that come later.
+
+    Args:
+        environ: whether the user has chosen the CPU, to try things there.
+
+    Raises:
+        LaunchError: it runs on something else than a TPU, which nobody has asked for.
+        MachineError: torch_xla or the runtime does not work here.
+    """
+    asked = environ.get(PJRT_DEVICE, "")  # before the import, which sets it where it is open
+    runtime = import_torch_xla().runtime
+    found = str(runtime.device_type())
+    if found not in _RUNTIMES or (found == "CPU" and not asked):
+        told = f"{PJRT_DEVICE} is {asked}" if asked else "torch_xla finds none here"
+        if not asked:  # torch_xla has set it, which a second try would take for the user's word
+            os.environ.pop(PJRT_DEVICE, None)
+        raise LaunchError(
+            f"the run is to train on a TPU, but {told}.\nSet {PJRT_DEVICE}=TPU on a machine with a TPU, or "
+            f"{PJRT_DEVICE}=CPU to try the same path without one; for GPUs leave --tpu and distributed_type out."
+        )
+    try:
+        runtime.addressable_device_count()
+    except (RuntimeError, OSError) as error:
+        raise explain_start(error) from error
+    return found
+
+
+def explain_start(error: Exception) -> MachineError:
+    """What to raise where the XLA runtime has raised `error` at its start."""
+    return MachineError(
+        f"the XLA runtime does not start with {PJRT_DEVICE}={os.environ.get(PJRT_DEVICE, '')}: {error}\n"
+        f"Another process may hold the TPU, which serves one at a time; or libtpu is missing: {_INSTALL}"
+    )
+
+
+def check_world_size(found: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Compare the replicas that the XLA runtime sees with those that the launcher meant to start.
+
+    Without it, processes that do not see each other train each by itself: their all-reduce does nothing, silently.
+
+    Args:
+        found: `torch_xla.runtime.world_size()`.
+        environ: `WORLD_SIZE` is what the launcher meant; absent where it left that to the runtime.
+
+    Raises:
+        LaunchError: they differ.
+    """
+    meant = environ.get("WORLD_SIZE", "")
+    if not meant or int(meant) == found:
+        return
+    devices = f"{found} device{'s' if found != 1 else ''}"
+    raise LaunchError(
+        f"{meant} processes were started, but the XLA runtime connects {devices} "
+        f"({PJRT_DEVICE}={environ.get(PJRT_DEVICE, '')}): gradients would not be averaged.\n"
+        f"Start the script by `zero-plugin launch --tpu`, not by torchrun, with --num_processes {found} or without it."
+    )
+
+
+def refuse_threads(found: int) -> None:
+    """Refuse replicas that are threads of one process: they would share a process group and the state of a run.
+
+    torch_xla makes such where a process has several devices: TPU v2 and v3, and more than one with `PJRT_DEVICE=CPU`.
+
+    Args:
+        found: `torch_xla.runtime.world_size()`.
+
+    Raises:
+        LaunchError: they are, and torch's process groups are not each thread's own.
+    """
+    if found == 1 or import_torch_xla().runtime.addressable_device_count() == 1:
+        return
+    groups = importlib.import_module("torch.distributed.distributed_c10d")
+    if isinstance(groups._world, groups._World):
+        raise LaunchError(
+            f"the XLA runtime runs {found} replicas of which several are threads of one process, as on TPU v2 and v3 "
+            f"and with {PJRT_DEVICE}=CPU. Each needs a process of its own, as on TPU v4 and newer.\n"
+            "Start one replica: --num_processes 1."
+        )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    try:
+        return Version(version).release[:2]
+    except InvalidVersion:
+        return ()

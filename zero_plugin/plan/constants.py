@@ -1,0 +1,196 @@
+"""How fast this machine computes and copies, each constant measured in a part of a second and kept in a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from zero_plugin.config.resolve.facts import Precision
+from zero_plugin.errors import ConfigError
+from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.machine.disks import look_at_disk
+from zero_plugin.machine.memory import lockable_bytes
+from zero_plugin.plan.machines import ASSUMED, find_device
+from zero_plugin.plan.situation import Cluster
+
+# Of the rate of one large multiplication, what whole training steps reach: 125 of 250 TFLOPS on an A100.
+_TRAINING_SHARE: Final = 0.5
+_TYPES: Final[dict[Precision, torch.dtype]] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SECONDS: Final = 0.1
+_COPIED: Final = 2**27  # bytes: more than a cache holds
+_ADAM_ELEMENTS: Final = 2**23
+_ADAM_BYTES: Final = 28  # per element: fp32 weight, gradient and two states read, all but the gradient written
+
+
+def measure_cluster(
+    processes: int | None = None, nodes: int = 1, nvme_path: Path | None = None, cache: Path | None = None
+) -> Cluster:
+    """This machine, as many times as there are `nodes`.
+
+    Speeds are measured where `cache` does not have them, in about two seconds on a GPU; memory is looked up each time.
+    Call it in one process of a machine: several would measure each other.
+
+    Args:
+        processes: on each node; by default one per GPU, or one.
+        nodes: machines, all like this one.
+        nvme_path: folder for NVMe offload; measured each time, with a file that is removed.
+        cache: file of the measured constants; by default `constants_file()`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    devices = processes or (torch.cuda.device_count() if device.type == "cuda" else 1)
+    host_bytes = memory_available_bytes(torch.device("cpu")) or 0
+    speeds, measured = _speeds(device, name, cache or constants_file())
+    network, why = ASSUMED["network_bandwidth"]
+    link, link_source = _link_bandwidth(device, name, speeds)
+    disk = None if nvme_path is None else look_at_disk(nvme_path)
+    share = f"{_TRAINING_SHARE:.0%} of a large multiplication, {measured}"
+    sources = dict.fromkeys(("memory_bandwidth", "pcie_bandwidth"), measured)
+    sources |= {"flops": share, "network_bandwidth": why, "link_bandwidth": link_source}
+    sources["adam_bandwidth"] = f"torch's fused AdamW on the CPU, {measured}"
+    sources |= dict.fromkeys(("device_bytes", "host_bytes", "devices"), "this machine")
+    if disk is not None:
+        sources |= dict.fromkeys(("nvme_bytes", "nvme_read", "nvme_write"), f"measured in {nvme_path}")
+    return Cluster(
+        device_bytes=torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else host_bytes // devices,
+        host_bytes=host_bytes,
+        nodes=nodes,
+        devices=devices,
+        device_name=name,
+        nvme_bytes=disk.free if disk else 0,
+        memlock_bytes=lockable_bytes(),
+        flops={precision: _TRAINING_SHARE * speeds[f"matmul {precision}"] for precision in _TYPES},
+        memory_bandwidth=speeds["memory"],
+        link_bandwidth=link,
+        network_bandwidth=network,
+        pcie_bandwidth=speeds["pcie"],
+        adam_bandwidth=speeds["adam"],
+        nvme_read=(disk.read if disk else None) or ASSUMED["nvme_read"][0],
+        nvme_write=(disk.write if disk else None) or ASSUMED["nvme_write"][0],
+        sources=sources,
+    )
+
+
+def constants_file() -> Path:
+    """Where measured constants are kept: `zero_plugin/constants.json` of the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zero_plugin", "constants.json")
+
+
+def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, float], str]:
+    """Operations and bytes per second by name, and when they were measured."""
+    threads = f"{torch.get_num_threads()} threads of {_usable_cores()} cores"
+    key = f"{name}, torch {torch.__version__}, {os.uname().nodename}, {threads}"
+    try:
+        read = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        read = {}
+    kept = read if isinstance(read, dict) else {}  # of other machines too, which share the folder
+    try:
+        speeds, day = {what: float(speed) for what, speed in kept[key]["speeds"].items()}, str(kept[key]["day"])
+        if speeds.keys() == _MEASURES.keys():
+            return speeds, f"measured on {day}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass  # not measured here yet, or not as this version writes it
+    speeds = {what: measure(device) for what, measure in _MEASURES.items()}
+    _write(cache, {**kept, key: {"day": str(date.today()), "speeds": speeds}})
+    return speeds, "measured now"
+
+
+def _write(cache: Path, content: dict[str, object]) -> None:
+    """At once or not at all; a folder that cannot be written costs the next run a measurement."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as file:
+            json.dump(content, file, indent=1)
+        Path(file.name).replace(cache)
+    except OSError:
+        return
+
+
+def _multiply(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a square multiplication."""
+    size = 8192 if device.type == "cuda" else 512
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    return _rate(device, lambda: torch.mm(a, b), 2 * size**3)
+
+
+def _copy_within(device: torch.device) -> float:
+    """Bytes per second, read and written."""
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return _rate(device, lambda: target.copy_(source), 2 * _COPIED)
+
+
+def _copy_to_device(device: torch.device) -> float:
+    """Bytes per second from page-locked host memory; on a CPU, where both are one, from memory to memory."""
+    source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+    return _rate(device, lambda: target.copy_(source, non_blocking=True), _COPIED)
+
+
+def _update_on_host(_: torch.device) -> float:
+    """Bytes per second of host memory that torch's fused AdamW moves; it took 1.2 times as long as DeepSpeed's.
+
+    On all the cores that this process may use: a node's processes, which share them, update at once.
+    """
+    parameter = torch.zeros(_ADAM_ELEMENTS, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(_usable_cores())
+    try:
+        return _rate(torch.device("cpu"), optimizer.step, _ADAM_BYTES * _ADAM_ELEMENTS)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _rate(device: torch.device, work: Callable[[], object], amount: float) -> float:
+    """`amount` per second, of the fastest run: whatever slows one down is not the machine's speed."""
+    work()
+    _wait(device)
+    fastest, began = float("inf"), time.perf_counter()
+    while fastest == float("inf") or time.perf_counter() - began < _SECONDS:
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return amount / max(fastest, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _link_bandwidth(device: torch.device, name: str, speeds: dict[str, float]) -> tuple[float, str]:
+    """Between two devices: it takes two processes to measure that, so a data sheet's, or what PCIe leaves."""
+    if device.type == "cpu":
+        return speeds["memory"] / 4, "assumed: a quarter of the memory's, in and out at both"
+    try:
+        known = find_device(name)
+    except ConfigError:
+        return speeds["pcie"] / 2, "assumed: half of PCIe's"
+    return known.link_bandwidth, f"{known.name}'s data sheet"
+
+
+_MEASURES: Final[dict[str, Callable[[torch.device], float]]] = {
+    **{f"matmul {name}": partial(_multiply, dtype=dtype) for name, dtype in _TYPES.items()},
+    "memory": _copy_within,
+    "pcie": _copy_to_device,
+    "adam": _update_on_host,
+}

@@ -1,0 +1,237 @@
+"""The machines that a plan is for.
+
+States the machines that a plan is for: as typed, as this machine was found to be, or as a known GPU's data sheet.
+
+GPUs that a plan can be made for without having one: memory, speed by number type, bandwidths.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, Final
+
+from zero_plugin.config.amounts import LEAST_MEMORY, show_gib
+from zero_plugin.config.resolve.facts import Precision
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.plan.situation import Cluster
+
+# The share of its data sheet's peak that a GPU reaches in training: 0.40-0.41 for Granite-7B on A100s with ZeRO-3 and
+# FSDP (Hugging Face's comparison of the two), 50 of 125 TFLOPS on V100s (ZeRO-3 Offload's announcement).
+ATTAINABLE: Final = 0.4
+
+_PCIE3, _PCIE4, _PCIE5 = 12e9, 25e9, 55e9  # of 16 lanes, each way, as copies from pinned memory measure
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDevice:
+    """One GPU, from its maker's data sheet.
+
+    Attributes:
+        name: as `--gpu` takes it.
+        mebibytes: memory as `nvidia-smi` shows it, which is a little less than what it is sold with.
+        tensor_tflops: dense peak in 16 bits with sums in fp32.
+        fp32_tflops: peak in fp32, TF32 off, as torch has it.
+        memory_gb_s: gigabytes per second of its memory.
+        pcie: bytes per second between it and the host, each way.
+        nvlink_gb_s: gigabytes per second to its peers, each way; 0 without NVLink.
+        bf16: whether its tensor cores take bf16; else bf16 runs as fp32.
+    """
+
+    name: str
+    mebibytes: int
+    tensor_tflops: float
+    fp32_tflops: float
+    memory_gb_s: float
+    pcie: float
+    nvlink_gb_s: float = 0.0
+    bf16: bool = True
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the whole device."""
+        return self.mebibytes * 2**20
+
+    @property
+    def flops(self) -> dict[Precision, float]:
+        """Operations per second that training reaches, by precision."""
+        tensor, single = (ATTAINABLE * tflops * 1e12 for tflops in (self.tensor_tflops, self.fp32_tflops))
+        return {"no": single, "bf16": tensor if self.bf16 else single, "fp16": tensor}
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes per second to a peer; without NVLink a half of PCIe's, as every byte crosses it twice."""
+        return self.nvlink_gb_s * 1e9 or self.pcie / 2
+
+
+KNOWN_DEVICES: Final = (
+    KnownDevice("T4", 15360, 65, 8.1, 320, _PCIE3, bf16=False),
+    KnownDevice("V100-16GB", 16160, 125, 15.7, 900, _PCIE3, 150, bf16=False),
+    KnownDevice("V100-32GB", 32510, 125, 15.7, 900, _PCIE3, 150, bf16=False),
+    KnownDevice("A10", 23028, 125, 31.2, 600, _PCIE4),
+    KnownDevice("A10G", 23028, 70, 31.5, 600, _PCIE4),
+    KnownDevice("L4", 23034, 121, 30.3, 300, _PCIE4),
+    KnownDevice("RTX-3090", 24576, 71, 35.6, 936, _PCIE4),
+    KnownDevice("RTX-4090", 24564, 165, 82.6, 1008, _PCIE4),
+    KnownDevice("RTX-5090", 32607, 209, 104.8, 1792, _PCIE5),
+    KnownDevice("A6000", 49140, 155, 38.7, 768, _PCIE4),
+    KnownDevice("L40S", 46068, 362, 91.6, 864, _PCIE4),
+    KnownDevice("A100-40GB", 40536, 312, 19.5, 1555, _PCIE4, 300),
+    KnownDevice("A100-80GB", 81920, 312, 19.5, 2039, _PCIE4, 300),
+    KnownDevice("H100-80GB", 81559, 989, 67, 3350, _PCIE5, 450),
+    KnownDevice("H200-141GB", 143771, 989, 67, 4800, _PCIE5, 450),
+    KnownDevice("B200-180GB", 183359, 2250, 75, 8000, _PCIE5, 900),
+)
+
+
+def find_device(name: str) -> KnownDevice:
+    """The GPU of that name, as `--gpu` or a driver writes it: `a100-80gb`, `A100`, `NVIDIA A100-SXM4-80GB`, `rtx4090`.
+
+    Of two that fit a name without a memory size, the smaller is meant.
+
+    Raises:
+        ConfigError: the name is not known; the message lists those that are.
+    """
+    wanted = _words(name)
+    found = [device for device in KNOWN_DEVICES if _names(device.name, wanted)]
+    if not found:
+        known = [device.name for device in KNOWN_DEVICES]
+        near = get_close_matches(name.upper(), known, 1, 0.5)
+        fix = f"{f'Did you mean {near[0]}? ' if near else ''}Known: {', '.join(known)}. For another write --gpu_memory."
+        raise ConfigError([Problem("--gpu", "", f"{name!r} is no GPU that is known here", fix)])
+    return found[0]
+
+
+def nearest_device(memory_bytes: int) -> KnownDevice:
+    """Of those that are known, the one whose memory is nearest; of two as near, the slower."""
+    return min(KNOWN_DEVICES, key=lambda device: (abs(device.memory_bytes - memory_bytes), device.tensor_tflops))
+
+
+def _words(name: str) -> set[str]:
+    """`NVIDIA GeForce RTX 4090` and `rtx4090` as words to compare; `-80`, `80G` and `80 GB` are all `80gb`."""
+    joined = re.sub(r"rtx[\s_-]*(?=\d)", "rtx", name.lower())
+    sized = re.sub(r"(?<=[^a-z0-9.])(\d{2,3})(?:\s*gi?b?)?(?![a-z0-9.])", r"\1gb", joined)
+    return set(re.findall(r"\d+gb|[a-z]+\d+[a-z]*|\d+", sized))
+
+
+def _names(known: str, wanted: set[str]) -> bool:
+    """Whether the words of a name mean that device: its model's, and its memory's where they tell one."""
+    model, *memory = re.sub(r"rtx-", "rtx", known.lower()).split("-")
+    told = {word for word in wanted if re.fullmatch(r"\d+gb", word)}
+    plain = model.removeprefix("rtx")
+    return (model in wanted or (plain != model and plain in wanted)) and (not told or not memory or memory[0] in told)
+
+
+# What a node is taken to have where nobody has said or measured it, and why.
+ASSUMED: Final[dict[str, tuple[float, str]]] = {
+    "network_bandwidth": (25e9, "assumed: 200 Gb/s per node"),
+    "adam_bandwidth": (50e9, "assumed: by it Llama 2 7B takes the CPU 4 s a step, as ZenFlow's authors report"),
+    "nvme_read": (2.5e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
+    "nvme_write": (1.25e9, "assumed: a quarter of what DeepNVMe's authors measured on four Gen4 disks"),
+}
+_FIELDS: Final = {
+    "gpu_memory": "device_bytes",
+    "host_memory": "host_bytes",
+    "nvme": "nvme_bytes",
+    "gpus": "devices",
+    "nodes": "nodes",
+}
+_MEMORIES: Final = ("gpu_memory", "host_memory", "nvme")
+_OF_DEVICE: Final = ("flops", "memory_bandwidth", "link_bandwidth", "pcie_bandwidth")
+_OF_NODE: Final = (
+    *("host_bytes", "nodes", "devices", "memlock_bytes", "adam_bandwidth"),
+    *("nvme_bytes", "nvme_read", "nvme_write"),
+)
+
+
+def state_cluster(
+    *,
+    gpu: str | None = None,
+    gpu_memory: int | None = None,
+    host_memory: int | None = None,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    nvme: int | None = None,
+    here: Cluster | None = None,
+) -> Cluster:
+    """The machines that are stated, with the source of every constant.
+
+    A stated GPU is another machine: nothing of `here` is taken for it. Without one, what is not stated is `here`'s; if
+    `here` has no GPU either, speeds are those of the known GPU whose memory is nearest to `gpu_memory`.
+
+    Args:
+        gpu: a name of `known_devices.KNOWN_DEVICES`.
+        gpu_memory: bytes of one GPU.
+        host_memory: bytes of one node, for all its processes; where it is not known, as much as its GPUs have.
+        gpus: of one node.
+        nodes: machines.
+        nvme: free bytes of one node's NVMe disk.
+        here: this machine, as `probe.constants.measure_cluster` found it.
+
+    Raises:
+        ConfigError: a GPU of that name is not known, a number is too small, or nothing tells the memory of a device.
+    """
+    given = {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme, "gpus": gpus, "nodes": nodes}
+    numbers = {flag: number for flag, number in given.items() if number is not None}
+    for flag, number in numbers.items():
+        if number < 1:
+            raise _problem(flag, f"{number} is below 1", "Write 1 or more.")
+        if flag in _MEMORIES and number < LEAST_MEMORY:
+            raise _problem(flag, f"{number} is {number} bytes, which holds no model", "Write the unit too, e.g. 24GiB.")
+    if gpu is not None:
+        base = _of_known(find_device(gpu))
+    elif here is not None and (here.device_name != "CPU" or gpu_memory is None):
+        base = here
+    elif gpu_memory is not None:
+        base = _of_memory(gpu_memory, here)
+    else:
+        fix = "Write --gpu A100-80GB, or --gpu_memory 24GiB --host_memory 64GiB --gpus 8."
+        raise _problem("gpu", "nothing tells how much memory a GPU has", fix)
+    changes: dict[str, Any] = {_FIELDS[flag]: number for flag, number in numbers.items()}
+    cluster = replace(base, **changes, sources={**base.sources, **dict.fromkeys(changes, "stated")})
+    return cluster if cluster.host_bytes else _with_assumed_host(cluster)
+
+
+def _of_known(device: KnownDevice) -> Cluster:
+    sheet = f"{device.name}'s data sheet"
+    sources = {"device_bytes": sheet, **dict.fromkeys(_OF_DEVICE, sheet)}
+    sources["flops"] = f"{ATTAINABLE:.0%} of {sheet}"
+    if not device.nvlink_gb_s:
+        sources["link_bandwidth"] = "half of PCIe: no NVLink"
+    return Cluster(
+        device_bytes=device.memory_bytes,
+        host_bytes=0,
+        device_name=device.name,
+        flops=device.flops,
+        memory_bandwidth=device.memory_gb_s * 1e9,
+        link_bandwidth=device.link_bandwidth,
+        pcie_bandwidth=device.pcie,
+        network_bandwidth=ASSUMED["network_bandwidth"][0],
+        adam_bandwidth=ASSUMED["adam_bandwidth"][0],
+        nvme_read=ASSUMED["nvme_read"][0],
+        nvme_write=ASSUMED["nvme_write"][0],
+        sources=sources | {name: reason for name, (_, reason) in ASSUMED.items()},
+    )
+
+
+def _of_memory(memory_bytes: int, here: Cluster | None) -> Cluster:
+    """A GPU of which only the memory is known, in this machine where there is one."""
+    like = nearest_device(memory_bytes)
+    cluster = _of_known(like)
+    sources = {**cluster.sources, **dict.fromkeys(_OF_DEVICE, f"as {like.name}, whose memory is nearest")}
+    cluster = replace(cluster, device_name="", sources=sources)
+    if here is None:
+        return cluster
+    known = {name: here.sources[name] for name in _OF_NODE if name in here.sources}
+    return replace(cluster, **{name: getattr(here, name) for name in _OF_NODE}, sources={**sources, **known})
+
+
+def _with_assumed_host(cluster: Cluster) -> Cluster:
+    size = cluster.device_bytes * cluster.devices
+    reason = f"assumed: {show_gib(size)}, as much as the node's GPUs; --host_memory states it"
+    return replace(cluster, host_bytes=size, sources={**cluster.sources, "host_bytes": reason})
+
+
+def _problem(flag: str, message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem(f"--{flag}", "", message, fix)])

@@ -1,1 +1,0 @@
-"""Facts read off live objects: the loop, the model, the machine."""

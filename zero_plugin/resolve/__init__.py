@@ -1,1 +1,0 @@
-"""Fill every open field by one small rule from facts to (value, reason); imports no torch."""

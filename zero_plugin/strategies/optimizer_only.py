@@ -1,0 +1,150 @@
+"""Optimizers whose model is not prepared, and steps that nobody corrected.
+
+An optimizer by itself: its model is not prepared, or not yet.
+
+Refuses steps of an optimizer that nobody corrected, unscaled or clipped: those that are not its session's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.window import AccumulationWindow
+
+
+class LoneOptimizer:
+    """Stands for the session until there is a model to make one with; the calls are those of `Session`.
+
+    Args:
+        optimizer: the torch optimizer.
+        window: in which it steps.
+        steps: whether it may step: then it does what torch does. Not where gradients would stay with this process,
+            or the model is to be partitioned.
+    """
+
+    whole_gradients: Final = True
+    whole_states: Final = True
+    states_are: Final = ""
+    failed: Final = False
+    most_skips: Final = 0
+    loss_scale: Final = 1.0
+    before_change: Final = None
+
+    def __init__(self, optimizer: Optimizer, window: AccumulationWindow, *, steps: bool) -> None:
+        self.optimizer: Optimizer | None = optimizer
+        self._window = window
+        self._steps = steps
+
+    def step(self) -> bool:
+        """Step, as torch does, and drop the gradients.
+
+        Raises:
+            LoopError: it may not.
+        """
+        assert self.optimizer is not None
+        if not self._steps:
+            raise LoopError(
+                f"optimizer.step(): the model of this {type(self.optimizer).__name__} was not prepared, so that its "
+                "gradients are those of this process alone.\nPass the model to prepare(), best in one call with its "
+                "optimizer."
+            )
+        self.optimizer.step()
+        self.drop_gradients()
+        return True
+
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
+        """See `Session.clip`."""
+        return torch.nn.utils.clip_grad_norm_(only or self._parameters(), max_norm, norm_type)
+
+    def scale_gradients(self, factor: float) -> None:
+        """See `Session.scale_gradients`."""
+        for p in self._parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+
+    def first_nonfinite(self) -> str | None:
+        """See `Session.first_nonfinite`; torch does not look."""
+        return None
+
+    def drop_gradients(self) -> None:
+        """See `Session.drop_gradients`."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def drop_strays(self) -> None:
+        """See `Session.drop_strays`; nobody knows here whose gradients they are, but within a window they add up."""
+        if self._window.ends_here:
+            self.drop_gradients()
+
+    def close(self) -> None:
+        """It steps no more."""
+        self.optimizer = None
+
+    def _parameters(self) -> list[Tensor]:
+        assert self.optimizer is not None
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Whether torch's hooks around `step` work: not for a wrapper that does not call `Optimizer.__init__`."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")  # torch has no public way to ask
+
+
+def take_step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that the script has registered before and after `step`; the optimizer has none afterwards."""
+    if not has_step_hooks(optimizer):
+        return {}, {}
+    taken = []
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        taken.append(dict(hooks))
+        hooks.clear()
+    return taken[0], taken[1]
+
+
+class StepGuard:
+    """Lets optimizers step while `is_open` only.
+
+    Args:
+        optimizers: the one that runs, and the one that the script gave where it is another; one without torch's hooks
+            is not watched.
+        partitioned: parameters that no further optimizer may step, one that the script has made later, say.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], partitioned: Iterable[Tensor] = ()) -> None:
+        self.is_open = False
+        self._hooks = [o.register_step_pre_hook(self._refuse) for o in optimizers if has_step_hooks(o)]
+        self._partitioned = {id(p) for p in partitioned}
+        if self._partitioned:
+            refuse = weakref.WeakMethod(self._refuse_others)  # torch keeps the hook, also of a run that was dropped
+            hook = register_optimizer_step_pre_hook(lambda *called: (method := refuse()) and method(*called))
+            weakref.finalize(self, hook.remove).atexit = False
+            self._hooks.append(hook)
+
+    def remove(self) -> None:
+        """Let them step."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self.is_open:
+            raise LoopError(
+                f"step() of the {type(optimizer).__name__} that was given to prepare(): its gradients may be scaled, "
+                "incomplete or partitioned.\nCall step() of the optimizer that prepare() returned."
+            )
+
+    def _refuse_others(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self.is_open and any(id(p) in self._partitioned for g in optimizer.param_groups for p in g["params"]):
+            raise LoopError(
+                f"step() of a {type(optimizer).__name__} that holds parameters of a model that ZeRO trains with "
+                "another optimizer: it has incomplete gradients of them, or none.\n"
+                "Call step() of the optimizer that prepare() returned, and change its param_groups. For another one: "
+                "accelerator.free_memory(), then prepare() the model again with it."
+            )

@@ -1,0 +1,280 @@
+"""Autocast, loss scale, casting, and whether gradients are finite.
+
+Runs a module's forwards under autocast, so that its weights stay fp32 and its operations are 16 bits wide.
+
+The factor on the loss under fp16, by the rule of DeepSpeed's ZeRO, so that every path sees the same scales.
+
+Whether gradients are finite, in one pass over them.
+
+What goes in and out of a model whose weights are 16 bits wide.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.config.plugins import AutocastKwargs
+from zero_plugin.errors import LoopError
+from zero_plugin.tensors.nested import map_leaves, to_fp32
+from zero_plugin.tensors.wrappers import wrap_forward
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
+    """`torch.autocast` to the type of `precision`; nothing for `no`."""
+    if precision == "no":
+        return nullcontext()
+    return torch.autocast(device_type, _TYPES[precision], **({} if handler is None else handler.to_kwargs()))
+
+
+def run_under_autocast(module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """From now on `module.forward` runs under `autocast` and returns fp32; what is returned takes it back.
+
+    Another method of the module, which calls its submodules past that, computes in fp32: warned of where it is trained.
+    """
+    watch = _Watch(module)
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        watch.depth += 1
+        try:
+            with autocast():
+                outputs = forward(*args, **kwargs)
+        finally:
+            watch.depth -= 1
+        return map_leaves(to_fp32, outputs)
+
+    unwrap = wrap_forward(module, run)
+
+    def undo() -> None:
+        watch.remove()
+        unwrap()
+
+    return undo
+
+
+class _Watch:
+    """Warns once where a part of a module is called from outside of the module's forward.
+
+    A copy of the module, or one that was pickled, is not watched.
+
+    Args:
+        module: None where there is nothing to watch.
+
+    Attributes:
+        depth: of the module's forwards that run.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.depth = 0
+        self._kind = type(module).__name__
+        self._hooks = [] if module is None else [c.register_forward_pre_hook(self) for c in module.children()]
+
+    def __call__(self, child: nn.Module, _: Any) -> None:
+        if self.depth or not self._hooks or not torch.is_grad_enabled():
+            return
+        if not torch.is_autocast_enabled(_device_type(child)):
+            self.remove()
+            warnings.warn(
+                f"the {type(child).__name__} of a prepared {self._kind} is called from outside of its forward: it "
+                "computes in fp32, not under autocast. Call the prepared model, or write "
+                "`with accelerator.autocast():` around the call.",
+                stacklevel=2,
+            )
+
+    def remove(self) -> None:
+        """Watch no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
+        return _Watch, ()
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters()), "cpu")
+
+
+def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float = 0.5) -> int:
+    """After how many skipped steps in a row a run stops: a scale would have come down from its start to its smallest.
+
+    The first `hysteresis` - 1 skips leave the scale alone, the next log2(initial / smallest) halve it, and one more
+    says that the scale was not the cause.
+    """
+    halvings = 0
+    while initial > smallest:
+        initial *= backoff
+        halvings += 1
+    return halvings + max(1, hysteresis)
+
+
+# 18: with the `fp16` section's defaults. It holds too where no scale can be lowered: fp32, bf16, a fixed scale.
+DEFAULT_MOST_SKIPS = most_skips(2.0**16, 1.0, 2)
+
+
+class LossScale:
+    """Lowered at a skipped step, raised after a number of good ones; the keys are those of the `fp16` section.
+
+    Args:
+        section: `loss_scale` (0: dynamic, else fixed), `initial_scale_power`, `loss_scale_window`, `hysteresis`,
+            `consecutive_hysteresis`, `min_loss_scale`; what is absent takes DeepSpeed's default.
+        growth, backoff: the factors; DeepSpeed has these alone.
+
+    Attributes:
+        value: the factor.
+        most_skips: see the function.
+    """
+
+    def __init__(self, section: Mapping[str, Any], growth: float = 2.0, backoff: float = 0.5) -> None:
+        self._growth = growth
+        self._backoff = backoff
+        fixed = float(section.get("loss_scale") or 0.0)
+        self._dynamic = fixed == 0.0
+        self._window = int(section.get("loss_scale_window", 1000))
+        self._hysteresis = max(1, int(section.get("hysteresis", 2)))
+        self._refills = bool(section.get("consecutive_hysteresis", False))
+        self._smallest = float(section.get("min_loss_scale", 1))
+        self._patience = self._hysteresis  # skips left until the scale is halved, this one included
+        self._good = 0  # steps applied since the last skip
+        self.value = 2.0 ** int(section.get("initial_scale_power", 16)) if self._dynamic else fixed
+        self.most_skips = (
+            most_skips(self.value, self._smallest, self._hysteresis, backoff) if self._dynamic else DEFAULT_MOST_SKIPS
+        )
+
+    def update(self, *, skipped: bool) -> None:
+        """Count one step."""
+        if not self._dynamic:
+            return
+        if skipped:
+            self._good = 0
+            if self._patience > 1:
+                self._patience -= 1
+            else:
+                self.value = max(self.value * self._backoff, self._smallest)
+            return
+        grows = self._good > 0 and self._good % self._window == 0
+        if self._refills or grows:
+            self._patience = self._hysteresis
+        if grows:
+            self.value *= self._growth
+        self._good += 1
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps: the factor, good steps since the last skip, and skips left until it is halved."""
+        return {"value": self.value, "good_steps": self._good, "patience": self._patience}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from a `state`; a fixed scale stays what the configuration says."""
+        if self._dynamic:
+            self.value, self._good = float(state["value"]), int(state["good_steps"])
+            self._patience = int(state["patience"])
+
+
+def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Callable[[], None] | None = None) -> bool:
+    """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's.
+
+    On XLA finite gradients count as not finite where those of one parameter add up beyond their type's largest number;
+    a norm, which clipping needs, overflows sooner.
+
+    Args:
+        gradients: sparse ones too.
+        factor: of a loss scale, which is not used on XLA.
+        before_reading: called before the answer is read from the device.
+    """
+    kinds = {(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
+    for device, dtype, is_sparse in kinds:
+        tensors = gradients  # nearly always; sorting those of a small model would take longer than the pass
+        if is_sparse or dtype.is_complex or len(kinds) > 1:
+            kind = device, dtype, is_sparse
+            tensors = [dense(g) for g in gradients if (g.device, g.dtype, g.is_sparse) == kind]
+        if device.type == "xla" and factor == 1.0:
+            # Each operation that is noted down there costs time, and those in place take copies.
+            sums = torch.stack([tensor.sum() for tensor in tensors])
+            if before_reading is not None:
+                before_reading()
+            if not all(map(isfinite, sums.tolist())):
+                return False
+            continue
+        flag = _flag(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, _number(factor, device))
+        if before_reading is not None:
+            before_reading()
+        if flag.item():
+            flag.zero_()
+            return False
+    return True
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient that may be sparse, or complex, as real ones in the same memory."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+# Making these two at each step would take longer than the pass over a small model.
+
+
+@cache
+def _flag(device: torch.device) -> Tensor:
+    """Where the kernel writes 1 if something is not finite; 0 between two calls."""
+    return torch.zeros(1, device=device)
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.full((1,), value, device=device)
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """From now on floating inputs come to `model` in `dtype` and floating outputs leave in fp32; integers never change.
+
+    So the loss is computed as without mixed precision. Buffers keep their type, as DeepSpeed leaves them: where a layer
+    cannot join it with its weights', the error says so.
+    """
+    if dtype == torch.float32:
+        return
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_leaves(cast, args), map_leaves(cast, kwargs)
+
+    model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    model.register_forward_hook(lambda _module, _inputs, outputs: map_leaves(to_fp32, outputs))
+    wide = [name for name, b in model.named_buffers() if b.is_floating_point() and b.dtype != dtype]
+    if wide:
+        wrap_forward(model, functools.partial(_run_naming_buffers, wide, str(dtype).removeprefix("torch.")))
+
+
+def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the floating buffers a type, as `data_types.buffer_dtype` has an engine do."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def _run_naming_buffers(wide: list[str], dtype: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except RuntimeError as error:
+        if not re.search("dtype|scalar type", str(error)):
+            raise
+        names = ", ".join(wide[:6]) + (f" and {len(wide) - 6} more" if len(wide) > 6 else "")
+        short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+        raise LoopError(
+            f"a layer cannot join {dtype} weights with another type ({error}). The model has floating buffers that are "
+            f'not {dtype}: {names}.\nWrite "data_types": {{"buffer_dtype": "{short}"}} into the DeepSpeed '
+            "configuration, or cast there in the model's own forward: x + self.table.to(x.dtype)."
+        ) from error

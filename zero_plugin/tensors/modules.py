@@ -1,0 +1,273 @@
+"""The tensors of a module: by name, by owner, moved, allocated.
+
+The tensors of a model: by name, by the module that holds them, and their moves between devices.
+
+The tensors of a module under the names that a checkpoint gives them.
+
+Gives models that were built without memory what a process keeps of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The type that `bfloat16` or `torch.bfloat16` names."""
+    found: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    return found
+
+
+def dtype_byte_size(dtype: torch.dtype) -> int:
+    """Bytes of one element."""
+    return dtype.itemsize
+
+
+class Slot(NamedTuple):
+    """One place in a module where a tensor is.
+
+    Attributes:
+        name: dotted, from the module that was asked.
+        owner: the module that holds the tensor itself.
+        key: its name there.
+        is_buffer: no parameter.
+        is_persistent: in the state dict.
+    """
+
+    name: str
+    owner: nn.Module
+    key: str
+    is_buffer: bool
+    is_persistent: bool
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is there now."""
+        held = (self.owner._buffers if self.is_buffer else self.owner._parameters)[self.key]
+        assert held is not None
+        return held
+
+    @tensor.setter
+    def tensor(self, tensor: Tensor) -> None:
+        setattr(self.owner, self.key, tensor)  # not into the dict: an LSTM keeps a list beside it
+
+
+def tensor_slots(module: nn.Module, *, recurse: bool) -> Iterator[Slot]:
+    """Every place of a tensor in the module, and where `recurse` in those inside; a shared tensor has several."""
+    for prefix, owner in module.named_modules() if recurse else [("", module)]:
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield Slot(f"{prefix}.{key}".lstrip("."), owner, key, is_buffer=False, is_persistent=True)
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                persistent = key not in owner._non_persistent_buffers_set
+                yield Slot(f"{prefix}.{key}".lstrip("."), owner, key, is_buffer=True, is_persistent=persistent)
+
+
+def parameter_like(old: nn.Parameter, data: Tensor, *, requires_grad: bool | None = None) -> nn.Parameter:
+    """A parameter with other data: of the old one's class, with its attributes, and its `requires_grad` by default."""
+    wants_grad = old.requires_grad if requires_grad is None else requires_grad
+    new: nn.Parameter = torch.Tensor._make_subclass(type(old), data.detach(), wants_grad)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+class SharedTensors:
+    """Moves tensors such that one that several modules hold is once on each device, as long as one of them holds it."""
+
+    def __init__(self) -> None:
+        self._live: WeakValueDictionary[tuple[int, torch.device, bool], Tensor] = WeakValueDictionary()
+
+    def move(
+        self,
+        tensor: Tensor,
+        device: torch.device,
+        value: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        copy: bool = False,
+        trainable: bool = True,
+    ) -> Tensor:
+        """The tensor as it is on a device.
+
+        Args:
+            tensor: as a module holds it, and holds it until its successor is there.
+            device: where to.
+            value: its values; needed where it is on the meta device, and not where a former call gave them.
+            dtype: by default the tensor's.
+            copy: in memory of its own, not in `value`'s.
+            trainable: a parameter requires gradients if it did; otherwise it does not.
+
+        Raises:
+            ValueError: it has no values.
+        """
+        dtype = tensor.dtype if dtype is None else dtype
+        if value is None and tensor.device == device and tensor.dtype == dtype:
+            return tensor
+        key = (id(tensor), device, trainable)
+        known = self._live.get(key)
+        if known is not None:
+            return known
+        if value is None and tensor.is_meta and device.type != "meta":
+            raise ValueError("a tensor on the meta device has no values")
+        data = (tensor if value is None else value).detach().to(device, dtype, copy=copy)
+        new = data
+        if isinstance(tensor, nn.Parameter):
+            new = parameter_like(tensor, data, requires_grad=tensor.requires_grad and trainable)
+        self._live[key] = new
+        return new
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, by name.
+
+    Args:
+        module: whose.
+        include_buffers: also buffers.
+        recurse: also those of modules inside.
+        remove_non_persistent: without buffers that `state_dict` leaves out.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        passing = {
+            f"{prefix}.{name}".lstrip(".")
+            for prefix, part in (module.named_modules() if recurse else [("", module)])
+            for name in part._non_persistent_buffers_set
+            if remove_non_persistent
+        }
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in passing)
+
+
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several, sorted."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [sorted(tied) for tied in names.values() if len(tied) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
+    """Make each group of names one parameter again: the first of the group that has values.
+
+    Args:
+        model: that holds them.
+        tied_params: as `find_tied_parameters` gave them before.
+    """
+    for group in tied_params:
+        held = [model.get_parameter(name) for name in group]
+        kept = next((parameter for parameter in held if not parameter.is_meta), None)
+        if kept is not None:
+            for name in group:
+                path, _, key = name.rpartition(".")
+                setattr(model.get_submodule(path), key, kept)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: Tensor | None = None,
+    dtype: torch.dtype | str | None = None,
+    *,
+    non_blocking: bool = False,
+    tied_params_map: Any = None,  # noqa: ARG001
+) -> None:
+    """Put one parameter or buffer on a device, with other values where given.
+
+    Args:
+        module: that holds it, or holds a module that does.
+        tensor_name: its dotted name.
+        device: where to.
+        value: its values; needed where it is on the meta device.
+        dtype: type of a floating `value`, or of the tensor if it is floating; by default the tensor's own.
+        non_blocking: do not wait for a copy out of pinned memory.
+        tied_params_map: no effect, for scripts that give it: `retie_parameters` joins what was tied.
+
+    Raises:
+        ValueError: there is no such tensor, it has no values, or they have another shape.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(path)
+    if name not in owner._parameters and name not in owner._buffers:
+        raise ValueError(f"{type(owner).__name__} does not have a parameter or a buffer named {name}")
+    old: Tensor = getattr(owner, name)
+    if value is None and old.is_meta and torch.device(device).type != "meta":
+        raise ValueError(f"{tensor_name} is on the meta device and has no values; pass value=")
+    if value is not None and value.shape != old.shape:
+        raise ValueError(f"{tensor_name} has shape {tuple(old.shape)}; the value has {tuple(value.shape)}")
+    new = (old if value is None else value).detach()
+    if dtype is None or new.dtype.is_floating_point:
+        new = new.to(old.dtype if dtype is None else as_dtype(dtype))
+    new = new.to(device, non_blocking=non_blocking)
+    if name in owner._buffers:
+        owner._buffers[name] = new
+    elif value is not None or (new.device, new.dtype) != (old.device, old.dtype):
+        setattr(owner, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Each further name of a shared (tied) tensor → the first name of that tensor, as `state_dict` would list them."""
+    first: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, tensor in _all_tensors(module):
+        if id(tensor) in first:
+            shared[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return shared
+
+
+def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
+    seen: set[int] = set()
+    for name, tensor in _all_tensors(module):
+        if id(tensor) not in seen and (only is None or name in only):
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            yield dot + name, parameter
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in child._non_persistent_buffers_set:
+                yield dot + name, buffer
+
+
+def allot_whole(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Memory for all of every tensor that is on the meta device.
+
+    Args:
+        module: any.
+        device: where it is from now on.
+        dtype: of floating parameters; None for their own.
+    """
+
+    def make(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return torch.empty_like(tensor, device=device)
+        kept = dtype if tensor.is_floating_point() else None
+        return parameter_like(tensor, torch.empty_like(tensor, device=device, dtype=kept))
+
+    replace_empty(module, make)
+
+
+def replace_empty(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put what `make` makes of it in the place of every tensor on the meta device; one that is shared stays so."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, so that its id stays its own
+    for slot in tensor_slots(module, recurse=True):
+        old = slot.tensor
+        if old.is_meta:
+            if id(old) not in made:
+                made[id(old)] = (old, make(old))
+            slot.tensor = made[id(old)][1]

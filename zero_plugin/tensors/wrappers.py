@@ -1,0 +1,160 @@
+"""Modules inside wrappers, forwards with something around them, and what a loss reaches.
+
+Take a model out of what it was wrapped into: DDP, a DeepSpeed engine, `torch.compile`, a 16-bit forward.
+
+Puts something around a module's forward, as if it had been written there.
+
+Which tensors the gradient of a loss would reach.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from zero_plugin.tensors.compilation import is_compiled_module
+
+
+def extract_model(
+    model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The model inside DDP, DataParallel or an engine.
+
+    Args:
+        model: wrapped, or not.
+        keep_fp32_wrapper: leave its forward as it is; else the class' own comes back, so that it can be pickled.
+        keep_torch_compile: of a compiled model, give the compiled one, with the inner model inside.
+        recursive: take submodules out of theirs too.
+    """
+    compiled = model if "_orig_mod" in model.__dict__ or is_compiled_module(model) else None
+    inner: Any = model if compiled is None else compiled._orig_mod
+    wrappers = _wrappers()
+    while isinstance(inner, wrappers):
+        inner = inner.module
+    if recursive:
+        inner = _unwrap_children(inner)
+    if not keep_fp32_wrapper:
+        _restore_forward(inner)
+    if compiled is None or not keep_torch_compile:
+        return inner  # type: ignore[no-any-return]
+    if is_compiled_module(compiled):
+        compiled._orig_mod = inner
+    else:
+        compiled.__dict__["_orig_mod"] = inner
+    return compiled
+
+
+def bare_copy(model: nn.Module) -> nn.Module:
+    """A module with the same parameters and submodules and its class' own forward, not compiled; e.g. to pickle it."""
+    twin = copy.copy(model)  # without what `Module.compile` made of its calls
+    _set_forward(twin, _own_forward(twin))
+    return twin
+
+
+def _wrappers() -> tuple[Any, ...]:
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)  # no engine before deepspeed is imported
+    return (DistributedDataParallel, DataParallel, *([engine] if engine is not None else []))
+
+
+def _unwrap_children(module: Any) -> Any:
+    while isinstance(getattr(module, "module", None), nn.Module):
+        module = module.module
+    for name, child in module.named_children():
+        setattr(module, name, _unwrap_children(child))
+    return module
+
+
+def _restore_forward(model: nn.Module) -> None:
+    """Put back the model's own forward in place of one that decorators made of it, each with its `__wrapped__`."""
+    model.__dict__.pop("_original_forward", None)
+    _set_forward(model, _own_forward(model))
+
+
+def _own_forward(model: nn.Module) -> Any:
+    """The forward that was set on this object, out of what decorators made of it; None where that is the class'."""
+    forward: Any = model.__dict__.get("forward")
+    bound = False
+    while forward is not None:
+        bound |= isinstance(forward, MethodType)
+        function = getattr(forward, "__func__", forward)
+        if function is type(model).forward:
+            return None
+        if not hasattr(function, "__wrapped__"):
+            return MethodType(function, model) if bound else forward
+        forward = function.__wrapped__
+    return None
+
+
+def _set_forward(model: nn.Module, forward: Any) -> None:
+    model.__dict__.pop("forward", None)
+    if forward is not None:
+        model.__dict__["forward"] = forward
+
+
+Forward = Callable[..., Any]
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
+    """From now on `module.forward(…)` is `around(forward, …)`.
+
+    Its signature stays, which transformers reads, and a copy of the module computes with the copy's weights.
+
+    Returns:
+        What takes it back.
+    """
+    own = module.__dict__.get("forward")  # one that the script, or a library, has set on this object
+
+    def wrapped(forward: Forward) -> Forward:
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(forward, *args, **kwargs)
+
+        return call
+
+    placed: Forward
+    if own is None:
+        placed = MethodType(wrapped(type(module).forward), module)  # copying a module binds its methods anew
+    elif isinstance(own, MethodType) and own.__self__ is module:
+        placed = MethodType(wrapped(own.__func__), module)
+    else:
+        placed = wrapped(own)
+    module.forward = placed
+
+    def undo() -> None:
+        if module.__dict__.get("forward") is not placed:
+            return  # what was put around it since then
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+    return undo
+
+
+def find_leaves(loss: Tensor) -> list[Tensor]:
+    """The tensors at the ends of a loss's graph, which its gradient would reach; the graph may have been used.
+
+    It walks the whole graph, which takes milliseconds for a large model.
+    """
+    found: list[Tensor] = []
+    pending = [loss.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node is None:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.append(leaf)
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found
