@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from zero_plugin import data_loader
+from zero_plugin.data.active import GradientState
 from zero_plugin.data_loader import (
     BatchSamplerShard,
     DataLoaderAdapter,
@@ -23,7 +24,6 @@ from zero_plugin.data_loader import (
     skip_first_batches,
 )
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.state import GradientState
 
 HALVES = [[8, 9, 10, 11], [12, 13, 14, 15]]
 

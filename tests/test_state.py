@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from zero_plugin import Accelerator
 from zero_plugin.config.choices import DistributedType
+from zero_plugin.data.active import GradientState
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.state import AcceleratorState, GradientState, PartialState, is_initialized
+from zero_plugin.loop.state import AcceleratorState, PartialState, is_initialized
 
 ZERO = {"use_cpu": True, "distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_optimization": {"stage": 1}}}
 

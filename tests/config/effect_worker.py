@@ -57,7 +57,7 @@ _READERS = (
     "logger.py",
     "build_lock.py",
 )
-_OF_PACKAGE = ("strategies/", "checkpoint/", "data/", "loop/", "memory/", "trackers/")
+_OF_PACKAGE = ("strategies/", "checkpoint/", "data/", "loop/", "trackers/")
 _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: what was configured

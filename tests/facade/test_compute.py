@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from zero_plugin.accelerator import Accelerator
+from zero_plugin.data.active import GradientState
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.state import AcceleratorState, GradientState
+from zero_plugin.loop.state import AcceleratorState
 
 
 @pytest.fixture(autouse=True)

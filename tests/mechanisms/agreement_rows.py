@@ -10,7 +10,7 @@ END = "tests/strategies/test_end.py"
 ROWS = [
     Row(
         "a process that vanished",
-        "standing.py",
+        "distributed/mismatch.py",
         'return self.gone or (not self.ended and self.process_state == "gone")',
         "return self.gone",
         (f"{AGREEMENT}::test_a_process_that_ended_without_a_word[ddp:vanishes]",),
@@ -28,7 +28,7 @@ ROWS = [
     ),
     Row(
         "last calls before a process is ended",
-        "last_calls.py",
+        "distributed/collective_check.py",
         "    make_last_calls()\n    sys.stdout",
         "    sys.stdout",
         (f"{AGREEMENT}::test_what_can_be_kept_is_kept[ddp:flushes]",),
@@ -37,7 +37,7 @@ ROWS = [
     ),
     Row(
         "a process in a different call",
-        "mismatch.py",
+        "distributed/mismatch.py",
         "        if standing.calls == call.number and standing.call != call.name:",
         "        if False:",
         (f"{AGREEMENT}::test_different_long_calls[ddp:long_calls]",),
@@ -46,7 +46,7 @@ ROWS = [
     ),
     Row(
         "a process that has ended",
-        "mismatch.py",
+        "distributed/mismatch.py",
         "            return _gone(call, rank, standing)\n",
         "            pass\n",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
@@ -55,7 +55,7 @@ ROWS = [
     ),
     Row(
         "a process that tells its end",
-        "agreement.py",
+        "distributed/collective_check.py",
         "    atexit.register(_tell_end)\n",
         "",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
@@ -64,7 +64,7 @@ ROWS = [
     ),
     Row(
         "a collective call on one process alone",
-        "mismatch.py",
+        "distributed/mismatch.py",
         "        if standing.calls == call.number - 1 and standing.passes > call.passes:",
         "        if False:",
         (f"{AGREEMENT}::test_a_long_call_on_one_process_is_an_error_of_the_script[ddp:save_alone-save_model]",),
@@ -73,7 +73,7 @@ ROWS = [
     ),
     Row(
         "long calls meet before they touch the group",
-        "agreement.py",
+        "distributed/collective_check.py",
         "        if meets:\n            try:",
         "        if False:\n            try:",
         (f"{AGREEMENT}::test_different_long_calls[ddp:long_calls]",),
@@ -82,7 +82,7 @@ ROWS = [
     ),
     Row(
         "a late process is no error",
-        "mismatch.py",
+        "distributed/mismatch.py",
         " and standing.passes > call.passes:",
         ":",
         (f"{AGREEMENT}::test_a_late_process_is_named_and_waited_for[ddp:late]",),
@@ -91,7 +91,7 @@ ROWS = [
     ),
     Row(
         "a late process is named",
-        "agreement.py",
+        "distributed/collective_check.py",
         "        if quiet >= waiting.warns_at:\n",
         "        if False:\n",
         (f"{AGREEMENT}::test_a_late_process_is_named_and_waited_for[ddp:late]",),
@@ -100,7 +100,7 @@ ROWS = [
     ),
     Row(
         "a meeting ends with the group's time-out",
-        "agreement.py",
+        "distributed/collective_check.py",
         "                if waited > self._limit:",
         "                if False:",
         (f"{AGREEMENT}::test_a_meeting_ends_with_the_time_out[ddp:overdue]",),
@@ -118,7 +118,7 @@ ROWS = [
     ),
     Row(
         "an error on one process does not wait for the others",
-        "strategies/processes.py",
+        "distributed/processes.py",
         '        if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:',
         "        if True:",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
@@ -136,7 +136,7 @@ ROWS = [
     ),
     Row(
         "a script's end ends the process group",
-        "strategies/processes.py",
+        "distributed/processes.py",
         "    atexit.register(leave)\n",
         "",
         (f"{END}::test_the_group_ends_after_all_that_holds_it",),
@@ -144,7 +144,7 @@ ROWS = [
     ),
     Row(
         "what holds the process group goes first",
-        "strategies/processes.py",
+        "distributed/processes.py",
         "        gc.collect()\n        if self.lives:\n",
         "        if self.lives:\n",
         (f"{END}::test_the_group_ends_after_all_that_holds_it",),

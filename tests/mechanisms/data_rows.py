@@ -17,7 +17,7 @@ RESUMED = f"{ADAPTER}::test_an_interrupted_epoch_goes_on_where_it_was[<lambda>0-
 ROWS = [
     Row(
         "each process has its own batches",
-        "data/batches.py",
+        "data/division.py",
         "            own = step[how.rank]\n            yield",
         "            own = step[0]\n            yield",
         (f"{BATCHES}::test_each_step_is_consecutive_batches_of_one_process_s_loader[2]", PROCESSES),
@@ -74,7 +74,7 @@ ROWS = [
     ),
     Row(
         "a worker_init_fn that divides a stream",
-        "data/worker.py",
+        "data/stream.py",
         "            shard.is_divided = watch.asked",
         "            pass",
         (TWO,),
@@ -82,7 +82,7 @@ ROWS = [
     ),
     Row(
         "libraries that divide streams are known",
-        "data/dividing.py",
+        "data/prepare.py",
         '    return any(kind.__module__.split(".")[0] in _DIVIDING_LIBRARIES for kind in type(dataset).__mro__)',
         "    return False",
         (f"{RECOGNISED}[webdataset.compat-attributes0-False]",),
@@ -91,7 +91,7 @@ ROWS = [
     ),
     Row(
         "a split stream of datasets is known",
-        "data/dividing.py",
+        "data/prepare.py",
         '    if getattr(dataset, "_distributed", None) is not None:',
         "    if False:",
         (f"{RECOGNISED}[datasets-attributes1-False]",),
@@ -100,7 +100,7 @@ ROWS = [
     ),
     Row(
         "a stream is asked for its shard",
-        "data/dividing.py",
+        "data/prepare.py",
         '    if not callable(shard) or not {"num_shards", "index"} <= inspect.signature(shard).parameters.keys():',
         "    if True:",
         (TWO,),
@@ -108,7 +108,7 @@ ROWS = [
     ),
     Row(
         "a sampler that divides is left to it",
-        "data/dividing.py",
+        "data/prepare.py",
         "        return sampler\n    return None",
         "        return None\n    return None",
         (PROCESSES,),
@@ -116,7 +116,7 @@ ROWS = [
     ),
     Row(
         "streams that differ are refused",
-        "data/agree.py",
+        "data/loader.py",
         "    _check_same(portion)\n    while",
         "    while",
         (TWO,),
@@ -140,7 +140,7 @@ ROWS = [
     ),
     Row(
         "workers draw differently on each process",
-        "data/worker.py",
+        "data/stream.py",
         "            seed = info.seed + self._rank * info.num_workers",
         "            seed = info.seed",
         (TWO,),
@@ -148,7 +148,7 @@ ROWS = [
     ),
     Row(
         "even batches are completed",
-        "data/batches.py",
+        "data/division.py",
         "        own = real + list(islice(filler, max(0, how.batch_size - len(real))))",
         "        own = list(real)",
         (f"{BATCHES}::test_even_batches_complete_the_last_step_from_the_first_samples[2-whole]",),
@@ -157,7 +157,7 @@ ROWS = [
     ),
     Row(
         "uneven batches stop together",
-        "data/batches.py",
+        "data/division.py",
         "(how.rank < len(step) and report_dropped is None and not how.drop_last)",
         "how.rank < len(step)",
         (f"{BATCHES}::test_uneven_batches_stop_together_and_tell_what_is_left_out[2-whole]",),
@@ -199,7 +199,7 @@ ROWS = [
     ),
     Row(
         "what a shorter stream begins again is left out",
-        "data/agree.py",
+        "data/loader.py",
         "            portion = portion._replace(real=0)\n",
         "",
         (f"{METRICS}[2]",),
@@ -207,7 +207,7 @@ ROWS = [
     ),
     Row(
         "what a DistributedSampler repeats is left out",
-        "data/dividing.py",
+        "data/prepare.py",
         "    return min(sampler.num_samples, max(0, unrepeated))",
         "    return None",
         (f"{METRICS}[2]",),

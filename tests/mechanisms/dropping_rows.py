@@ -12,7 +12,7 @@ PLAIN = "strategies/torch_session.py"
 ROWS = [
     Row(
         "zero_grad drops what came before the step",
-        "optimizer.py",
+        "loop/optimizer.py",
         "            self.session.drop_gradients()\n            self._corrected = False\n",
         "            self._corrected = False\n",
         parity("dropped", "single", "ddp", "zero2", "zero3"),
@@ -21,7 +21,7 @@ ROWS = [
     ),
     Row(
         "a dropped window begins anew",
-        "optimizer.py",
+        "loop/optimizer.py",
         "            self._window.restart()\n",
         "",
         checks("failure", "a_failed_backward_ends_its_window", "ddp", "zero2"),
@@ -127,7 +127,7 @@ ROWS = [
     ),
     Row(
         "a step that is not finite is skipped, in bf16",
-        "resolve/precision.py",
+        "config/resolve/training.py",
         'draft.put(("bf16", "check_grad_overflow"), True,',
         'draft.put(("bf16", "check_grad_overflow"), False,',
         checks("nonfinite", "a_step_that_is_not_finite_is_skipped", "zero2"),
@@ -143,7 +143,7 @@ ROWS = [
     ),
     Row(
         "a skipped step leaves the schedule",
-        "scheduler.py",
+        "loop/scheduler.py",
         "            if stays:\n                return\n",
         "",
         checks("nonfinite", "a_step_that_is_not_finite_is_skipped", "ddp", "zero2")
@@ -152,7 +152,7 @@ ROWS = [
     ),
     Row(
         "the run stops after many skips",
-        "optimizer.py",
+        "loop/optimizer.py",
         "        if self.skipped_in_a_row >= self.session.most_skips:",
         "        if False:",
         checks("nonfinite", "the_run_stops_after_many_skips", "ddp", "zero2", "zero3"),
@@ -160,7 +160,7 @@ ROWS = [
     ),
     Row(
         "skips in a row are counted from the last applied step",
-        "optimizer.py",
+        "loop/optimizer.py",
         "        self.skipped_in_a_row = 0\n        self.applied_steps += 1\n",
         "        self.applied_steps += 1\n",
         checks("nonfinite", "a_step_that_is_not_finite_is_skipped", "ddp", "zero2"),
@@ -168,7 +168,7 @@ ROWS = [
     ),
     Row(
         "the first parameter that is not finite is named",
-        "optimizer.py",
+        "loop/optimizer.py",
         "        last_chance = self.skipped_in_a_row + 1 == self.session.most_skips",
         "        last_chance = False",
         checks("nonfinite", "the_run_stops_after_many_skips", "ddp", "zero2", "zero3"),

@@ -53,7 +53,7 @@ ROWS = [
     ),
     Row(
         "step() of the optimizer that was given",
-        "strategies/step_guard.py",
+        "strategies/optimizer_only.py",
         "        if not self.is_open:",
         "        if False:",
         checks("part", "the_given_optimizer_does_not_step", "single", "ddp", "zero2"),
@@ -70,7 +70,7 @@ ROWS = [
     ),
     Row(
         "an optimizer of another model",
-        "pairing.py",
+        "loop/training.py",
         "    if foreign := len(held) - counts[most]:",
         "    if foreign := 0:",
         checks("loop", "prepare_refuses", "ddp", "zero2"),
@@ -78,7 +78,7 @@ ROWS = [
     ),
     Row(
         "a module that was not prepared",
-        "first_steps.py",
+        "loop/backward.py",
         "self._refuse_strangers([p for p in found if not any(id(p) in training.ids for training in trained)])",
         "pass",
         joint_checks("together", "what_is_not_prepared", "ddp", "zero2"),
@@ -86,7 +86,7 @@ ROWS = [
     ),
     Row(
         "a model loaded with device_map",
-        "pairing.py",
+        "loop/training.py",
         '    if len(places) > 1 or "disk" in places:',
         "    if False:",
         joint_checks("together", "what_prepare_refuses", "ddp", "zero2"),
@@ -94,7 +94,7 @@ ROWS = [
     ),
     Row(
         "a loop that expects backward to step",
-        "first_steps.py",
+        "loop/backward.py",
         "        if self._said or asked or self._backwards",
         "        if True or self._said or asked or self._backwards",
         joint_checks("together", "a_loop_that_never_steps", "ddp", "zero2"),
@@ -102,7 +102,7 @@ ROWS = [
     ),
     Row(
         "a layer unfrozen after its model's first steps",
-        "first_steps.py",
+        "loop/backward.py",
         "        return bool(self._frozen) and any(p.requires_grad for p in self._frozen)",
         "        return False",
         checks("mistake", "a_layer_is_unfrozen", "ddp", "zero2"),

@@ -69,7 +69,7 @@ ROWS = [
     ),
     Row(
         "clipping inside a window does nothing",
-        "optimizer.py",
+        "loop/optimizer.py",
         '        if not self._window.ends_here:\n            return torch.tensor(float("nan"))\n',
         "",
         checks("loop", "clip_inside_a_window_does_nothing", "ddp", "zero2"),
@@ -93,7 +93,7 @@ ROWS = [
     ),
     Row(
         "clipping after the step",
-        "optimizer.py",
+        "loop/optimizer.py",
         "        if self._window.is_applied and not self.session.failed:",
         "        if False:",
         checks("mistake", "clipping_comes_too_late", "ddp", "zero2"),
@@ -101,7 +101,7 @@ ROWS = [
     ),
     Row(
         "clipping in configuration and code agrees",
-        "training.py",
+        "loop/training.py",
         "        self._refuse_other_clipping(max_norm)\n",
         "",
         checks("loop", "clipping_in_config_and_code_must_agree", "ddp", "zero2"),

@@ -10,7 +10,7 @@ PLAIN = "strategies/torch_session.py"
 ROWS = [
     Row(
         "floating inputs come in the engine's type",
-        "strategies/deepspeed/casting.py",
+        "strategies/precision.py",
         "    model.register_forward_pre_hook(cast_inputs, with_kwargs=True)\n",
         "",
         checks("precision", "types_in_and_out", "zero0", "zero2", "zero3"),
@@ -18,7 +18,7 @@ ROWS = [
     ),
     Row(
         "integers are never cast",
-        "strategies/deepspeed/casting.py",
+        "strategies/precision.py",
         "if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf",
         "if isinstance(leaf, Tensor) else leaf",
         checks("precision", "types_in_and_out", "zero0", "zero2", "zero3"),
@@ -26,7 +26,7 @@ ROWS = [
     ),
     Row(
         "floating outputs leave in fp32",
-        "strategies/deepspeed/casting.py",
+        "strategies/precision.py",
         "    model.register_forward_hook(lambda _module, _inputs, outputs: map_leaves(to_fp32, outputs))\n",
         "",
         checks("precision", "types_in_and_out", "zero0", "zero2", "zero3"),
@@ -34,7 +34,7 @@ ROWS = [
     ),
     Row(
         "a buffer of another type is named",
-        "strategies/deepspeed/casting.py",
+        "strategies/precision.py",
         "    if wide:\n",
         "    if False:\n",
         checks("precision", "floating_buffers", "zero2"),
@@ -76,7 +76,7 @@ ROWS = [
     ),
     Row(
         "the scale falls at a skipped step",
-        "strategies/loss_scale.py",
+        "strategies/precision.py",
         "                self.value = max(self.value * self._backoff, self._smallest)",
         "                pass",
         parity("fp16-skipped", "single", "ddp"),
@@ -85,7 +85,7 @@ ROWS = [
     ),
     Row(
         "the scale rises after good steps",
-        "strategies/loss_scale.py",
+        "strategies/precision.py",
         "            self.value *= self._growth",
         "            pass",
         parity("fp16", "single", "ddp"),

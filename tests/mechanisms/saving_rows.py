@@ -9,7 +9,7 @@ SAVING = "tests/checkpoint/test_save_state.py"
 ROWS = [
     Row(
         "what is saved behind the training is a copy",
-        "checkpoint/snapshot.py",
+        "checkpoint/background.py",
         "start, room, (0, room.numel()))",
         "start, flat[done : done + room.numel()], (0, room.numel()))",
         checks("asynchronous", "holds_what_a_synchronous_one_holds", "single", "zero3"),
@@ -17,7 +17,7 @@ ROWS = [
     ),
     Row(
         "what a script can write to is copied at once",
-        "checkpoint/snapshot.py",
+        "checkpoint/background.py",
         "session.states_stay and _storage(fragment) not in held",
         "session.states_stay",
         checks("asynchronous", "what_a_script_changes_meanwhile_is_not_in_it", "single"),
@@ -26,7 +26,7 @@ ROWS = [
     ),
     Row(
         "a step waits for the copy of what it changes",
-        "optimizer.py",
+        "loop/optimizer.py",
         "        self._await_copy()\n        for hook",
         "        for hook",
         checks("asynchronous", "what_a_script_changes_meanwhile_is_not_in_it", "single"),
@@ -35,7 +35,7 @@ ROWS = [
     ),
     Row(
         "so does what else of an optimizer's own changes it",
-        "optimizer.py",
+        "loop/optimizer.py",
         "        self._await_copy()  # it may be a method that changes states\n",
         "",
         checks("asynchronous", "what_a_script_changes_meanwhile_is_not_in_it", "single"),
@@ -52,7 +52,7 @@ ROWS = [
     ),
     Row(
         "registered objects are copied",
-        "checkpoint/snapshot.py",
+        "checkpoint/background.py",
         "{stem: tree.copy() for stem, tree in opened.trees.items()}",
         "dict(opened.trees)",
         checks("asynchronous", "holds_what_a_synchronous_one_holds", "single"),
@@ -87,7 +87,7 @@ ROWS = [
     ),
     Row(
         "host memory is asked before it is taken",
-        "checkpoint/snapshot.py",
+        "checkpoint/background.py",
         "        return sentence or all_or_none",
         "        return all_or_none",
         checks("asynchronous", "without_memory_it_is_not_behind", "ddp"),

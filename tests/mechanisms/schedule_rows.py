@@ -7,7 +7,7 @@ from rows import Row, checks
 ROWS = [
     Row(
         "a real schedule counts processes",
-        "preparing.py",
+        "loop/prepare.py",
         "    counted = training.facts.machine.counted if by_process else 1\n",
         "    counted = 1\n",
         checks("schedule", "real_schedules_count_processes", "ddp", "zero2"),
@@ -15,7 +15,7 @@ ROWS = [
     ),
     Row(
         "a real schedule counts steps",
-        "preparing.py",
+        "loop/prepare.py",
         "    counted = training.facts.machine.counted if by_process else 1\n",
         "    counted = training.facts.machine.counted\n",
         checks("schedule", "real_schedules_stay_attached", "ddp", "zero2"),
@@ -23,7 +23,7 @@ ROWS = [
     ),
     Row(
         "with split_batches a step is one",
-        "preparing.py",
+        "loop/prepare.py",
         'by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches',
         'by_process = training.resolved.scheduler_counts == "processes"',
         checks("schedule", "split_batches_count_steps", "ddp", "zero2"),
@@ -31,7 +31,7 @@ ROWS = [
     ),
     Row(
         "OneCycleLR stops at its end",
-        "scheduler.py",
+        "loop/scheduler.py",
         "                break  # W steps at a time",
         "                pass  # W steps at a time",
         checks("schedule", "real_schedules_count_processes", "ddp", "zero2"),
@@ -39,7 +39,7 @@ ROWS = [
     ),
     Row(
         "a placeholder's total is divided",
-        "resolve/scheduler.py",
+        "config/resolve/optimizer.py",
         "            given[name] = _in_optimizer_steps(draft, steps, facts.given_by)\n",
         '            given[name] = (steps, "")\n            if name != "total_num_steps":\n'
         "                given[name] = _in_optimizer_steps(draft, steps, facts.given_by)\n",
@@ -49,7 +49,7 @@ ROWS = [
     ),
     Row(
         "a placeholder's warm-up is divided",
-        "resolve/scheduler.py",
+        "config/resolve/optimizer.py",
         "            given[name] = _in_optimizer_steps(draft, steps, facts.given_by)\n",
         '            given[name] = (steps, "")\n            if name != "warmup_num_steps":\n'
         "                given[name] = _in_optimizer_steps(draft, steps, facts.given_by)\n",
@@ -58,7 +58,7 @@ ROWS = [
     ),
     Row(
         "a placeholder counts steps",
-        "resolve/scheduler.py",
+        "config/resolve/optimizer.py",
         '    if draft.launch.value("scheduler_counts") == "steps" or draft.facts.split_batches or world == 1:\n'
         '        return int(steps), f"from {given_by}"\n',
         "",
@@ -68,7 +68,7 @@ ROWS = [
     ),
     Row(
         "the rates are told at start",
-        "preparing.py",
+        "loop/prepare.py",
         "    if line is not None:\n        say(line)\n",
         "",
         checks("schedule", "rates_and_lengths_are_told", "ddp", "zero2"),
@@ -76,7 +76,7 @@ ROWS = [
     ),
     Row(
         "both ends of a placeholder are told",
-        "schedule_report.py",
+        "loop/schedule_report.py",
         "        line += _other_end(total, curve.lrs(total)[0], other.lrs(total)[0])\n",
         "        pass\n",
         ("tests/test_schedule_report.py::test_a_divided_placeholder_shows_both_ends",),
@@ -85,7 +85,7 @@ ROWS = [
     ),
     Row(
         "both ends of a real schedule are told",
-        "schedule_report.py",
+        "loop/schedule_report.py",
         "    return line + (_other_end(",
         "    return line\n    return line + (_other_end(",
         checks("schedule", "rates_and_lengths_are_told", "ddp", "zero2"),
@@ -93,7 +93,7 @@ ROWS = [
     ),
     Row(
         "a schedule that ends before the loop is told",
-        "scheduler.py",
+        "loop/scheduler.py",
         "            announce(line)\n",
         "            pass\n",
         checks("schedule", "rates_and_lengths_are_told", "single", "ddp", "zero2"),
@@ -111,7 +111,7 @@ ROWS = [
     ),
     Row(
         "a plateau counts its calls",
-        "scheduler.py",
+        "loop/scheduler.py",
         "self.times = 1 if self._measures or not step_with_optimizer else times",
         "self.times = 1 if not step_with_optimizer else times",
         checks("schedule", "plateau", "ddp", "zero2"),
@@ -119,7 +119,7 @@ ROWS = [
     ),
     Row(
         "a plateau takes measurements between steps",
-        "scheduler.py",
+        "loop/scheduler.py",
         "        if self.step_with_optimizer and not self._measures:",
         "        if self.step_with_optimizer:",
         checks("schedule", "plateau", "ddp", "zero2"),
@@ -127,7 +127,7 @@ ROWS = [
     ),
     Row(
         "a section's schedule steps by itself",
-        "preparing.py",
+        "loop/prepare.py",
         "    optimizer.call_after_step(schedule.step)\n",
         "",
         checks("schedule", "a_section_without_a_scheduler_steps_by_itself", "ddp", "zero2"),

@@ -10,7 +10,7 @@ PLAIN = "strategies/torch_session.py"
 ROWS = [
     Row(
         "a step inside a window does nothing",
-        "accumulation.py",
+        "strategies/window.py",
         "applies = self.ends_here or (self.steps == 1 and not self.in_context and self._decided is None)",
         "applies = True",
         checks("loop", "backward_never_steps", "ddp", "zero2", "zero3"),
@@ -18,7 +18,7 @@ ROWS = [
     ),
     Row(
         "backwards are counted by hand",
-        "accumulation.py",
+        "strategies/window.py",
         "        self._backwards += 1\n        self._advance()\n        if not",
         "        self._backwards += 1\n        if not",
         checks("loop", "backward_never_steps", "single", "ddp", "zero2"),
@@ -27,7 +27,7 @@ ROWS = [
     ),
     Row(
         "steps at another cadence",
-        "accumulation.py",
+        "strategies/window.py",
         "            raise LoopError(self._describe_early_step(since))",
         "            pass",
         ("tests/test_accumulation.py::test_a_step_at_another_cadence_is_an_error",),
@@ -36,7 +36,7 @@ ROWS = [
     ),
     Row(
         "more backwards than a window",
-        "accumulation.py",
+        "strategies/window.py",
         "            raise LoopError(self._describe_missing_step())",
         "            pass",
         ("tests/test_accumulation.py::test_more_backwards_than_the_window_is_an_error",),
@@ -45,7 +45,7 @@ ROWS = [
     ),
     Row(
         "two backwards in one batch",
-        "accumulation.py",
+        "strategies/window.py",
         "        if not self._is_own and self.steps > 1 and self._decided is None:",
         "        if False:",
         checks("window", "two_losses_of_a_batch_by_hand", "single", "ddp", "zero2"),
@@ -61,7 +61,7 @@ ROWS = [
     ),
     Row(
         "the shorter window of a known length is divided up front",
-        "accumulation.py",
+        "strategies/window.py",
         "self._size = self.steps if left is None else min(self.steps, self._ahead + left + 1)",
         "self._size = self.steps",
         ("tests/test_accumulation.py::test_gradients_are_averaged_over_the_true_window[4-10-True-True]",),
@@ -70,7 +70,7 @@ ROWS = [
     ),
     Row(
         "the end of the data ends its window",
-        "accumulation.py",
+        "strategies/window.py",
         "if batches == 0 or not epoch.end_of_dataloader:",
         "if True:",
         parity("accumulate-stream-short-window", "ddp", "zero2"),
@@ -78,7 +78,7 @@ ROWS = [
     ),
     Row(
         "the shorter window of an unknown length is rescaled",
-        "optimizer.py",
+        "loop/optimizer.py",
         "            self.session.scale_gradients(self._window.correction)\n",
         "            pass\n",
         parity("accumulate-stream-short-window", "ddp", "zero2", "zero3"),

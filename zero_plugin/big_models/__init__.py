@@ -1,1 +1,1 @@
-"""TODO."""
+"""Models that no device holds: spread over GPUs, CPU memory and disk, and run module by module."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from zero_plugin import selftest as package
+from zero_plugin.cli import selftest_checks as package
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.output import Mark, Verdict, print_verdicts
 from zero_plugin.cli.selftest_checks.outcome import Outcome, document_of_test, read_outcomes

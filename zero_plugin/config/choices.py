@@ -7,6 +7,7 @@ How the processes of a run work together, by the names that scripts compare with
 
 from __future__ import annotations
 
+import os
 from enum import Enum, EnumMeta
 from typing import cast
 
@@ -127,3 +128,28 @@ class DistributedType(str, Enum):
     MULTI_XPU = "MULTI_XPU"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
+
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 for y, yes, t, true, on, 1, and 0 for n, no, f, false, off, 0, in any case; True and False with `to_bool`.
+
+    Raises:
+        ValueError: another word.
+    """
+    word = value.lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"invalid truth value {value!r}; write one of {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """The variable as `str_to_bool` reads it.
+
+    Raises:
+        ValueError: it is none of the words for true and false.
+    """
+    return bool(str_to_bool(os.environ.get(key, str(default))))

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from zero_plugin.distributed.seeding import synchronize_rng_states
 from zero_plugin.distributed.together import announce
+from zero_plugin.errors import LoopError
 
 _LOOPS = count(1)
 _TOLD_AFTER = 3  # micro-batches, when it is known which loops run side by side
@@ -219,3 +220,121 @@ class Delivery:
         """Give every process the random states of process 0; collective if there are any."""
         known = [kind for kind in self.rng_types if self.generator is not None or str(kind) != "generator"]
         synchronize_rng_states(known, self.generator)
+
+
+class _Accumulating(Protocol):
+    """What `GradientState` shows of an `Accelerator`."""
+
+    sync_gradients: bool
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+
+
+class GradientState:
+    """Where the newest `Accelerator` stands in its accumulation and its data; every instance is the same one.
+
+    Args:
+        gradient_accumulation_plugin: what to show while there is no `Accelerator`.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        self.__dict__ = self._shared_state
+        if gradient_accumulation_plugin is not None or not self.initialized:
+            plugin = gradient_accumulation_plugin
+            self._shared_state["plugin_kwargs"] = {} if plugin is None else plugin.to_kwargs()
+            self._shared_state.setdefault("_run", None)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there has been an instance, or an `Accelerator`."""
+        return "_run" in self._shared_state
+
+    @property
+    def _run(self) -> _Accumulating | None:
+        shown = self._shared_state.get("_run")
+        return None if shown is None else shown()  # the state does not keep it
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """What the run was told of accumulation, as far as it differs from the defaults."""
+        return dict(self._shared_state.get("plugin_kwargs", {}))
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends its window, so that `optimizer.step()` acts; can be set.
+
+        True while there is no `Accelerator`.
+        """
+        return True if self._run is None else self._run.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, ends: bool) -> None:
+        if self._run is None:
+            raise LoopError("GradientState().sync_gradients is set for an Accelerator, and there is none.")
+        self._run.sync_gradients = ends
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """The same; loops written after transformers' Trainer call it."""
+        self.sync_gradients = sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.plugin_kwargs.get("num_steps", 1) if self._run is None else self._run.gradient_accumulation_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """As the plugin was told; it has no effect."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", True))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a loader's end closes the window."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: what an optimizer steps with is averaged before, in `backward`."""
+        return False
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader of the innermost running loop, or None."""
+        return RUNNING.current
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """None, then the prepared loaders whose loops run, innermost last."""
+        return [None, *RUNNING.loaders]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loop over a prepared loader runs."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is its loader's last."""
+        return self.in_dataloader and bool(self.active_dataloader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last step of the active loader's epoch, over all processes; -1 where that is not known."""
+        return int(self.active_dataloader.remainder) if self.in_dataloader else -1
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget what is shown; the run goes on."""
+        GradientState._shared_state.clear()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )

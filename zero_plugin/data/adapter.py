@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from zero_plugin.data.active import DataLoaderStateMixin, Delivery
+from zero_plugin.data.active import DataLoaderStateMixin, Delivery, GradientState
 from zero_plugin.data.batch_sampler import BatchSamplerShard, is_torchs_own
 from zero_plugin.data.division import Draws, Portion, Sharing, undisturbed
 from zero_plugin.data.read_ahead import Reading, copy_containers, move_batch
@@ -158,7 +158,6 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     @cached_property
     def gradient_state(self) -> Any:
         """The state of the running loops, as Accelerate's scripts look it up."""
-        from zero_plugin.loop.state import GradientState  # it shows the loaders, so it imports them
 
         return GradientState()
 

@@ -114,7 +114,7 @@ def _machine() -> str:
 
 
 # Frames of these are not the script's: this package, torch, whatever else is installed, and Python itself.
-_PACKAGE = f"{Path(__file__).resolve().parent}/"
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path

@@ -322,6 +322,7 @@ def _prepare_signals() -> list[str]:
 
 
 def set_log_level(*, debug: bool) -> None:
+    """Have torchrun say more of what it does where `debug`."""
     if debug:
         logging.basicConfig(level=logging.INFO)
     names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed")] if debug else _NOISE

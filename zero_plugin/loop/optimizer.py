@@ -20,8 +20,9 @@ from zero_plugin.strategies.optimizer_only import LoneOptimizer, has_step_hooks
 from zero_plugin.strategies.window import AccumulationWindow
 
 if TYPE_CHECKING:
+    from zero_plugin.data.active import GradientState
     from zero_plugin.loop.scheduler import AcceleratedScheduler
-    from zero_plugin.loop.state import AcceleratorState, GradientState
+    from zero_plugin.loop.state import AcceleratorState
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -211,7 +212,7 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def gradient_state(self) -> GradientState:
         """Where the newest `Accelerator` stands in its accumulation."""
-        from zero_plugin.loop.state import GradientState  # it shows what is prepared
+        from zero_plugin.data.active import GradientState  # it shows what is prepared
 
         return GradientState()
 

@@ -61,7 +61,7 @@ _PACKAGE: Final = Path(__file__).parents[1]
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
     ("facade/prepare.py", "_prepare"): "prepare()",
     ("facade/loop.py", "backward"): "backward()",
-    ("optimizer.py", "step"): "optimizer.step()",
+    ("loop/optimizer.py", "step"): "optimizer.step()",
 }
 
 

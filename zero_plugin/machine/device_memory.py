@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 
@@ -74,3 +75,14 @@ def _read_number(file: Path) -> int | None:
 def _cached_bytes(device: torch.device) -> int:
     """What torch's allocator holds and does not use."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return the memory that torch's allocator holds unused to the device.
+
+    Args:
+        garbage_collection: collect garbage first, which takes long.
+    """
+    if garbage_collection:
+        gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The tensors of modules and files: names, pieces, formats."""

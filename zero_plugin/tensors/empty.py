@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_plugin.config.choices import parse_flag_from_env
 from zero_plugin.tensors.modules import parameter_like
-from zero_plugin.utils.environment import parse_flag_from_env
 
 
 @contextmanager

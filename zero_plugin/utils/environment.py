@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 
 from packaging.version import parse
 
+from zero_plugin.config.choices import parse_flag_from_env, str_to_bool
+
 __all__ = [
     "CPUInformation",
     "are_libraries_initialized",
@@ -38,21 +40,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_TRUE = ("y", "yes", "t", "true", "on", "1")
-_FALSE = ("n", "no", "f", "false", "off", "0")
 _ILLEGAL_IN_ENV_FILE = ";\n<> "
-
-
-def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 for y, yes, t, true, on, 1, and 0 for n, no, f, false, off, 0, in any case; True and False with `to_bool`.
-
-    Raises:
-        ValueError: another word.
-    """
-    word = value.lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(f"invalid truth value {value!r}; write one of {', '.join(_TRUE + _FALSE)}")
-    return word in _TRUE if to_bool else int(word in _TRUE)
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
@@ -61,15 +49,6 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         if (value := int(os.environ.get(key, -1))) >= 0:
             return value
     return default
-
-
-def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as `str_to_bool` reads it.
-
-    Raises:
-        ValueError: it is none of the words for true and false.
-    """
-    return bool(str_to_bool(os.environ.get(key, str(default))))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:

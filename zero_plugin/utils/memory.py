@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from zero_plugin.loop.out_of_memory import is_out_of_memory
+from zero_plugin.machine.device_memory import clear_device_cache
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
 _logger = logging.getLogger(__name__)
 
 _CUDNN = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."  # it has no algorithm for a batch that large
-
-
-def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the memory that torch's allocator holds unused to the device.
-
-    Args:
-        garbage_collection: collect garbage first, which takes long.
-    """
-    if garbage_collection:
-        gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA was not used
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -1,1 +1,1 @@
-"""TODO."""
+"""What `zero-plugin doctor` looks at on a machine."""

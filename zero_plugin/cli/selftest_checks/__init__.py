@@ -1,1 +1,1 @@
-"""TODO."""
+"""What `zero-plugin test` runs on the processes of a config."""
