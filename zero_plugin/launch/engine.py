@@ -167,18 +167,8 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     os.environ.update({name: setting.value for name, setting in spec.environment.items()})  # workers get a copy
     os.environ[CUT_VARIABLE] = "1"
 
-    # Nothing that torch's import makes dies before this process does: collecting through it costs 0.3 s for nothing.
-    gc.disable()
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+    _import_torchrun()
     from zero_plugin.launch import rendezvous
-
-    gc.freeze()
-    gc.enable()
 
     rendezvous.register()
     set_log_level(debug=spec.debug)
@@ -187,7 +177,7 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
     if spec.machines > 1 and spec.max_restarts:
         os.environ[NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
 
-    def tell_restart(failures: Mapping[int, Ended]) -> None:
+    def log_restart(failures: Mapping[int, Ended]) -> None:
         nonlocal restarts
         restarts += 1
         if restarts <= spec.max_restarts:
@@ -197,59 +187,94 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
                 f"{told}; all workers start again (restart {restarts} of {spec.max_restarts}){smaller}", file=sys.stderr
             )
 
-    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, tell_restart)
+    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, log_restart)
     with log_folder(spec.log_dir) as folder, configuration_file(spec), contact, memory, ending as idle:
-        config = LaunchConfig(
-            min_nodes=spec.min_machines or spec.machines,
-            max_nodes=spec.machines,
-            nproc_per_node=spec.local_processes,
-            role=spec.role,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.from_str(spec.streams)),
-            run_id=spec.rendezvous.run_id,
-            rdzv_backend=spec.rendezvous.backend,
-            rdzv_endpoint=spec.rendezvous.endpoint,
-            rdzv_configs=dict(spec.rendezvous.options),
-            max_restarts=spec.max_restarts,
-            monitor_interval=spec.monitor_interval,
-            local_addr=spec.rendezvous.local_address,
-            **_signals_handled(LaunchConfig),
-        )
-        executable, *arguments = worker_command(spec)
-        store = None
+        return _run_until_all_end(spec, Path(folder), contact, memory, idle, quiet=quiet)
+
+
+def _import_torchrun() -> None:
+    """Nothing that torch's import makes dies before this process does: to collect through it costs 0.3 s."""
+    gc.disable()
+    import torch.distributed.launcher.api  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+
+
+def _run_until_all_end(
+    spec: LaunchSpec, folder: Path, contact: Contact, memory: MemoryWatch, idle: Mapping[int, str], *, quiet: bool
+) -> int:
+    """Meet the other machines, run the workers on torchrun's engine, and say what came of them; an exit code."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    config, store = _torchrun_config(spec, folder), None  # from now on signals end this process at once
+    try:
+        store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
+        return _run_attempts(spec, config, folder, memory, idle)
+    except SignalException as error:
+        if contact.lost:
+            return 1
+        print(f"stopped by {error.sigval.name}; no worker is left", file=sys.stderr)  # noqa: T201
+        return 128 + int(error.sigval)
+    except (RendezvousError, DistError) as error:
+        if any(folder.glob("*/attempt_*")):
+            contact.lost = f"the connection to the other machines is lost; all workers here are stopped: {error}"
+            return 1
+        raise LaunchError(_why_not_met(spec.rendezvous, spec.machines, error)) from error
+    finally:
+        del store  # the others may need it until torchrun has left their common exit
+        if contact.lost:
+            contact.leave()
+
+
+def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
+    """Run the workers; on one machine again with smaller micro-batches, as long as memory runs out; an exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    executable, *arguments = worker_command(spec)
+    while True:
         try:
-            store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
-            while True:
-                try:
-                    elastic_launch(config, executable)(*arguments)
-                    break
-                except ChildFailedError as error:
-                    first = find_first_failure(error.failures, Path(folder))
-                    shortage = take_shortage(Path(folder))
-                    # Launchers of several machines begin again together, or not at all: that is --max_restarts.
-                    if spec.machines == 1 and (smaller := _cut_micro_batch(shortage)):
-                        print(f"{tell_end(first)}; all workers start again{smaller}", file=sys.stderr)  # noqa: T201
-                        continue
-                    processes = {rank: failure.pid for rank, failure in error.failures.items()}
-                    told = describe_failure(
-                        first, machines=spec.machines, memory=memory, processes=processes, shortage=shortage
-                    )
-                    print("\n".join([told, *describe_idle(idle)]), file=sys.stderr)  # noqa: T201
-                    return shell_code(first.exitcode)
-        except SignalException as error:
-            if contact.lost:
-                return 1
-            print(f"stopped by {error.sigval.name}; no worker is left", file=sys.stderr)  # noqa: T201
-            return 128 + int(error.sigval)
-        except (RendezvousError, DistError) as error:
-            if any(Path(folder).glob("*/attempt_*")):
-                contact.lost = f"the connection to the other machines is lost; all workers here are stopped: {error}"
-                return 1
-            raise LaunchError(_why_not_met(spec.rendezvous, spec.machines, error)) from error
-        finally:
-            del store  # the others may need it until torchrun has left their common exit
-            if contact.lost:
-                contact.leave()
+            elastic_launch(config, executable)(*arguments)
+            break
+        except ChildFailedError as error:
+            first = find_first_failure(error.failures, folder)
+            shortage = take_shortage(folder)
+            # Launchers of several machines begin again together, or not at all: that is --max_restarts.
+            if spec.machines == 1 and (smaller := _cut_micro_batch(shortage)):
+                print(f"{tell_end(first)}; all workers start again{smaller}", file=sys.stderr)  # noqa: T201
+                continue
+            processes = {rank: failure.pid for rank, failure in error.failures.items()}
+            told = describe_failure(
+                first, machines=spec.machines, memory=memory, processes=processes, shortage=shortage
+            )
+            print("\n".join([told, *describe_idle(idle)]), file=sys.stderr)  # noqa: T201
+            return shell_code(first.exitcode)
     return 0
+
+
+def _torchrun_config(spec: LaunchSpec, folder: Path) -> Any:
+    """The spec as torchrun's engine takes it."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=spec.min_machines or spec.machines,
+        max_nodes=spec.machines,
+        nproc_per_node=spec.local_processes,
+        role=spec.role,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder), tee=Std.from_str(spec.streams)),
+        run_id=spec.rendezvous.run_id,
+        rdzv_backend=spec.rendezvous.backend,
+        rdzv_endpoint=spec.rendezvous.endpoint,
+        rdzv_configs=dict(spec.rendezvous.options),
+        max_restarts=spec.max_restarts,
+        monitor_interval=spec.monitor_interval,
+        local_addr=spec.rendezvous.local_address,
+        **_signals_handled(LaunchConfig),
+    )
 
 
 def _cut_micro_batch(shortage: Shortage | None) -> str:
