@@ -12,8 +12,6 @@ from zero_plugin.distributed import collectives
 from zero_plugin.distributed.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 
-__all__ = ["is_one_folder", "read_common_manifest", "refuse_separate_folders"]
-
 _NAME: Final = ".probe"
 _MARK_BYTES: Final = 8  # side by side in one page, as the ends of ranges are
 _found_shared: set[Path] = set()  # file systems do not change while a process runs

@@ -20,8 +20,6 @@ from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.spec import Program
 from zero_plugin.machine.hardware import look_at_machine
 
-__all__ = ["demo"]
-
 _FOLDER = Path(package.__file__).parent
 
 

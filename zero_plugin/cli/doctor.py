@@ -13,8 +13,6 @@ from zero_plugin.cli.doctor_checks.examine import examine
 from zero_plugin.cli.output import Verdict, print_verdicts
 from zero_plugin.launch.flags import document_from_flags
 
-__all__ = ["doctor"]
-
 
 def doctor(
     config_file: Annotated[

@@ -12,8 +12,6 @@ from zero_plugin.config.packages import installed_version
 from zero_plugin.machine.hardware import count_cores, has_gpu_driver, host_memory_bytes
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_tpu
 
-__all__ = ["env"]
-
 _PACKAGES = ("torch", "torch_xla", "deepspeed", "transformers", "accelerate", "peft", "safetensors", "numpy")
 
 

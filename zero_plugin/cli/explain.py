@@ -39,8 +39,6 @@ from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.model_facts import probe_model_folder
 
-__all__ = ["explain", "explain_file"]
-
 # Which option brings what a run would, by the key that waits for it; any other waits for --set.
 _OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(

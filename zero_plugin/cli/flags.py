@@ -9,8 +9,6 @@ from typing import Annotated, Any, Final
 
 import typer
 
-__all__ = ["LAUNCH_FLAGS", "LaunchFlag", "typed_flags", "with_launch_flags"]
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchFlag:

@@ -16,8 +16,6 @@ from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.spec import Program
 from zero_plugin.machine.hardware import look_at_machine
 
-__all__ = ["launch"]
-
 
 @with_launch_flags()
 def launch(

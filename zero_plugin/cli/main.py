@@ -14,8 +14,6 @@ import zero_plugin
 from zero_plugin.errors import ConfigError, ZeroPluginError
 from zero_plugin.launch.flags import refuse_flag
 
-__all__ = ["main"]
-
 # command: (module, function, whether what follows the first argument belongs to the user's script)
 _COMMANDS = {
     "config": ("zero_plugin.cli.config", "config", False),

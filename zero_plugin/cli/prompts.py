@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Menus", "NumberedLists", "Prompts", "prompts_for_terminal"]
-
 T = TypeVar("T")
 
 

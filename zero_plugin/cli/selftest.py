@@ -22,8 +22,6 @@ from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.spec import Program
 from zero_plugin.machine.hardware import look_at_machine
 
-__all__ = ["selftest"]
-
 _WORKER: Final = Path(package.__file__).parent / "worker.py"
 _MARKS: Final[dict[str, Mark]] = {"ok": "ok", "wrong": "wrong", "begun": "wrong", "left out": "left out"}
 

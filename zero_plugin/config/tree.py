@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-__all__ = ["AUTO", "Auto", "Entry", "KeyPath", "Origin", "OriginKind", "Tree", "dotted", "freeze"]
-
 KeyPath = tuple[str, ...]
 _SHOWS: Final = re.compile(r"[\w.*/$-]+", re.ASCII)
 OriginKind = Literal["file", "flag", "code", "rule", "default"]

@@ -16,15 +16,6 @@ from zero_plugin.errors import Problem
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
-__all__ = [
-    "Violation",
-    "did_you_mean",
-    "legal",
-    "read_as_wanted",
-    "show",
-    "validator",
-    "violations",
-]
 
 _SWITCHES: Final = {
     **dict.fromkeys(("true", "yes", "on"), True),

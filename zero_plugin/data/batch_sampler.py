@@ -20,8 +20,6 @@ from torch.utils.data import (
 from zero_plugin.data.division import Draws, SeedableRandomSampler, Sharing, share_batches
 from zero_plugin.distributed.collectives import broadcast_object_list, process_index
 
-__all__ = ["BatchSamplerShard", "CutBatchSampler", "SkipBatchSampler", "is_torchs_own"]
-
 _BATCHES_PER_BROADCAST = 1024
 
 # What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.

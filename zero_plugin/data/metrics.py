@@ -13,8 +13,6 @@ from zero_plugin.distributed.together import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import map_leaves
 
-__all__ = ["gather_for_metrics"]
-
 
 def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gather_object: bool = False) -> Any:
     """The processes' per-sample values for the current batch, in the order of the single-process loader.

@@ -30,8 +30,6 @@ from zero_plugin.facade.restoring import LoadHook, refuse_options
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training, describe_training, is_inside_window, schedules_of
 
-__all__ = ["CheckpointCalls", "SaveHook"]
-
 SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
 
 

@@ -10,8 +10,6 @@ from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import Reduction
 
-__all__ = ["CollectingCalls"]
-
 
 class CollectingCalls:
     """The calls of the facade that exchange tensors; all are collective."""

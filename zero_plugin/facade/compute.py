@@ -20,8 +20,6 @@ from zero_plugin.loop.training import Training
 from zero_plugin.plan.run_facts import accelerator_kind, probe_machine
 from zero_plugin.strategies.base import Session, Strategy
 
-__all__ = ["ComputeCalls", "LossScaler"]
-
 
 class LossScaler:
     """The loss scale of fp16 under the names of torch's `GradScaler`; `backward` and `step` do what that one's do.

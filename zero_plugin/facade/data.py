@@ -18,8 +18,6 @@ from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import ShardIterable, prepare_loader
 from zero_plugin.distributed.processes import Processes
 
-__all__ = ["DataCalls"]
-
 
 class DataCalls:
     """The calls of the facade that concern data.

@@ -19,8 +19,6 @@ from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.window import AccumulationWindow
 
-__all__ = ["GradientCalls"]
-
 
 class GradientCalls:
     """The calls of the facade that concern gradients after, or beside, `backward`."""

@@ -28,8 +28,6 @@ from zero_plugin.plan.run_facts import accelerator_kind, probe_machine
 from zero_plugin.strategies.base import Session, Strategy
 from zero_plugin.strategies.window import AccumulationWindow
 
-__all__ = ["Joining"]
-
 
 class Joining:
     """What of the facade is prepared: models, with their optimizers, and optimizers that wait for theirs.

@@ -29,8 +29,6 @@ from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
 from zero_plugin.tensors.modules import persistent_tensors, tensor_slots
 from zero_plugin.tensors.wrappers import extract_model
 
-__all__ = ["LoadingCalls"]
-
 
 class LoadingCalls:
     """The calls of the facade that bring weights into models, straight from files to where each process keeps them."""

@@ -23,8 +23,6 @@ from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.window import AccumulationWindow, TogetherWindows
 
-__all__ = ["LoopCalls"]
-
 
 class LoopCalls:
     """The calls of the facade that make up the training loop."""

@@ -27,8 +27,6 @@ from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import refuse_closure
 from zero_plugin.plan.run_facts import probe_loop, surely_train
 
-__all__ = ["PrepareCalls"]
-
 
 class PrepareCalls(Joining):
     """The calls of the facade that prepare models, optimizers, loaders and schedules."""

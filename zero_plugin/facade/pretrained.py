@@ -15,8 +15,6 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.loop.memory_check import expect_room_to_load
 from zero_plugin.tensors.model_folder import ITEM_BYTES, read_model_folder
 
-__all__ = ["checking_pretrained"]
-
 # With these it is not loaded into host memory as it lies in the files.
 _OTHERWISE: Final = ("device_map", "quantization_config", "gguf_file", "load_in_8bit", "load_in_4bit")
 _FIX: Final = (

@@ -32,8 +32,6 @@ from zero_plugin.loop.training import (
     schedules_of,
 )
 
-__all__ = ["LoadHook", "RestoringCalls", "refuse_options"]
-
 LoadHook = Callable[[list[nn.Module], str], None]
 
 

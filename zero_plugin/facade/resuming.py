@@ -17,8 +17,6 @@ from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.stop_request import StopRequest
 from zero_plugin.distributed.together import on_main
 
-__all__ = ["ResumingCalls"]
-
 
 class ResumingCalls:
     """The calls of the facade for runs that are interrupted."""

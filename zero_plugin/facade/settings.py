@@ -18,8 +18,6 @@ from zero_plugin.config.plugins import (
     ProjectConfiguration,
 )
 
-__all__ = ["SettingCalls"]
-
 
 class SettingCalls:
     """The attributes of the facade that show how it was made.

@@ -13,8 +13,6 @@ from zero_plugin.machine.device_memory import Meter
 from zero_plugin.trackers.choose import plain_values
 from zero_plugin.trackers.trackers import GeneralTracker, KnownTracker
 
-__all__ = ["TrackingCalls"]
-
 
 class TrackingCalls:
     """The calls of the facade that concern trackers; they act on the main process and return at once on others.

@@ -38,8 +38,6 @@ from zero_plugin.tensors.modules import persistent_tensors, shared_names
 from zero_plugin.tensors.nested import list_leaves
 from zero_plugin.tensors.wrappers import bare_copy, extract_model
 
-__all__ = ["WeightCalls"]
-
 
 class WeightCalls:
     """The calls of the facade that concern a model's weights."""

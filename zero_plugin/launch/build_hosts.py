@@ -23,8 +23,6 @@ from zero_plugin.launch.report import find_program_problems, where
 from zero_plugin.launch.spec import Host, Hosts, LaunchSpec, Rendezvous, Request, Setting, filter_hosts, read_hostfile
 from zero_plugin.machine.hardware import port_is_free
 
-__all__ = ["asked_launcher", "build_hosts_spec"]
-
 _CHOOSE_HOSTS: Final = ("pdsh", "slurm", "nossh")  # the others start on all of the hostfile
 _PORT: Final = 29500
 _ONLY_TORCHRUN: Final = (

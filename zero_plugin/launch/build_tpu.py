@@ -27,8 +27,6 @@ from zero_plugin.machine.hardware import Machine
 from zero_plugin.machine.network import OWN_ADDRESS
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_version_problem
 
-__all__ = ["build_tpu_spec", "choose_tpu"]
-
 _CPU_DEVICES: Final = "CPU_NUM_DEVICES"  # how many devices PJRT makes of the CPU
 _WITHOUT_EFFECT: Final = {
     "gpu_ids": "Leave it out; TPU_VISIBLE_CHIPS=0,1 in the environment chooses chips.",

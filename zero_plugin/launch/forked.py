@@ -21,8 +21,6 @@ from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
 from zero_plugin.launch.worker import die_with_launcher
 
-__all__ = ["find_threads", "meant_to_fork", "run_forked", "variables_while"]
-
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _INTERRUPTED: Final = 130  # 128 + SIGINT
 _CUDA_IS_DEAD: Final = 3  # exit code of the trial copy

@@ -20,8 +20,6 @@ from zero_plugin.errors import LaunchError, MachineError
 from zero_plugin.launch.spec import Host, Hosts
 from zero_plugin.machine.network import is_own_address
 
-__all__ = ["run_on_hosts"]
-
 _TOOLS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "pdsh": (("pdsh", "ssh"), "sudo apt-get install pdsh openssh-client"),
     "openmpi": (("mpirun", "ompi_info"), "sudo apt-get install openmpi-bin"),

@@ -21,8 +21,6 @@ from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import LOOPBACK
 from zero_plugin.machine.network import host_of, listening_socket
 
-__all__ = ["OneMachineRendezvous", "main", "register"]
-
 
 class OneMachineRendezvous(RendezvousHandler):
     """A rendezvous of one launcher, with itself.

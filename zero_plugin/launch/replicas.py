@@ -25,8 +25,6 @@ from zero_plugin.errors import LaunchError
 from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, read_first_failure, report_end
 from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
 
-__all__ = ["ENDED_SILENTLY", "end_training", "leave_torchrun", "run_replicas"]
-
 # What torchrun tells its worker of the group that this is alone in.
 _OF_TORCHRUN: Final = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK"),

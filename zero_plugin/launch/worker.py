@@ -27,21 +27,6 @@ from stat import S_ISREG
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = [
-    "ERROR_FILE",
-    "FIRST_FAILURE",
-    "LOST_PEER",
-    "bind_to_cores",
-    "die_with_launcher",
-    "end_process",
-    "main",
-    "put_first",
-    "read_first_failure",
-    "report_end",
-    "run_module",
-    "run_script",
-]
-
 FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, exit code and exception
 LOST_PEER = "lost_peer"  # stands there for an exception that only says that another process does not answer
 _OF_A_LOST_PEER = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")

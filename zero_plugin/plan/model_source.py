@@ -17,8 +17,6 @@ from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import DEFAULT_LENGTH, decoder_activations, decoder_sizes, usual_length
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
 
-__all__ = ["ModelSource", "open_model"]
-
 _FUNCTION: Final = re.compile(r"[\w.]+:\w+")
 _EMBEDDING: Final = re.compile(r"embed|wte|lm_head")
 _LAYER: Final = re.compile(r"\.(\d+)\.")

@@ -19,8 +19,6 @@ from typing import Final
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
 from zero_plugin.plan.states import sub_groups_on_device, weight_bytes
 
-__all__ = ["StepTime", "step_time"]
-
 _FP32: Final = 4
 # CPU time of DeepSpeed's hooks for each parameter tensor and pass, as measured on an EPYC core by 100 linear layers at
 # stages 2 and 3; they run ahead of the device, beside its work.

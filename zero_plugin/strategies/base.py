@@ -27,18 +27,6 @@ from zero_plugin.strategies.window import AccumulationWindow
 from zero_plugin.tensors.fragments import Fragment, whole_fragment
 from zero_plugin.tensors.modules import allot_whole, persistent_tensors
 
-__all__ = [
-    "DIRECT_BACKWARD",
-    "FAILED_BACKWARD",
-    "LATE_BACKWARD",
-    "LOSS_OF_OTHERS",
-    "OWN_GRADIENTS",
-    "Saving",
-    "Session",
-    "SessionRequest",
-    "Strategy",
-]
-
 DIRECT_BACKWARD = (
     "gradients came to this model from loss.backward().\n"
     "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."

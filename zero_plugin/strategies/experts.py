@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["find_expert_layers", "reach_every_expert"]
-
 _ROUTER = re.compile(r"gat(e|ing)|rout|switch", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|expts", re.IGNORECASE)
 

@@ -15,8 +15,6 @@ from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.torch_strategies import DdpStrategy, SingleStrategy
 from zero_plugin.strategies.xla import XlaStrategy
 
-__all__ = ["Selection", "select_strategy"]
-
 
 class Selection(NamedTuple):
     """The chosen strategy, and one sentence that says which and why."""

@@ -40,8 +40,6 @@ from zero_plugin.tensors.compilation import compile_in_place
 from zero_plugin.tensors.fragments import Fragment, whole_fragment
 from zero_plugin.tensors.modules import persistent_tensors
 
-__all__ = ["Recorder", "TorchSession", "torch_session"]
-
 
 class Recorder(Protocol):
     """A device that notes down operations, runs them when it is told to, and averages gradients itself."""

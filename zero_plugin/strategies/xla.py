@@ -26,8 +26,6 @@ from zero_plugin.strategies.window import AccumulationWindow
 from zero_plugin.tensors.modules import persistent_tensors
 from zero_plugin.tensors.wrappers import wrap_forward
 
-__all__ = ["XlaStrategy"]
-
 
 class XlaStrategy(Strategy):
     """Replicas on XLA devices, whose gradients are averaged by one all-reduce where a window of accumulation ends."""

@@ -20,8 +20,6 @@ from zero_plugin.trackers.trackers import (
     WandBTracker,
 )
 
-__all__ = ["choose_trackers", "get_available_trackers", "plain_values"]
-
 _TRACKERS: Final[dict[str, type[KnownTracker]]] = {
     kind.name: kind for kind in (JsonlTracker, TensorBoardTracker, WandBTracker, MLflowTracker)
 }

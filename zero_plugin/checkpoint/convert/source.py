@@ -15,8 +15,6 @@ from torch import Tensor
 from zero_plugin.tensors.fragments import MASTER, WEIGHT
 from zero_plugin.tensors.model_folder import Place
 
-__all__ = ["Source", "Stored", "map_tensor"]
-
 _CHUNK_BYTES: Final = 2**26
 
 

@@ -12,8 +12,6 @@ from zero_plugin.config.tree import AUTO, Entry
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem, Severity
 
-__all__ = ["STAGE", "Asked", "is_count", "is_number"]
-
 STAGE: Final = "zero_optimization.stage"
 _FIELDS: Final = {".".join(path): name for name, path in SHORT_FIELDS.items()}  # short field and flag alike
 

@@ -11,8 +11,6 @@ from zero_plugin.config.tree import AUTO, Entry
 from zero_plugin.config.validation import did_you_mean, show
 from zero_plugin.errors import Problem
 
-__all__ = ["check_parallel"]
-
 _OTHER_DIMENSIONS: Final = (
     "tensor_parallel.autotp_size",
     "tensor_parallel.tp.tp_size",

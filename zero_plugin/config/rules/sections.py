@@ -8,8 +8,6 @@ from typing import Final
 from zero_plugin.config.rules.asked import Asked
 from zero_plugin.errors import Problem
 
-__all__ = ["check_sections"]
-
 # Sections that do nothing without `enabled: true`, which is not their default.
 _SWITCHED: Final = (
     "tensorboard",

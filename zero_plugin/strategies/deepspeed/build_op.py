@@ -6,8 +6,6 @@ import sys
 
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["main"]
-
 _BUILDERS = {
     "async_io": "AsyncIO",
     "cpu_adagrad": "CPUAdagrad",

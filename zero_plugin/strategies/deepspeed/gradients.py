@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from zero_plugin.strategies.deepspeed.ranks import CollectiveOrder, preceded
 from zero_plugin.strategies.precision import all_finite
 
-__all__ = ["EngineGradients", "engine_gradients"]
-
 
 class EngineGradients(ABC):
     """What a session does to the gradients of a window. `finalize` and `norm` are collective."""

@@ -10,8 +10,6 @@ from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 
-__all__ = ["forget_cached", "forget_module", "loosen", "loosen_stack"]
-
 
 def loosen(engine: Any) -> None:
     """Have an engine's parameters keep neither themselves nor the engine, by what torch's C++ hides from Python.

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from zero_plugin.strategies.deepspeed.gradients import EngineGradients
 from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, most_skips
 
-__all__ = ["allowed_skips", "first_nonfinite"]
-
 
 def first_nonfinite(engine: Any, gradients: EngineGradients) -> str | None:
     """Name of the first parameter with a gradient that is not finite, before the step; None if none is found.

@@ -61,8 +61,6 @@ from zero_plugin.tensors.fragments import Fragment
 from zero_plugin.tensors.modules import persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves
 
-__all__ = ["EngineSession"]
-
 # Weights are gathered this many elements at a time: enough to fill the link, little beside a layer of a large model.
 _GATHER_ELEMENTS = 2**26
 # What torch says where a gradient comes back to a tensor that was empty in the forward.
