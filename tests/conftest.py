@@ -42,6 +42,11 @@ for op in sys.argv[1:]:
 """
 
 
+def pytest_configure() -> None:
+    """All processes of the tests build C++ ops by one compiler: a build by another is no longer valid for them."""
+    os.environ["CXX"] = str(Path(__file__).with_name("quick-g++"))
+
+
 def pytest_collection_finish() -> None:
     """What the imports made stays: every `end_training` collects garbage, and would walk all of it each time."""
     gc.freeze()
@@ -90,7 +95,7 @@ def built_ops() -> None:
         # A look by DeepSpeed itself at what is built takes half a minute of the processors in every pytest process.
         folder = os.environ.get("TORCH_EXTENSIONS_DIR")
         stamp = folder and Path(
-            folder, f"built-by-{version('deepspeed')}-for-{version('torch')}-{sys.version_info.minor}"
+            folder, f"built-quickly-by-{version('deepspeed')}-for-{version('torch')}-{sys.version_info.minor}"
         )
         if not (stamp and stamp.exists()):
             _build_ops()

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from zero_plugin.config.registry import deepspeed_schema, walk_keys
 
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.schema import deepspeed_schema, walk_keys
 from zero_plugin.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))

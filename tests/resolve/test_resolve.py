@@ -114,9 +114,7 @@ def test_all_problems_of_all_topics_come_at_once(document):
 
 def test_resolution_does_not_import_torch():
     """The command line resolves without the seconds that torch's import takes."""
-    modules = (
-        "zero_plugin.config.resolve.resolve, zero_plugin.config.placeholders, zero_plugin.strategies.torch_optimizers"
-    )
+    modules = "zero_plugin.config.resolve.resolve, zero_plugin.config.placeholders"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
