@@ -69,7 +69,8 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
         stage(2, offload_optimizer={**CPU}),
         stage(3, offload_optimizer={**CPU}),
         stage(3, offload_optimizer={**NVME}),
-        stage(3, offload_optimizer={**NVME}, offload_param={**NVME, "max_in_cpu": 0}),
+        # Some of the weights in memory.
+        stage(3, sub_group_size=64, offload_optimizer={**NVME}, offload_param={**NVME, "max_in_cpu": 300}),
     ],
     # Weights that are not kept whole, so that there is something to fetch.
     **{f"zero_optimization.{key}": [stage(3, stage3_param_persistence_threshold=0)] for key in FETCHING},

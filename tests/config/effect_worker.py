@@ -25,7 +25,8 @@ import sys
 import tempfile
 import traceback
 import types
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ _READERS = (
 )
 _OF_PACKAGE = ("strategies/", "checkpoint/", "data/", "loop/", "trackers/")
 _OF_TORCH = ("optim/", "distributed/", "nn/modules/module.py")
+# What the C++ object that reads and writes files says of itself.
+_OF_AIO_HANDLE = tuple(
+    f"get_{name}" for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
+)
 _COPIES = {"config", "_config", "config_params", "config_dict", "ds_config", "param_dict", "_param_dict", "user_config"}
 _DESCRIPTIONS = ("resolved_config.json", "manifest.json", "training.json")  # in a saved folder: what was configured
 # In names of files and folders: time, machine, process.
@@ -127,26 +132,33 @@ def digest(tensor: torch.Tensor) -> str:
     return f"{numbers.double().sum().item():.9g}"
 
 
-def attributes(owner: Any, name: str, found: dict[str, Any], seen: set[int], depth: int = 0) -> None:
-    """The plain attributes of an object and of those that it holds; not of configurations."""
-    if depth > 7 or id(owner) in seen or len(found) > 60_000:
-        return
-    if not isinstance(owner, _PLAIN):  # True and 64 are one object wherever they are
-        seen.add(id(owner))
-    if isinstance(owner, (*_PLAIN, torch.Tensor)):
+def attributes(owner: Any, name: str, found: dict[str, Any]) -> None:
+    """The plain attributes of an object and of those that it holds, nearest first; not of configurations."""
+    seen: set[int] = set()
+    waiting = deque([(owner, name, 0)])
+    while waiting and len(found) < 60_000:
+        owner, name, depth = waiting.popleft()
+        if isinstance(owner, _PLAIN):  # True and 64 are one object wherever they are
+            found[name] = plain(owner)
+        elif depth <= 7 and id(owner) not in seen:
+            seen.add(id(owner))
+            waiting.extend((child, f"{name}{part}", depth + 1) for part, child in held_by(owner, name, found))
+
+
+def held_by(owner: Any, name: str, found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by the end of its name; what it is goes to `found`."""
+    if isinstance(owner, torch.Tensor):
         found[name] = plain(owner)
         if isinstance(owner, nn.Parameter):
-            for key, value in vars(owner).items():
-                attributes(value, f"{name}.{key}", found, seen, depth + 1)
+            yield from ((f".{key}", value) for key, value in vars(owner).items())
     elif isinstance(owner, dict):
-        for n, (key, value) in enumerate(itertools.islice(owner.items(), 200)):
-            said = key if isinstance(key, str | int) and not isinstance(key, bool) and n >= 0 else type(key).__name__
+        for key, value in itertools.islice(owner.items(), 200):
+            said = key if isinstance(key, str | int) and not isinstance(key, bool) else type(key).__name__
             if said not in _COPIES and (not isinstance(said, int) or said < 10**6):
-                attributes(value, f"{name}[{said}]", found, seen, depth + 1)
+                yield f"[{said}]", value
     elif isinstance(owner, list | tuple | set):
         found[f"{name}#"] = len(owner)
-        for n, value in enumerate(itertools.islice(owner, 64)):
-            attributes(value, f"{name}[{n}]", found, seen, depth + 1)
+        yield from ((f"[{n}]", value) for n, value in enumerate(itertools.islice(owner, 64)))
     elif isinstance(owner, types.FunctionType | types.MethodType | functools.partial | type):
         found[name] = getattr(owner, "__qualname__", type(owner).__name__)
     else:
@@ -154,11 +166,10 @@ def attributes(owner: Any, name: str, found: dict[str, Any], seen: set[int], dep
         if "onfig" in kind.__name__ or "config" in kind.__module__.rpartition(".")[2]:
             return
         found[f"{name}:"] = kind.__qualname__
-        if not kind.__module__.startswith(("deepspeed", "torch.optim", "torch.nn", "__main__", "cprofile")):
-            return
-        for key, value in getattr(owner, "__dict__", {}).items():
-            if key not in _COPIES:
-                attributes(value, f"{name}.{key}", found, seen, depth + 1)
+        for getter in _OF_AIO_HANDLE if kind.__qualname__ == "aio_handle" else ():
+            found[f"files by {name}, {getter}"] = plain(getattr(owner, getter)())
+        if kind.__module__.startswith(("deepspeed", "torch.optim", "torch.nn", "__main__", "cprofile")):
+            yield from ((f".{key}", v) for key, v in getattr(owner, "__dict__", {}).items() if key not in _COPIES)
 
 
 def surroundings() -> dict[str, Any]:
@@ -242,10 +253,9 @@ def train(configuration: dict[str, Any], found: dict[str, Any]) -> None:
     sys.setprofile(None)
     found["rates"] = rates
     found |= {f"files: {path}": "a folder" for path in Path().rglob("*") if path.is_dir()}
-    seen: set[int] = set()
-    attributes(getattr(model, "__dict__", {}), "engine", found, seen)
+    attributes(getattr(model, "__dict__", {}), "engine", found)
     for parameter in model.parameters():
-        attributes(getattr(parameter, "nvme_swapper", None), "swapper", found, seen)
+        attributes(getattr(parameter, "nvme_swapper", None), "swapper", found)
     for n, group in enumerate(optimizer.param_groups):
         found |= {f"group {n} {key}": plain(value) for key, value in group.items() if key != "params"}
     found |= {f"weight {key}": plain(value) for key, value in (accelerator.get_state_dict(model) or {}).items()}

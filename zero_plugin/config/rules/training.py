@@ -86,6 +86,8 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         if asked.is_on("zero_optimization.zero_quantized_gradients"):
             message = f"true, but {name} at ZeRO stage 3 does not reduce gradients that way"
             yield asked.error("zero_optimization.zero_quantized_gradients", message, "Delete it.")
+    if kind == "muon" and asked.is_on(f"{_PARAMS}.foreach") and not asked.is_on(f"{_PARAMS}.torch_adam"):
+        yield asked.no_effect(f"{_PARAMS}.foreach", "DeepSpeed's Muon hands it to torch's Adam, with torch_adam: true")
     if asked.is_on("optimizer.legacy_fusion") and (asked.stage or asked.precision in ("no", "bf16")):
         yield asked.no_effect("optimizer.legacy_fusion", "only fp16 at stage 0 reads it")
     untested = kind not in ("", *_NEVER, *_TESTED_WITH_ZERO, *_OF_WHOLE_TENSORS)
