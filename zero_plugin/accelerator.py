@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zero_plugin.checkpoint.background import BackgroundWriter
@@ -73,7 +72,8 @@ from zero_plugin.loop.out_of_memory import Shortages, accumulate_more, agree_on_
 from zero_plugin.loop.same_everywhere import expect_same_run
 from zero_plugin.loop.state import AcceleratorState, show_run
 from zero_plugin.loop.training import Training
-from zero_plugin.machine.device_memory import Meter, memory_available_bytes
+from zero_plugin.machine.device_memory import Meter
+from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.strategies.base import Session, Strategy
 from zero_plugin.strategies.select import select_strategy
@@ -217,7 +217,7 @@ class Accelerator(
         self.device = self._processes.device
         self._meter = Meter(self._processes.world_size, self.device)
         self._told: set[str] = set()
-        self._host_bytes = memory_available_bytes(torch.device("cpu"))
+        self._host_bytes = available_cpu_memory()
         self._use_configuration(self._configurations.document)
         if self._intended != world:
             self._say(f"{world} of {self._intended} processes have met; the global batch stays as it is")

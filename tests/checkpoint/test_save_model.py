@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint.folders import open_draft
 from zero_plugin.checkpoint.layout import INDEX_NAME, SINGLE_NAME
-from zero_plugin.checkpoint.save_model import parse_dtype, parse_size, weights_of_module, write_model
+from zero_plugin.checkpoint.save_model import parse_dtype, weights_of_module, write_model
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError
 from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, write_file
 
@@ -241,19 +241,3 @@ def test_types_have_several_names(name: str | torch.dtype) -> None:
     """The names of configurations, torch's, and torch's objects."""
     assert parse_dtype(name) == torch.float32
     assert parse_dtype(None) is None
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [(123, 123), ("123", 123), ("200MB", 200_000_000), ("5GiB", 5 * 2**30), ("1.5 kb", 1500), ("10GB", 10**10)],
-)
-def test_sizes(size: int | str, expected: int) -> None:
-    """MB is decimal and MiB binary."""
-    assert parse_size(size) == expected
-
-
-@pytest.mark.parametrize("size", ["", "GB", "5 gallons", "-1MB", 0, "0.1B"])
-def test_a_wrong_size_says_what_is_legal(size: int | str) -> None:
-    """Not a size, or no byte at all, is an error with examples."""
-    with pytest.raises(ConfigError, match="200MB"):
-        parse_size(size)

@@ -146,7 +146,7 @@ def test_where_nothing_fits(plan: PlanCommand) -> None:
     ("arguments", "words"),
     [
         (("--params", "seven"), ("--params: 'seven' is no count", "Write e.g. 7B")),
-        ((*LLAMA, "--gpu_memory", "lots"), ("--gpu_memory: 'lots' is no amount of memory", "24GiB")),
+        ((*LLAMA, "--gpu_memory", "lots"), ("--gpu_memory: 'lots' is no size", "24GiB")),
         ((*LLAMA, "--gpu", "A1000"), ("--gpu: 'A1000' is no GPU that is known here", "A100-80GB")),
         ((*LLAMA,), ("nothing tells how much memory a GPU has", "--gpu_memory")),
         (("--gpu", "A100-80GB"), ("nothing tells the model's size", "--params")),

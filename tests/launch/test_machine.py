@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.machine import hardware as machine
-from zero_plugin.machine.hardware import count_cores, count_gpus, host_memory_bytes, port_is_free
+from zero_plugin.machine.hardware import count_cores, count_gpus, port_is_free
 
 
 def test_cores_are_those_this_process_may_use() -> None:
@@ -34,13 +34,6 @@ def test_cores_within_a_container(
     (tmp_path / "cpu.max").write_text(quota + "\n")
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     assert count_cores() == min(whole, cores or whole)
-
-
-def test_host_memory_within_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The container's limit counts where it is less than the machine's memory."""
-    (tmp_path / "memory.max").write_text("1048576\n")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    assert host_memory_bytes() == 1048576
 
 
 def test_gpus_are_counted_by_torch_only_where_a_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> 
     text = describe_failure(FirstFailure(2, -9), memory=Seen(kills), processes={2: 42, 5: 41, 6: 43})
     assert said in text
     assert unsaid not in text
-    assert "0.2 GiB could be had; rank 5 had 3.0 GiB; rank 2 had 1.0 GiB." in text
+    assert "0.25 GiB could be had; rank 5 had 3 GiB; rank 2 had 1 GiB." in text
 
 
 @pytest.mark.parametrize(

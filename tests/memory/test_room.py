@@ -43,11 +43,13 @@ NEEDS = Footprint(
         (Room(200 * GIB, None, {}), []),
         (Room(125 * GIB, None, {}), [(False, "4 processes keep 120 GiB in host memory (optimizer states 80 GiB")]),
         (Room(119 * GIB, None, {}), [(True, "and only 119 GiB can be had")]),
-        (Room(None, None, {}), []),
-        (Room(None, 4 * GIB, {}), []),
-        (Room(None, 2 * GIB, {}), [(True, "locks 3 GiB for the NVMe drive's buffers, and only 2 GiB may be locked")]),
-        (Room(None, None, {"/nvme": 200 * GIB}), []),
-        (Room(None, None, {"/nvme": 105 * GIB}), [(False, "100 GiB in /nvme, and little more, 105 GiB are free")]),
+        (Room(200 * GIB, 4 * GIB, {}), []),
+        (
+            Room(200 * GIB, 2 * GIB, {}),
+            [(True, "locks 3 GiB for the NVMe drive's buffers, and only 2 GiB may be locked")],
+        ),
+        (Room(200 * GIB, None, {"/nvme": 200 * GIB}), []),
+        (Room(200 * GIB, None, {"/nvme": 105 * GIB}), [(False, "100 GiB in /nvme, and little more, 105 GiB are free")]),
         (Room(50 * GIB, 1, {"/nvme": 9}), [(True, "host memory"), (True, "locks"), (True, "/nvme")]),
     ],
     ids=str,
@@ -84,7 +86,7 @@ def test_offload_is_refused_where_host_memory_is_short(monkeypatch: pytest.Monke
     said: list[str] = []
     expect_room(model(), resolved, 2, facts, ALONE, said.append)
     assert said == []
-    monkeypatch.setattr(zero_plugin.loop.memory_check, "memory_available_bytes", lambda _: 10_000_000)
+    monkeypatch.setattr(zero_plugin.loop.memory_check, "available_cpu_memory", lambda: 10_000_000)
     with pytest.raises(MachineError, match=r"nothing was allocated:\n1 processes keep .* MiB in host memory") as caught:
         expect_room(model(), resolved, 2, facts, ALONE, said.append)
     assert "and only 17.2 MiB can be had" in str(caught.value)  # 10,000,000 and the model's 8,008,000 bytes
@@ -92,7 +94,7 @@ def test_offload_is_refused_where_host_memory_is_short(monkeypatch: pytest.Monke
 
 def test_nothing_is_looked_at_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is a collective run: the machine has no part in it."""
-    monkeypatch.setattr(zero_plugin.loop.memory_check, "memory_available_bytes", lambda _: 0)
+    monkeypatch.setattr(zero_plugin.loop.memory_check, "available_cpu_memory", lambda: 0)
     _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2}})
     expect_room(model(), resolved, 2, facts, ALONE, print)
     expect_room(model(), resolved, None, facts, ALONE, print)
@@ -131,6 +133,5 @@ def test_nobody_who_asked_for_none_is_refused() -> None:
 def test_a_copy_for_each_process() -> None:
     """Eight processes load eight copies."""
     expect_room_to_load(GIB, 8, 8 * GIB, "the model", "do this")
-    expect_room_to_load(GIB, 8, None, "the model", "do this")
     with pytest.raises(MachineError, match=r"1 GiB of host memory in each of 8 processes, 8 GiB together, and 7 GiB"):
         expect_room_to_load(GIB, 8, 7 * GIB, "the model", "do this")

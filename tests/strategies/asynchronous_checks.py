@@ -10,9 +10,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ from offload_checks import prepared, zero3
 from paths import is_zero, make_net, own_batch, raised, running, same, weights
 from torch import Tensor
 
+from zero_plugin.checkpoint import background
 from zero_plugin.checkpoint.background import Snapshot
 from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine import device_memory as meter
 
 
 class Average:
@@ -128,16 +129,11 @@ def full_disk() -> Iterator[None]:
 
 
 @contextmanager
-def available_memory(folder: Path, kilobytes: int) -> Iterator[None]:
-    """The last process reads that so much is left."""
-    real = meter._MEMINFO
-    if dist.get_rank() == dist.get_world_size() - 1:
-        meter._MEMINFO = folder / "meminfo"
-        meter._MEMINFO.write_text(f"MemAvailable: {kilobytes} kB\n")
-    try:
+def available_memory(size: int) -> Iterator[None]:
+    """The last process reads that so many bytes are left."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with patch.object(background, "available_cpu_memory", lambda: size) if is_last else nullcontext():
         yield
-    finally:
-        meter._MEMINFO = real
 
 
 def content_of(checkpoint: Path) -> dict[str, Any]:
@@ -331,7 +327,7 @@ def check_without_memory_it_is_not_behind(path: str, folder: Path) -> None:
 
         def save(name: str) -> str:
             printed = io.StringIO()
-            with held_disk() as release, available_memory(folder, 2), redirect_stderr(printed):
+            with held_disk() as release, available_memory(2048), redirect_stderr(printed):
                 accelerator.save_state(folder / name, asynchronous=True)
                 assert (folder / name).exists() == bool(printed.getvalue()) or dist.get_rank()
                 release.set()

@@ -38,13 +38,15 @@ class Model(nn.Module):
         ("1.5MB", 1_500_000),
         ("2GiB", 2 * 2**30),
         ("1 mib", 2**20),
-        ("8Gb", 10**9),
+        ("8Gb", 8 * 10**9),
+        ("0GiB", 0),
+        (0, 0),
         (".5KiB", 512),
         ("1TB", 10**12),
     ],
 )
 def test_sizes(size: int | str, expected: int) -> None:
-    """Numbers are bytes; units are decimal, binary with an i, and of bits with a small b."""
+    """Numbers are bytes; units are decimal, and binary with an i. A GPU that takes no part has none."""
     assert convert_file_size_to_int(size) == expected
 
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from zero_plugin.utils.other import (
     check_os_kernel,
-    convert_bytes,
     extract_model_from_parallel,
     get_pretty_name,
     is_port_in_use,
@@ -94,22 +93,6 @@ def test_pretty_names() -> None:
     assert get_pretty_name(nn.Linear.forward) == "Linear.forward"
     assert get_pretty_name(nn.Linear(1, 1)) == "Linear"
     assert get_pretty_name(partial(print)) == "partial"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (2048, "2.0 KB"),
-        (3.5 * 2**20, "3.5 MB"),
-        (2**50, "1.0 PB"),
-        (2**61, "2048.0 PB"),
-    ],
-)
-def test_bytes_in_words(size: float, text: str) -> None:
-    """The largest unit that leaves at least one."""
-    assert convert_bytes(size) == text
 
 
 def test_ports() -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.big_models.stored import compute_module_sizes, convert_file_size_to_int, get_max_layer_size
-from zero_plugin.errors import MachineError
 from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.tensors.modules import find_tied_parameters
 
 Budget: TypeAlias = dict[int | str, int]
@@ -47,7 +47,6 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> B
 
     Raises:
         ValueError: there is no such place, or a limit is no size.
-        MachineError: how much is free is not known here.
     """
     if max_memory is None:
         return _free_memory()
@@ -116,13 +115,8 @@ def unsplit_classes(model: nn.Module, given: Collection[str] | str | None) -> fr
 def _free_memory() -> Budget:
     limits: Budget = {}
     for index in range(torch.cuda.device_count()):
-        limits[index] = memory_available_bytes(torch.device("cuda", index)) or 0
-    host = memory_available_bytes(torch.device("cpu"))
-    if host is None:
-        raise MachineError(
-            "how much memory is free cannot be found out on this system.\nWrite it: max_memory={'cpu': '16GB'}."
-        )
-    limits["mps" if torch.backends.mps.is_available() else "cpu"] = host
+        limits[index] = memory_available_bytes(torch.device("cuda", index))
+    limits["mps" if torch.backends.mps.is_available() else "cpu"] = available_cpu_memory()
     return limits
 
 

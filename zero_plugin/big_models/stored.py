@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from zero_plugin.config.amounts import read_bytes
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.modules import as_dtype, named_module_tensors, set_module_tensor_to_device
 
@@ -201,23 +201,16 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_na
     return {name: tensor for name, tensor in state_dict.items() if name in submodule_names or name.startswith(under)}
 
 
-_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)\s*([KMGTkmgt])([Ii]?)([Bb])")
-_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
-
-
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes in a number, or in a text such as `5GB` (decimal), `5GiB` (binary) or `5Gb` (decimal, of bits).
+    """Bytes in a number, or in a text such as `5GB` (decimal) or `5GiB` (binary), see `read_bytes`.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: it is no size; a text without a unit is none.
     """
-    if isinstance(size, int) and size >= 0:
-        return size
-    if found := _SIZE.fullmatch(str(size)):
-        number, prefix, binary, unit = found.groups()
-        total = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
-        return total // 8 if unit == "b" and not binary else total
-    raise ValueError(f"{size!r} is no size; write a number of bytes, or a text such as '5GB' or '200MiB'")
+    found = read_bytes(size, least=0)
+    if found is None or (isinstance(size, str) and size.strip().isdigit()):
+        raise ValueError(f"{size!r} is no size; write a number of bytes, or a text such as '5GB' or '200MiB'")
+    return found
 
 
 def compute_module_sizes(

@@ -39,7 +39,7 @@ from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import time_out
 from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, describe_error
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.fragments import Fragment
 
@@ -299,14 +299,14 @@ def _storage(fragment: Fragment) -> int:
 
 def _lack_of_room(needed_bytes: int) -> str | None:
     """A sentence if what the processes of some machine need is not available there; the same on all. Collective."""
-    told = collectives.gather_object([(platform.node(), needed_bytes, memory_available_bytes(torch.device("cpu")))])
+    told = collectives.gather_object([(platform.node(), needed_bytes, available_cpu_memory())])
     needed: dict[str, int] = defaultdict(int)
     available: dict[str, list[int]] = defaultdict(list)
     for machine, its_needed, its_available in told:
         needed[machine] += its_needed
-        available[machine] += [] if its_available is None else [its_available]
+        available[machine].append(its_available)
     for machine, total in needed.items():
-        least = min(available[machine], default=total)
+        least = min(available[machine])
         if total > 0 and total > least * (1 - _LEFT_FREE):
             return f"the copy takes {total:,} bytes of memory on {machine}, where {least:,} bytes are available"
     return None

@@ -10,7 +10,6 @@ What transformers and PEFT models need for `from_pretrained` beside, or instead 
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -169,36 +168,6 @@ def _stored_types(
         d.name: replace(d, dtype=dtype) if dtype is not None and d.dtype in _CONVERTED and d.name in parameters else d
         for d in descriptions
     }
-
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
-    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)},
-}
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes in `size`: a number, or a text such as "200MB" (decimal) or "5GiB" (binary).
-
-    Raises:
-        ConfigError: not a positive size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or (parsed := int(float(match[1]) * unit)) < 1:
-        raise ConfigError(
-            [
-                Problem(
-                    where=f"save_model(max_shard_size={size!r})",
-                    key="max_shard_size",
-                    message="not a size",
-                    fix='write a number of bytes, or a text such as "200MB", "10GB" or "5GiB"',
-                )
-            ]
-        )
-    return parsed
 
 
 def write_model(

@@ -32,7 +32,8 @@ from zero_plugin.checkpoint.manifest import (
     several_checkpoints,
     summarise,
 )
-from zero_plugin.cli.output import progress_bar, show_bytes
+from zero_plugin.cli.output import progress_bar
+from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.model_folder import read_model_folder
 
@@ -341,7 +342,7 @@ def export(
 
     from zero_plugin.checkpoint.convert.open_source import open_source
     from zero_plugin.checkpoint.convert.write import write_model, write_single_file, write_universal
-    from zero_plugin.checkpoint.save_model import parse_dtype, parse_size
+    from zero_plugin.checkpoint.save_model import parse_dtype
 
     source = open_source(source_folder, model=model, trust_pickle=trust_pickle)
     wanted = None if dtype is _Type.keep else parse_dtype(dtype.value)
@@ -350,7 +351,7 @@ def export(
         "writing", source.bytes_to_write(wanted, weights_only=to is not _Target.deepspeed_universal)
     ) as bar:
         if to is _Target.hf:
-            limit = parse_size(max_shard_size)
+            limit = require_bytes("--max_shard_size", max_shard_size)
             write_model(source, target, dtype=wanted, max_shard_bytes=limit, progress=bar, **options)
         elif to is _Target.single:
             write_single_file(source, target, dtype=wanted, progress=bar, **options)
@@ -379,10 +380,9 @@ def import_(
 
     from zero_plugin.checkpoint.convert.open_source import open_source
     from zero_plugin.checkpoint.convert.write import write_checkpoint
-    from zero_plugin.checkpoint.save_model import parse_size
 
     source = open_source(folder, trust_pickle=trust_pickle)
-    limit = parse_size(max_shard_size)
+    limit = require_bytes("--max_shard_size", max_shard_size)
     with progress_bar("writing", source.bytes_to_write(None, weights_only=False)) as bar:
         write_checkpoint(source, target, max_shard_bytes=limit, overwrite=overwrite, progress=bar)
     _tell(f"{source.folder} → {target}", source.notes)

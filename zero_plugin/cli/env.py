@@ -7,9 +7,11 @@ import platform
 from collections.abc import Iterator
 
 import zero_plugin
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.find import find_config_file
 from zero_plugin.config.packages import installed_version
-from zero_plugin.machine.hardware import count_cores, has_gpu_driver, host_memory_bytes
+from zero_plugin.machine.hardware import count_cores, has_gpu_driver
+from zero_plugin.machine.memory import total_cpu_memory
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_tpu
 
 _PACKAGES = ("torch", "torch_xla", "deepspeed", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -31,9 +33,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield package, installed_version(package) or "not installed"
     yield "python", platform.python_version()
     yield "system", platform.platform()
-    memory = host_memory_bytes()
     yield "cores", str(count_cores())
-    yield "host memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
+    yield "host memory", show_bytes(total_cpu_memory())
     yield "GPUs", ", ".join(_gpu_names()) or "none"
     chosen = os.environ.get(PJRT_DEVICE)
     yield "TPU", find_tpu(os.environ) or (f"{PJRT_DEVICE} is {chosen}" if chosen else "none")
@@ -45,6 +46,6 @@ def _gpu_names() -> list[str]:
     import torch
 
     return [
-        f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)"
+        f"{gpu.name} ({show_bytes(gpu.total_memory)})"
         for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     ]

@@ -205,7 +205,6 @@ def _folded(name: str, width: int) -> list[str]:
 
 
 _BIG: Final = 2**28  # bytes, from which on a bar is worth looking at
-_UNITS: Final = ("bytes", "KB", "MB", "GB", "TB")
 
 
 @contextmanager
@@ -221,15 +220,6 @@ def progress_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total_bytes)
         yield lambda count: progress.advance(task, count)
-
-
-def show_bytes(count: float) -> str:
-    """Three digits and a decimal unit."""
-    for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} {_UNITS[-1]}"
 
 
 Mark = Literal["ok", "warning", "wrong", "left out"]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.config.amounts import read_bytes, read_count, show_gib
+from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.config_file import write_plan
@@ -67,7 +67,7 @@ class Report:
     @property
     def headline(self) -> str:
         """What is trained on what."""
-        machine = self.cluster.device_name or f"devices of {show_gib(self.cluster.device_bytes)}"
+        machine = self.cluster.device_name or f"devices of {show_bytes(self.cluster.device_bytes)}"
         count = f"{self.cluster.devices} × {machine}"
         nodes = f", {self.cluster.nodes} nodes" if self.cluster.nodes > 1 else ""
         length = f", {self.activations.sample_length} tokens per sample" if self.activations.sample_length > 1 else ""
@@ -135,8 +135,8 @@ def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
         _CHOSEN if candidate is report.plan.chosen else "",
         name_setup(setup),
         f"{setup.micro_batch} × {setup.accumulation}",
-        show_gib(needed.device_bytes),
-        show_gib(needed.host_bytes) + (f" + {show_gib(needed.nvme_bytes)} NVMe" if needed.nvme_bytes else ""),
+        show_bytes(needed.device_bytes),
+        show_bytes(needed.host_bytes) + (f" + {show_bytes(needed.nvme_bytes)} NVMe" if needed.nvme_bytes else ""),
         "" if candidate.rejected else f"{candidate.time.seconds:.3g} s",
         "" if candidate.rejected else _number(samples),
         candidate.rejected,
@@ -157,7 +157,7 @@ def _about_chosen(report: Report) -> list[str]:
     )
     lines = ["", f"{_CHOSEN} {name_setup(chosen.setup)}: {fits}; {batch} samples per optimizer step"]
     lines += [
-        f"  {place}: {_terms(terms)} = {show_gib(size)} of {show_gib(there)}"
+        f"  {place}: {_terms(terms)} = {show_bytes(size)} of {show_bytes(there)}"
         for place, terms, size, there in places
         if size
     ]
@@ -192,7 +192,7 @@ def _as_flag(change: str) -> str:
 
 def _terms(terms: Mapping[str, int]) -> str:
     ordered = sorted(terms.items(), key=lambda term: -term[1])
-    return " + ".join(f"{name} {show_gib(size)}" for name, size in ordered)
+    return " + ".join(f"{name} {show_bytes(size)}" for name, size in ordered)
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def plan(
 
 def _cluster(gpu: str | None, gpus: int | None, nodes: int | None, memories: Mapping[str, str | None]) -> Cluster:
     """The machines as stated; this one where no GPU is, and it has one."""
-    sizes = {name: _bytes(f"--{name}", text) for name, text in memories.items()}
+    sizes = {name: None if text is None else require_bytes(f"--{name}", text) for name, text in memories.items()}
     here = None
     if gpu is None and sizes["gpu_memory"] is None and has_gpu_driver():
         from zero_plugin.plan.constants import measure_cluster  # imports torch
@@ -432,13 +432,6 @@ def _stage(asked: _Stage) -> Literal["ddp", 0, 1, 2, 3] | None:
         _Stage.three: 3,
     }
     return stages.get(asked)
-
-
-def _bytes(flag: str, text: str | None) -> int | None:
-    size = read_bytes(text)
-    if text is not None and size is None:
-        raise ConfigError([Problem(flag, "", f"{text!r} is no amount of memory", "Write e.g. 24GiB, 80GB or 2TB.")])
-    return size
 
 
 def _count(flag: str, text: str | None) -> int | None:

@@ -1,9 +1,4 @@
-"""Amounts as people write them, read and shown.
-
-Amounts as people write them: bytes such as `24GiB`, counts such as `7B`.
-
-Shows amounts of memory as GPUs are sold.
-"""
+"""Amounts as people write them, read and shown: bytes such as `24GiB`, counts such as `7B`."""
 
 from __future__ import annotations
 
@@ -11,26 +6,53 @@ import math
 import re
 from typing import Any, Final
 
-BYTES_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([KMGTkmgt][Ii]?)?[Bb]\s*$"
+from zero_plugin.errors import ConfigError, Problem
+
+BYTES_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([KMGTPEkmgtpe][Ii]?)?[Bb]\s*$"
 LEAST_MEMORY: Final = 2**20  # bytes: who writes less, `24`, has left the unit out
 
 _COUNT: Final = re.compile(r"\s*(\d[\d_,]*\.?\d*|\.\d+)\s*([KkMmBbGgTt]?)\s*")
-_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4, "P": 5, "E": 6}
 
 
-def read_bytes(amount: Any) -> int | None:
-    """Bytes in a whole number, or in a text such as `24GiB` (binary) or `24GB` (decimal); None for anything else."""
+def read_bytes(amount: Any, *, least: int = 1) -> int | None:
+    """Bytes in a whole number, or in a text such as `24GiB` (binary) or `24GB` (decimal); None for anything else.
+
+    Capitals do not matter: `24Gb` is `24GB`, for memory is not counted in bits.
+
+    Args:
+        amount: as it is written.
+        least: bytes, below which it is none.
+    """
     if isinstance(amount, int) and not isinstance(amount, bool):
-        return amount if amount > 0 else None
-    if not isinstance(amount, str):
+        size = amount
+    elif not isinstance(amount, str):
         return None
-    if amount.strip().isdigit():
-        return int(amount) or None
-    found = re.match(BYTES_PATTERN, amount)
-    if found is None:
+    elif amount.strip().isdigit():
+        size = int(amount)
+    elif found := re.match(BYTES_PATTERN, amount):
+        prefix = (found[2] or "").upper()
+        size = int(float(found[1]) * (1024 if prefix.endswith("I") else 1000) ** _POWERS[prefix.rstrip("I")])
+    else:
         return None
-    prefix = (found[2] or "").upper()
-    return int(float(found[1]) * (1024 if prefix.endswith("I") else 1000) ** _POWERS[prefix.rstrip("I")]) or None
+    return size if size >= least else None
+
+
+def require_bytes(where: str, amount: Any) -> int:
+    """Bytes, as `read_bytes`.
+
+    Args:
+        where: the flag or the argument that `amount` was given by.
+        amount: as it is written.
+
+    Raises:
+        ConfigError: it is no size, or less than a byte.
+    """
+    size = read_bytes(amount)
+    if size is None:
+        fix = 'Write a number of bytes, or e.g. "24GiB" (binary), "80GB" or "200MB" (decimal).'
+        raise ConfigError([Problem(where, "", f"{amount!r} is no size", fix)])
+    return size
 
 
 def read_count(amount: Any) -> int | None:
@@ -41,14 +63,23 @@ def read_count(amount: Any) -> int | None:
     return round(float(found[1].replace(",", "").replace("_", "")) * 1000 ** _POWERS[found[2].upper()]) or None
 
 
-def show_gib(count: float) -> str:
-    """Three digits in GiB, all of them from a thousand on; in MiB below a tenth of one."""
-    amount, unit = (count / 2**30, "GiB") if count >= 0.1 * 2**30 else (count / 2**20, "MiB")
-    return f"{amount:,.0f} {unit}" if amount >= 999.5 else f"{amount:.3g} {unit}"
+_UNITS: Final = (("GiB", 2**30, 0.1 * 2**30), ("MiB", 2**20, 0.1 * 2**20), ("KiB", 2**10, 2**10), ("bytes", 1, 0))
+
+
+def show_bytes(size: float) -> str:
+    """Three digits in GiB, all of them from a thousand on; in MiB below a tenth of one; and so on to bytes."""
+    unit, name = _unit(size)
+    amount = size / unit
+    return f"{amount:,.0f} {name}" if amount >= 999.5 else f"{amount:.3g} {name}"
 
 
 def round_up(count: int) -> int:
-    """The least amount of at least `count` bytes that `show_gib` shows in full."""
-    unit = 2**30 if count >= 0.1 * 2**30 else 2**20
+    """The least size of at least `count` bytes that `show_bytes` shows in full."""
+    unit, _ = _unit(count)
     steps = 10 ** max(0, 2 - math.floor(math.log10(max(1, count) / unit)))
     return int(math.ceil(count / unit * steps) / steps * unit)
+
+
+def _unit(size: float) -> tuple[int, str]:
+    """Bytes and name of the unit that a size is shown in. None is above GiB: what is compared has one unit."""
+    return next((unit, name) for name, unit, least in _UNITS if size >= least or unit == 1)

@@ -16,7 +16,8 @@ from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.checkpoint.folders import Lineages, automatic_folder, next_number, rotate_checkpoints
 from zero_plugin.checkpoint.layout import session_fragments
 from zero_plugin.checkpoint.save import Draft, open_checkpoint, random_state
-from zero_plugin.checkpoint.save_model import parse_size, write_configuration
+from zero_plugin.checkpoint.save_model import write_configuration
+from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.plugins import ProjectConfiguration
 from zero_plugin.config.resolve.run_record import describe_run, write_record
@@ -148,7 +149,7 @@ class CheckpointCalls:
             target,
             sessions,
             lambda: self._make_draft(states, {"run": run, "order": self._lineages.next_order(target)}),
-            max_shard_bytes=parse_size(max_shard_size),
+            max_shard_bytes=require_bytes("save_state(max_shard_size=…)", max_shard_size),
             run_hooks=self._run_save_hooks,
             replaces=not project.automatic_checkpoint_naming,
         )

@@ -21,7 +21,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.distributed.together import all_or_none
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.loop.memory_check import expect_room_to_load
-from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.strategies.base import Session, Strategy
 from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
@@ -161,7 +161,7 @@ class LoadingCalls:
         expect_room_to_load(
             size // parts,
             local_processes(self._processes),
-            memory_available_bytes(torch.device("cpu")),
+            available_cpu_memory(),
             f"the {type(module).__name__}",
             "Start fewer processes on this machine, or use ZeRO stage 3, where no process holds all of it.",
         )

@@ -23,11 +23,11 @@ _FIX: Final = (
 )
 
 
-_checking: Final[list[tuple[int, int | None]]] = []  # of those entered, the last one counts
+_checking: Final[list[tuple[int, int]]] = []  # of those entered, the last one counts
 
 
 @contextmanager
-def checking_pretrained(copies: int, available: int | None) -> Iterator[None]:
+def checking_pretrained(copies: int, available: int) -> Iterator[None]:
     """Inside, `from_pretrained` of whole models is refused where host memory does not hold them.
 
     Nothing is looked at where transformers is not imported yet, or of a model whose files are not on this machine. Such

@@ -18,13 +18,13 @@ from zero_plugin.checkpoint.save_model import (
     has_adapters,
     names_to_save,
     parse_dtype,
-    parse_size,
     weights_of_module,
     weights_of_session,
     whole_tensors,
     write_configuration,
     write_model,
 )
+from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.distributed import collectives
@@ -127,7 +127,7 @@ class WeightCalls:
                 "save_model(safe_serialization=False): weights are written as safetensors, which need no pickle.\n"
                 "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
             )
-        limit, stored_as = parse_size(max_shard_size), parse_dtype(dtype)
+        limit, stored_as = require_bytes("save_model(max_shard_size=…)", max_shard_size), parse_dtype(dtype)
         target = Path(save_directory).expanduser().absolute()
         module = self.unwrap_model(model)
         adapters = self._saved_names(module)

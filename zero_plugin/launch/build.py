@@ -35,7 +35,8 @@ from zero_plugin.launch.command import foreign_variables
 from zero_plugin.launch.report import STATIC_PORT, find_problems, where
 from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Request, Setting
 from zero_plugin.machine.cores import Binding, choose_cores, find_gpus
-from zero_plugin.machine.hardware import Machine, has_gpu_driver, host_memory_bytes, port_is_free
+from zero_plugin.machine.hardware import Machine, has_gpu_driver, port_is_free
+from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.machine.network import (
     OWN_ADDRESS,
     address_towards,
@@ -273,7 +274,7 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
     each = max(1, processes // nodes)
     folder = nvme_folder(document.deepspeed)
     if settings.gpu_memory is not None and folder is None:
-        host = settings.host_memory or host_memory_bytes()
+        host = settings.host_memory or available_cpu_memory()
         return state_cluster(gpu_memory=settings.gpu_memory, host_memory=host, gpus=each, nodes=nodes)
     from zero_plugin.plan.constants import measure_cluster  # imports torch
 

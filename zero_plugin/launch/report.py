@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import Shortage
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
@@ -24,16 +25,15 @@ from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import Problem
 from zero_plugin.launch.spec import Program
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.hardware import Machine, host_memory_bytes, port_is_free
-from zero_plugin.machine.memory import MemoryWatch, largest_processes
+from zero_plugin.machine.hardware import Machine, port_is_free
+from zero_plugin.machine.memory import MemoryWatch, largest_processes, total_cpu_memory
 
 # A process ended by these dies without a word, and its peers then fail for want of it.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
-_GIB: Final = 2**30
-_TOLD: Final = _GIB // 4  # what another process has at least, to be told of
+_TOLD: Final = 2**28  # bytes: what another process has at least, to be told of
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
 _NATIVE: Final = (
     "An error in compiled code (torch, an extension, a driver), not in Python. PYTHONFAULTHANDLER=1 shows the Python "
@@ -167,8 +167,7 @@ def shell_code(exitcode: int) -> int:
 
 
 def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> str:
-    size = host_memory_bytes()
-    whole = "" if size is None else f" ({size / _GIB:.1f} GiB here, for all processes together)"
+    whole = f" ({show_bytes(total_cpu_memory())} here, for all processes together)"
     kills = None if memory is None else memory.kills
     if kills:
         lines = [f"The kernel did it, because host memory ran out{whole}: it counts {kills} more such kills."]
@@ -179,9 +178,9 @@ def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> s
         lines = [f"On Linux that is nearly always the kernel, because host memory ran out{whole}; `dmesg` tells."]
     if memory is not None and memory.available is not None:
         shares = sorted((-memory.resident.get(pid, 0), rank) for rank, pid in processes.items())
-        largest = "".join(f"; rank {rank} had {-share / _GIB:.1f} GiB" for share, rank in shares[:4] if share)
-        lines.append(f"At the last look {memory.available / _GIB:.1f} GiB could be had{largest}.")
-    others = [f"{name} ({pid}) has {size / _GIB:.1f} GiB" for size, pid, name in largest_processes(3) if size >= _TOLD]
+        largest = "".join(f"; rank {rank} had {show_bytes(-share)}" for share, rank in shares[:4] if share)
+        lines.append(f"At the last look {show_bytes(memory.available)} could be had{largest}.")
+    others = [f"{name} ({pid}) has {show_bytes(size)}" for size, pid, name in largest_processes(3) if size >= _TOLD]
     if others and kills != 0:
         lines.append(f"The largest of all processes that are still here: {', '.join(others)}.")
     return "\n".join(lines if kills == 0 else [*lines, _LOWERS_HOST_MEMORY])
@@ -193,7 +192,7 @@ def _explain_bus_error() -> str:
     except OSError:
         room = ""
     else:
-        room = f" ({space.free / _GIB:.1f} of {space.total / _GIB:.1f} GiB are free now)"
+        room = f" ({show_bytes(space.free)} of {show_bytes(space.total)} are free now)"
     return (
         f"Nearly always {_SHARED_MEMORY} is full{room}: data loader workers and NCCL pass tensors there.\n"
         "Make it larger (docker run --shm-size=16g, or --ipc=host), or use fewer data loader workers. Else a file that "

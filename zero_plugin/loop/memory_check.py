@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero_plugin.checkpoint.layout import described_fragments
-from zero_plugin.config.amounts import show_gib
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import dropped_zero, launch_settings
 from zero_plugin.config.resolve.facts import Facts, Resolved
@@ -26,8 +26,8 @@ from zero_plugin.distributed.collectives import broadcast_object_list, gather_ob
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, MachineError, StrategyError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.machine.device_memory import memory_available_bytes, peak_bytes
-from zero_plugin.machine.memory import lockable_bytes
+from zero_plugin.machine.device_memory import peak_bytes
+from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes
 from zero_plugin.plan.footprint import Footprint
 from zero_plugin.plan.live_model import model_sizes
 from zero_plugin.plan.options import Stage
@@ -49,12 +49,12 @@ class Room:
     """What one machine has for a run.
 
     Attributes:
-        host: bytes of host memory that can be had, for all processes together; None where not known.
+        host: bytes of host memory that can be had, for all processes together.
         lockable: bytes that one process may lock, None without a limit.
         nvme: free bytes by folder.
     """
 
-    host: int | None
+    host: int
     lockable: int | None
     nvme: Mapping[str, int]
 
@@ -103,14 +103,13 @@ def find_room(resolved: Resolved, held: int = 0) -> Room:
         resolved: names the folders of NVMe offload.
         held: bytes of host memory that the run has already.
     """
-    host = memory_available_bytes(torch.device("cpu"))
     folders = {
         str(resolved.tree.value("zero_optimization", f"offload_{what}", "nvme_path"))
         for what in ("optimizer", "param")
         if resolved.offload_device(what) == "nvme"
     }
     return Room(
-        None if host is None else host + held,
+        available_cpu_memory() + held,
         lockable_bytes(),
         {folder: shutil.disk_usage(_existing(Path(folder))).free for folder in folders},
     )
@@ -125,17 +124,17 @@ def shortages(needs: Footprint, room: Room, processes: int) -> Iterator[tuple[bo
         processes: on it.
     """
     terms = {name: size for name, size in needs.host.items() if name != "processes"}  # which run already
-    told = ", ".join(f"{name} {show_gib(size)}" for name, size in sorted(terms.items(), key=lambda term: -term[1]))
+    told = ", ".join(f"{name} {show_bytes(size)}" for name, size in sorted(terms.items(), key=lambda term: -term[1]))
     host = sum(terms.values())
-    if room.host is not None and host > _SCARCE * room.host:
-        what = f"{processes} processes keep {show_gib(host)} in host memory ({told})"
+    if host > _SCARCE * room.host:
+        what = f"{processes} processes keep {show_bytes(host)} in host memory ({told})"
         yield _shortage(host, room.host, what, "can be had", _HOST_FIX)
     if room.lockable is not None and needs.locked > room.lockable:
-        what = f"each process locks {show_gib(needs.locked)} for the NVMe drive's buffers"
+        what = f"each process locks {show_bytes(needs.locked)} for the NVMe drive's buffers"
         yield _shortage(needs.locked, room.lockable, what, "may be locked (ulimit -l)", _LOCKED_FIX)
     for folder, free in room.nvme.items():
         if needs.nvme_bytes > _SCARCE * free:
-            what = f"{processes} processes keep {show_gib(needs.nvme_bytes)} in {folder}"
+            what = f"{processes} processes keep {show_bytes(needs.nvme_bytes)} in {folder}"
             yield _shortage(needs.nvme_bytes, free, what, "are free there", "make room, or name a larger disk's folder")
 
 
@@ -171,7 +170,7 @@ def expect_room_without_zero(
     if not dropped or facts.optimizer is None:
         return None
     if processes.device.type == "cpu":
-        free = (memory_available_bytes(processes.device) or 0) // local_processes(processes)
+        free = available_cpu_memory() // local_processes(processes)
     else:
         free = free_bytes(model, processes.device)
     capacity = settings.gpu_memory or min(gather_object([free]))
@@ -183,15 +182,15 @@ def expect_room_without_zero(
     needed = run.footprint.allocated_bytes
     if needed > capacity:
         raise StrategyError(
-            f"{dropped}, but without it the model does not fit: training takes {show_gib(needed)} of each device, "
-            f"which has {show_gib(capacity)}{_told(activations)}.\n"
+            f"{dropped}, but without it the model does not fit: training takes {show_bytes(needed)} of each device, "
+            f"which has {show_bytes(capacity)}{_told(activations)}.\n"
             "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of the "
             "configuration."
         )
     return run
 
 
-def expect_room_to_load(size: int, copies: int, available: int | None, what: str, fix: str) -> None:
+def expect_room_to_load(size: int, copies: int, available: int, what: str, fix: str) -> None:
     """Refuse to load a model into host memory that does not hold as many copies of it as there are processes.
 
     Args:
@@ -204,10 +203,10 @@ def expect_room_to_load(size: int, copies: int, available: int | None, what: str
     Raises:
         MachineError: with both numbers.
     """
-    if available is not None and size * copies > available:
+    if size * copies > available:
         raise MachineError(
-            f"{what} takes {show_gib(size)} of host memory in each of {copies} processes, {show_gib(size * copies)} "
-            f"together, and {show_gib(available)} can be had; nothing was loaded.\n{fix}"
+            f"{what} takes {show_bytes(size)} of host memory in each of {copies} processes, "
+            f"{show_bytes(size * copies)} together, and {show_bytes(available)} can be had; nothing was loaded.\n{fix}"
         )
 
 
@@ -218,16 +217,15 @@ def _told(activations: Activations) -> str:
 def _shortage(needed: int, there: int, what: str, kind: str, fix: str) -> tuple[bool, str]:
     is_short = needed > there
     but = "only " if is_short else "little more, "
-    return is_short, f"{what}, and {but}{show_gib(there)} {kind}. What helps: {fix}."
+    return is_short, f"{what}, and {but}{show_bytes(there)} {kind}. What helps: {fix}."
 
 
 def _least(rooms: list[Room]) -> Room:
     """Of all machines, for each thing the one that has least of it: all processes have to come to one decision."""
-    hosts = [room.host for room in rooms if room.host is not None]
     limits = [room.lockable for room in rooms if room.lockable is not None]
     folders = {folder for room in rooms for folder in room.nvme}
     return Room(
-        min(hosts, default=None),
+        min(room.host for room in rooms),
         min(limits, default=None),
         {folder: min(room.nvme[folder] for room in rooms if folder in room.nvme) for folder in folders},
     )
@@ -351,7 +349,7 @@ def _meaning(wanted: int, peak: int | None) -> str:
 
 def _both(predicted: int, measured: int) -> str:
     share = f" ({(measured - predicted) / predicted:+.0%})" if predicted > 0 else ""
-    return f"predicted {show_gib(predicted)}, measured {show_gib(measured)}{share}"
+    return f"predicted {show_bytes(predicted)}, measured {show_bytes(measured)}{share}"
 
 
 def _is_off(predicted: int, measured: int) -> bool:

@@ -23,7 +23,7 @@ from typing import Final, Literal
 
 import torch
 
-from zero_plugin.config.amounts import show_gib
+from zero_plugin.config.amounts import read_bytes, show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import Shortage, leave_shortage, micro_batch_cut
 from zero_plugin.config.resolve.facts import LoopFacts
@@ -55,8 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 Phase = Literal["prepare()", "the forward", "backward()", "optimizer.step()"]
 
-_ASKED: Final = re.compile(r"llocate ([\d.]+) ?(bytes|[KMGTPE]iB)")
-_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_ASKED: Final = re.compile(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])")
 _PACKAGE: Final = Path(__file__).parents[1]
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
     ("facade/prepare.py", "_prepare"): "prepare()",
@@ -119,7 +118,7 @@ def describe_shortage(error: BaseException, loop: FailedLoop, device: torch.devi
     depends = phase in ("the forward", "backward()") and on_device
     size = "" if loop.micro_batch is None else f", at micro-batch {loop.micro_batch}"
     asked = _asked_bytes(error)
-    wanted = f"{show_gib(asked)} were asked for" if asked else "as much as was asked for is not there"
+    wanted = f"{show_bytes(asked)} were asked for" if asked else "as much as was asked for is not there"
     memory = device if on_device else torch.device("cpu")
     headline = (
         f"{'GPU' if memory.type == 'cuda' else 'Host'} memory ran out on rank {rank}, in {phase}{size}: {wanted}"
@@ -245,7 +244,7 @@ def _with_plan(ways: Iterable[Saving], loop: FailedLoop, taken: int) -> Iterator
         needed = int(short_by * run.changed(**way.changes).footprint.device_bytes)
         fits = "" if found or needed > capacity else "; by the plan the cheapest that fits"
         found = found or bool(fits)
-        yield f"{way.text}: {show_gib(needed)} of {show_gib(capacity)}{fits}"
+        yield f"{way.text}: {show_bytes(needed)} of {show_bytes(capacity)}{fits}"
 
 
 def _why_not(phase: Phase, *, on_device: bool) -> str:
@@ -257,7 +256,7 @@ def _why_not(phase: Phase, *, on_device: bool) -> str:
 def _asked_bytes(error: BaseException) -> int:
     """What could not be had, by the error's own words; 0 where it does not say."""
     found = _ASKED.search(str(error))
-    return int(float(found[1]) * 1024 ** _UNITS.index(found[2])) if found else 0
+    return (read_bytes(found[1]) or 0) if found else 0
 
 
 def _describe_memory(device: torch.device) -> str:
@@ -265,11 +264,10 @@ def _describe_memory(device: torch.device) -> str:
         free, total = torch.cuda.mem_get_info(device)
         held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return (
-            f"; of {show_gib(total)} this process uses {show_gib(held)} and keeps {show_gib(cached - held)} for "
-            f"reuse, and {show_gib(free)} are free"
+            f"; of {show_bytes(total)} this process uses {show_bytes(held)} and keeps {show_bytes(cached - held)} for "
+            f"reuse, and {show_bytes(free)} are free"
         )
-    available = memory_available_bytes(device)
-    return "" if available is None else f", and {show_gib(available)} can be had"
+    return f", and {show_bytes(memory_available_bytes(device))} can be had"
 
 
 _ACCUMULATION: KeyPath = ("gradient_accumulation_steps",)

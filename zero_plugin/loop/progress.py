@@ -15,6 +15,8 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from torch import distributed
 
+from zero_plugin.config.amounts import show_bytes
+
 
 class _Report(NamedTuple):
     """What one process tells the others about the steps since its last report."""
@@ -118,8 +120,8 @@ class Progress:
                 f"step {step}/{self._total}",
                 f"loss {loss:.3f}",
                 f"lr {lr:.2e}",
-                f"{_scaled(speed, 1000, ('', 'k', 'M', 'G'))} {self._unit}/s",
-                f"{_scaled(peak, 1024, (' B', ' KiB', ' MiB', ' GiB'))}/rank",
+                f"{_scaled(speed)} {self._unit}/s",
+                f"{show_bytes(peak)}/rank",
                 f"ETA {left}",
             ]
         )
@@ -148,9 +150,9 @@ def _peak_memory_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, getrusage(2)
 
 
-def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if value < base:
+def _scaled(value: float) -> str:
+    for unit in ("", "k", "M"):
+        if value < 1000:
             return f"{value:.3g}{unit}" if value < 100 else f"{value:.0f}{unit}"
-        value /= base
-    return f"{value:.3g}{units[-1]}"
+        value /= 1000
+    return f"{value:.3g}G"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.machine.finding import Finding
 
 _NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p", "afs")
@@ -59,7 +60,7 @@ def check_disk(folder: str, disk: Disk | None) -> Iterator[Finding]:
         )
     else:
         yield Finding(name, "ok", f"{disk.filesystem}, takes O_DIRECT")
-    found = f"{disk.free / 1e9:.3g} GB free"
+    found = f"{show_bytes(disk.free)} free"
     if disk.free < _LITTLE:
         fix = "Make room: 12 bytes for each parameter with Adam, 2 more for weights in 16 bits."
         yield Finding(f"{name} room", "warning", found, fix)

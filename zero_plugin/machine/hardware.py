@@ -1,4 +1,4 @@
-"""What the launcher must know of this machine before it starts a process: GPUs, cores, host memory, ports."""
+"""What the launcher must know of this machine before it starts a process: GPUs, cores, ports."""
 
 from __future__ import annotations
 
@@ -51,13 +51,6 @@ def count_cores() -> int:
     if quota.isdigit() and period.isdigit():
         allowed = min(allowed, -(-int(quota) // int(period)))
     return max(1, allowed)
-
-
-def host_memory_bytes() -> int | None:
-    """Host memory that the workers share: the machine's, or the container's limit if that is less; None if unknown."""
-    sizes = [int(line.split()[1]) * 1024 for line in _read(Path("/proc/meminfo")).splitlines() if "MemTotal" in line]
-    limit = _read(_CGROUP / "memory.max")
-    return min([*sizes, int(limit)] if limit.isdigit() else sizes, default=None)
 
 
 def port_is_free(port: int) -> bool:

@@ -1,8 +1,6 @@
-"""CPU memory: what is free, what may be locked, and what the workers of a run take.
+"""CPU memory: how much there is, what is free, what may be locked, and what the workers of a run take.
 
-Host memory while the workers run: what was free, what each of them had, and whether the kernel killed for it.
-
-Host memory, the part of it that may be locked, and what processes share of it.
+Everything in this package that asks for CPU memory asks here.
 """
 
 from __future__ import annotations
@@ -10,22 +8,49 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+import psutil
+
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.machine.finding import Finding, Needs
 
 _LOOK_S: Final = 1.0
 _PROC: Final = Path("/proc")
-_CGROUP: Final = Path("/sys/fs/cgroup")
+# Files of a control group of version 2, then 1: a limit, what is taken, and the part of `memory.stat` that the kernel
+# gives back first. The counts of version 2 include the groups below, those of version 1 where they are `total_…`.
+_LIMITS: Final = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.high", "memory.current", "inactive_file"),  # above it processes hardly run
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def total_cpu_memory() -> int:
+    """Bytes that this process and its workers may have at most: the machine's, or the least limit that holds here.
+
+    Limits are those of the control groups (of a container, or a scheduler's job) from this process' own up to the root,
+    and `ulimit -v`.
+    """
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
+
+
+def available_cpu_memory() -> int:
+    """Bytes that could be taken now without swapping: the kernel's estimate, or the least that a limit leaves.
+
+    See `total_cpu_memory`. Cached files that nobody has looked at lately are not taken.
+    """
+    return max(0, min([int(psutil.virtual_memory().available), *(limit - taken for limit, taken in _limits())]))
 
 
 class MemoryWatch:
     """Looks every second, while it is entered.
 
     Attributes:
-        available: bytes that could be had at the last look; None where the system does not tell.
+        available: bytes that could be had at the last look; None before the first.
         resident: bytes in memory of each child of this process at the last look that found it, by process id.
     """
 
@@ -54,23 +79,8 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_S):
-            self.available = available_bytes()
+            self.available = available_cpu_memory()
             self.resident.update({pid: size for pid in _children() if (size := _resident_bytes(pid))})
-
-
-def available_bytes() -> int | None:
-    """Host memory that processes could still get without swapping; None where the system does not tell.
-
-    The kernel's estimate (`MemAvailable`), or what is left of the container's limit if that is less.
-    """
-    sizes = [1024 * kilobytes for kilobytes in _numbers(_PROC / "meminfo", "MemAvailable:")]
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for folder in _own_groups():
-            whole, taken = _text(folder / limit), _text(folder / used)
-            if whole.isdigit() and taken.isdigit():
-                cached = next(iter(_numbers(folder / "memory.stat", "inactive_file")), 0)  # given back when asked for
-                sizes.append(int(whole) - int(taken) + cached)
-    return max(0, min(sizes)) if sizes else None
 
 
 def count_memory_kills() -> int | None:
@@ -89,15 +99,34 @@ def largest_processes(count: int) -> list[tuple[int, int, str]]:
     return [(size, pid, _text(_PROC / str(pid) / "comm")) for size, pid in sizes[:count]]
 
 
-def _own_groups() -> list[Path]:
-    """Folders of this process' memory cgroup, of either version; in a container its root is mounted in their place."""
-    found = []
+def _limits() -> Iterator[tuple[int, int]]:
+    """Every limit of this process' memory, and how many bytes of it are taken; no limit may be a huge number."""
+    for group in _own_groups():
+        for limit, taken, cached in _LIMITS:
+            size = _text(group / limit)
+            if size.isdigit():  # else "max", or no such file
+                given_back = sum(_numbers(group / "memory.stat", cached))
+                yield int(size), int(_text(group / taken) or 0) - given_back
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        yield address_space, int(psutil.Process().memory_info().vms)
+
+
+def _own_groups() -> Iterator[Path]:
+    """Folders of this process' memory control groups of either version, its own first, then those above it."""
+    own = {}
     for line in _text(_PROC / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = _CGROUP / controllers
-            found += [root / path.lstrip("/"), root]
-    return [folder for folder in found if (folder / "memory.stat").exists()][:1]
+        _, controllers, group = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), group))
+    for line in _text(_PROC / "self" / "mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        root, point = before.split()[3:5]
+        kind, options = after.split()[0], after.split()[-1].split(",")
+        controller = {"cgroup2": "", "cgroup": "memory"}.get(kind)
+        if controller in own and (kind == "cgroup2" or "memory" in options):
+            inside = Path(own[controller])  # of a container the own group may be mounted as the root
+            folder = Path(point, inside.relative_to(root) if inside.is_relative_to(root) else "")
+            yield from (group for group in (folder, *folder.parents) if group.is_relative_to(point))
 
 
 def _children() -> list[int]:
@@ -146,13 +175,15 @@ def check_locked_memory(limit: int | None, needs: Needs) -> Finding:
     if limit is None:
         return Finding("locked memory", "ok", "no limit")
     if each > limit:
-        found = f"{_size(limit)} per process, and the swap buffers of offload_param lock {_size(each)}"
+        found = f"{show_bytes(limit)} per process, and the swap buffers of offload_param lock {show_bytes(each)}"
         return Finding("locked memory", "wrong", found, _UNLIMITED)  # DeepSpeed gets no buffer at all
     if needs.nvme_folders:
-        found = f"{_size(limit)} per process; NVMe offload locks its buffers, as much as the model's largest weights"
+        found = (
+            f"{show_bytes(limit)} per process; NVMe offload locks its buffers, as much as the model's largest weights"
+        )
         scarce = limit < _SMALL_LOCKED
         return Finding("locked memory", "warning" if scarce else "ok", found, _UNLIMITED if scarce else "")
-    return Finding("locked memory", "ok", f"{_size(limit)} per process; only NVMe offload locks more")
+    return Finding("locked memory", "ok", f"{show_bytes(limit)} per process; only NVMe offload locks more")
 
 
 def check_shared_memory(size: int | None, free: int, needs: Needs) -> Finding:
@@ -166,24 +197,23 @@ def check_shared_memory(size: int | None, free: int, needs: Needs) -> Finding:
     fix = "mount -o remount,size=8G /dev/shm   (docker run --shm-size=8g, or --ipc=host)"
     if size is None:
         return Finding(_SHARED, "wrong" if needs.processes > 1 else "warning", "is not there", fix)
-    found = f"{_size(free)} of {_size(size)} free"
+    found = f"{show_bytes(free)} of {show_bytes(size)} free"
     if free < _SMALL_SHARED:
         found += "; a worker of a DataLoader that finds it full dies of SIGBUS"
         return Finding(_SHARED, "warning", found, fix if size < _SMALL_SHARED else "ls -lS /dev/shm, and remove.")
     return Finding(_SHARED, "ok", found)
 
 
-def check_host_memory(total: int | None, available: int | None, needs: Needs) -> Finding:
+def check_host_memory(total: int, available: int, needs: Needs) -> Finding:
     """What is left for weights and optimizer states in host memory.
 
     Args:
-        total: bytes of the machine or the container, None where not known.
+        total: bytes that the run may have.
         available: bytes that could be taken now.
         needs: of the run.
     """
-    if total is None or available is None:
-        return Finding("host memory", "ok", "not known on this system")
-    found = f"{_size(available)} of {_size(total)} free, for {needs.processes} process{'es' * (needs.processes > 1)}"
+    processes = f"{needs.processes} process{'es' * (needs.processes > 1)}"
+    found = f"{show_bytes(available)} of {show_bytes(total)} free, for {processes}"
     if needs.offloads_to_host and available < _LITTLE_LEFT * needs.processes:
         found += "; offload to the CPU keeps 12 bytes there for each parameter with Adam"
         return Finding("host memory", "warning", found, "Stop what else runs, or offload to nvme in place of cpu.")
@@ -199,7 +229,3 @@ def lockable_bytes() -> int | None:
         held = "CapEff: 0"
     has_capability = int(held.split()[1], 16) >> _CAP_IPC_LOCK & 1
     return None if limit == resource.RLIM_INFINITY or has_capability else limit
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.3g} GiB" if count >= 2**29 else f"{count / 2**20:.3g} MiB"

@@ -16,9 +16,8 @@ import torch
 
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError
-from zero_plugin.machine.device_memory import memory_available_bytes
 from zero_plugin.machine.disks import look_at_disk
-from zero_plugin.machine.memory import lockable_bytes
+from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes
 from zero_plugin.plan.machines import ASSUMED, find_device
 from zero_plugin.plan.situation import Cluster
 
@@ -48,7 +47,7 @@ def measure_cluster(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     devices = processes or (torch.cuda.device_count() if device.type == "cuda" else 1)
-    host_bytes = memory_available_bytes(torch.device("cpu")) or 0
+    host_bytes = available_cpu_memory()
     speeds, measured = _speeds(device, name, cache or constants_file())
     network, why = ASSUMED["network_bandwidth"]
     link, link_source = _link_bandwidth(device, name, speeds)

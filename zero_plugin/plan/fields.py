@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.amounts import show_gib
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.resolve.facts import PLACEMENT, Facts, Resolved
@@ -176,8 +176,8 @@ def _excess(candidate: Candidate, cluster: Cluster) -> float:
 
 
 def _reason(path: KeyPath, plan: Plan, chosen: Candidate, cluster: Cluster) -> str:
-    device = f"{show_gib(chosen.footprint.device_bytes)} of {show_gib(cluster.device_bytes)} on each device"
-    host = f", {show_gib(chosen.footprint.host_bytes)} of {show_gib(cluster.host_bytes)} in host memory"
+    device = f"{show_bytes(chosen.footprint.device_bytes)} of {show_bytes(cluster.device_bytes)} on each device"
+    host = f", {show_bytes(chosen.footprint.host_bytes)} of {show_bytes(cluster.host_bytes)} in host memory"
     fits = device + (host if chosen.setup.offload_optimizer != "none" else "")
     if path == _STAGE:
         return f"by the plan the fastest that fits, with {fits}{_simpler(plan, chosen, cluster)}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final
 
-from zero_plugin.config.amounts import LEAST_MEMORY, show_gib
+from zero_plugin.config.amounts import LEAST_MEMORY, show_bytes
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.situation import Cluster
@@ -229,7 +229,7 @@ def _of_memory(memory_bytes: int, here: Cluster | None) -> Cluster:
 
 def _with_assumed_host(cluster: Cluster) -> Cluster:
     size = cluster.device_bytes * cluster.devices
-    reason = f"assumed: {show_gib(size)}, as much as the node's GPUs; --host_memory states it"
+    reason = f"assumed: {show_bytes(size)}, as much as the node's GPUs; --host_memory states it"
     return replace(cluster, host_bytes=size, sources={**cluster.sources, "host_bytes": reason})
 
 

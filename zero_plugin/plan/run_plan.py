@@ -26,6 +26,7 @@ from zero_plugin.distributed.collectives import broadcast_object_list, gather_ob
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.plan.activations import trace_activations
 from zero_plugin.plan.build_model import example_inputs, forward_arguments
 from zero_plugin.plan.constants import measure_cluster
@@ -172,7 +173,7 @@ def free_bytes(model: nn.Module, device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters() if p.device == device}
-    return (memory_available_bytes(device) or 0) + sum(own.values())
+    return memory_available_bytes(device) + sum(own.values())
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def predict_memory(
         sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
     on_gpu = processes.device.type == "cuda"
     here = local_processes(processes)
-    host = memory_available_bytes(torch.device("cpu")) or 0
+    host = available_cpu_memory()
     device = torch.cuda.get_device_properties(processes.device).total_memory if on_gpu else host // here
     return RunMemory(
         sizes,

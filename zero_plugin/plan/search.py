@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from zero_plugin.config.amounts import round_up, show_gib
+from zero_plugin.config.amounts import round_up, show_bytes
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.footprint import Footprint, footprint
 from zero_plugin.plan.options import Batch, Option, Wanted, batches, options
@@ -82,10 +82,11 @@ class Situation:
             if need > usable:
                 most = max(terms, key=lambda name: terms[name])
                 found.append(
-                    f"{show_gib(need)} {where}, {show_gib(usable)} usable; most is {most}, {show_gib(terms[most])}"
+                    f"{show_bytes(need)} {where}, {show_bytes(usable)} usable; "
+                    f"most is {most}, {show_bytes(terms[most])}"
                 )
         if cluster.memlock_bytes is not None and needed.locked > cluster.memlock_bytes:
-            found.append(f"{show_gib(needed.locked)} locked, `ulimit -l` allows {show_gib(cluster.memlock_bytes)}")
+            found.append(f"{show_bytes(needed.locked)} locked, `ulimit -l` allows {show_bytes(cluster.memlock_bytes)}")
         return "; ".join(found)
 
 
@@ -302,9 +303,9 @@ def _changes(situation: Situation, wanted: Wanted) -> Iterator[Change]:
     for name, where in _MEMORIES.items():
         least = _least(situation, wanted, name)
         if least is not None:
-            instead = show_gib(getattr(cluster, name)) if getattr(cluster, name) else "none"
+            instead = show_bytes(getattr(cluster, name)) if getattr(cluster, name) else "none"
             there = _with_memory(situation, name, least)
-            yield from _tried(there, wanted, f"{show_gib(least)} {where} instead of {instead}")
+            yield from _tried(there, wanted, f"{show_bytes(least)} {where} instead of {instead}")
     nodes = 2 * cluster.nodes
     while nodes <= _MOST_NODES:
         more = replace(situation, cluster=replace(cluster, nodes=nodes))

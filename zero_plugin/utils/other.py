@@ -13,6 +13,7 @@ from packaging.version import parse
 from torch import nn
 
 from zero_plugin.checkpoint.objects import read_object, without_shared_tensors, write_object
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.launch.flags import write_basic_config
 from zero_plugin.loop.state import PartialState
 from zero_plugin.tensors.compilation import compile_regions, has_compiled_regions, is_compiled_module
@@ -39,6 +40,7 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 clean_state_dict_for_safetensors = without_shared_tensors
+convert_bytes = show_bytes
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -106,15 +108,6 @@ def get_pretty_name(obj: Any) -> str:
     """A function's or class' qualified name; of another object, its class'."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
-
-
-def convert_bytes(size: float) -> str:
-    """Bytes in the largest unit that leaves at least 1, to two places: `convert_bytes(2048)` is `2.0 KB`."""
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if size < 1024:
-            return f"{round(size, 2)} {unit}"
-        size /= 1024
-    return f"{round(size, 2)} PB"
 
 
 def is_port_in_use(port: int | None = None) -> bool:

@@ -43,8 +43,15 @@ from zero_plugin.launch.spec import Program
 from zero_plugin.machine.cores import read_nodes
 from zero_plugin.machine.disks import check_disk, look_at_disk
 from zero_plugin.machine.finding import Finding, Needs, find_needs
-from zero_plugin.machine.hardware import Machine, count_cores, has_gpu_driver, host_memory_bytes
-from zero_plugin.machine.memory import check_host_memory, check_locked_memory, check_shared_memory, lockable_bytes
+from zero_plugin.machine.hardware import Machine, count_cores, has_gpu_driver
+from zero_plugin.machine.memory import (
+    available_cpu_memory,
+    check_host_memory,
+    check_locked_memory,
+    check_shared_memory,
+    lockable_bytes,
+    total_cpu_memory,
+)
 from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 from zero_plugin.machine.xla_runtime import find_tpu
 
@@ -84,7 +91,7 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
         driver, asked = has_gpu_driver(), _gpus_asked(settings)
         yield check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, asked=asked)
     yield check_tpu(tpu, environ, asked=on_tpu)
-    yield check_host_memory(host_memory_bytes(), _available_bytes(), needs)
+    yield check_host_memory(total_cpu_memory(), available_cpu_memory(), needs)
     yield check_locked_memory(lockable_bytes(), needs)
     there = shutil.disk_usage(_SHARED) if _SHARED.is_dir() else None
     yield check_shared_memory(there and there.total, there.free if there else 0, needs)
@@ -139,14 +146,3 @@ def _gpus_asked(settings: LaunchSettings) -> str:
     if settings.distributed_type == "MULTI_GPU":
         return "distributed_type is MULTI_GPU"
     return "" if settings.gpu_ids == "all" else f"gpu_ids is {settings.gpu_ids}"
-
-
-def _available_bytes() -> int | None:
-    """Memory that could be taken now: of the machine, or of the container if that is less."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    total = host_memory_bytes()
-    return free if free is None or total is None else min(free, total)

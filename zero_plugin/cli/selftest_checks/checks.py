@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin.accelerator import Accelerator
 from zero_plugin.cli.selftest_checks.outcome import CheckError, LeftOut
+from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.distributed.seeding import set_seed
@@ -188,7 +189,7 @@ def _compare(found: Tensor, wanted: Tensor) -> None:
 
 def _told(buffer: Tensor, seconds: float, share: float) -> str:
     size = buffer.numel() * buffer.element_size()
-    return f"values right; {speed(size * share, seconds)} per process ({size / 2**20:.0f} MiB)"
+    return f"values right; {speed(size * share, seconds)} per process ({show_bytes(size)})"
 
 
 _SAMPLES = 1003  # no multiple of any usual number of processes
@@ -348,7 +349,7 @@ def check_checkpoint(run: Run) -> str:
         )
     size = sum(file.stat().st_size for file in run.folder.rglob("*") if file.is_file())
     rates = f"written at {speed(size, saving.seconds)}, read at {speed(size, loading.seconds)}"
-    return f"values equal; {size / 1e6:.3g} MB {rates}"
+    return f"values equal; {show_bytes(size)} {rates}"
 
 
 def _resolved(run: Run) -> Resolved:

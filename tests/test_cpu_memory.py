@@ -1,0 +1,182 @@
+"""CPU memory: one reader, which is right inside nested control groups, for everyone who asks."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from zero_plugin.big_models.placement import get_max_memory
+from zero_plugin.cli.doctor_checks.examine import examine
+from zero_plugin.cli.env import env
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.read import document_from_mapping
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.launch.build import _find_cluster
+from zero_plugin.launch.report import FirstFailure, describe_failure
+from zero_plugin.loop.memory_check import find_room
+from zero_plugin.loop.out_of_memory import FailedLoop, describe_shortage
+from zero_plugin.machine import memory
+from zero_plugin.machine.device_memory import Meter, memory_available_bytes
+from zero_plugin.plan.constants import measure_cluster
+
+CPU = torch.device("cpu")
+GIB = 2**30
+NO_LIMIT_V1 = 2**63 - 4096
+V2, V1 = "system.slice/slurmstepd.scope/job_7/step_0/user/task_0", "slurm/uid_1000/job_7/step_0"
+Limits = dict[str, dict[str, int | str]]  # files of a control group, by its folder
+
+
+def machine(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, version: int, own: str, groups: Limits, root: str = ""
+) -> None:
+    """A machine of 512 GiB, of which 500 can be had, whose memory control groups are of one version.
+
+    Args:
+        tree: where its files are made.
+        monkeypatch: puts the reader on it.
+        version: of the control groups.
+        own: this process' group.
+        groups: the groups' files by folder, "" the root.
+        root: the group that is mounted, as in a container that sees its own only.
+    """
+    proc, mount = tree / "proc", tree / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    others = ("Buffers", "Cached", "Shmem", "Active", "Inactive")  # psutil warns without
+    sizes = {"MemTotal": 512, "MemFree": 400, "MemAvailable": 500, **dict.fromkeys(others, 1)}
+    (proc / "meminfo").write_text("".join(f"{name}: {size * 2**20} kB\n" for name, size in sizes.items()))
+    controllers, kind, options = ("", "cgroup2", "rw") if version == 2 else ("memory", "cgroup", "rw,memory")
+    (proc / "self" / "cgroup").write_text(f"9:cpu,cpuacct:/elsewhere\n4:{controllers}:/{own}\n")
+    (proc / "self" / "mountinfo").write_text(
+        f"30 20 0:1 / / rw - ext4 /dev/root rw\n31 30 0:2 /{root} {mount} rw,nosuid - {kind} {kind} {options}\n"
+        f"32 30 0:3 / {tree} rw - cgroup cgroup rw,cpu,cpuacct\n"
+    )
+    for group, files in groups.items():
+        folder = mount / Path(group).relative_to(root)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_text(f"{content}\n")
+    monkeypatch.setattr(memory, "_PROC", proc)
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+
+
+def group(version: int, limit: int | None, taken: int, cached: int = 0) -> dict[str, int | str]:
+    """Files of a control group: its limit, what it has taken, and what of that is cached."""
+    if version == 2:
+        return {
+            "memory.max": "max" if limit is None else limit,
+            "memory.high": "max",
+            "memory.current": taken,
+            "memory.stat": f"anon 1\nfile {cached}\nactive_file 7\ninactive_file {cached}",
+        }
+    return {
+        "memory.limit_in_bytes": NO_LIMIT_V1 if limit is None else limit,
+        "memory.usage_in_bytes": taken,
+        "memory.stat": f"cache 1\ninactive_file 1\ntotal_inactive_file {cached}",  # the first is without its children's
+    }
+
+
+def slurm_job(version: int) -> tuple[str, Limits]:
+    """A task's group and all above it: the job may have 64 GiB, of which 20 are taken, 4 of them by cached files."""
+    own = Path(V2 if version == 2 else V1)
+    folders = [str(folder) for folder in (own, *own.parents) if folder.name]
+    groups = {folder: group(version, None, 2 * GIB, GIB) for folder in folders}
+    groups[next(folder for folder in folders if folder.endswith("job_7"))] = group(version, 64 * GIB, 20 * GIB, 4 * GIB)
+    return str(own), groups
+
+
+@pytest.fixture(params=[2, 1], ids=["v2", "v1"])
+def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A job of 64 GiB on a node of 512, of which 48 can be had."""
+    machine(tmp_path, monkeypatch, request.param, *slurm_job(request.param))
+    return int(request.param)
+
+
+RESOLVED = resolve(document_from_mapping({"use_cpu": True}, "code"), Facts(LoopFacts(4, "the loader"), MachineFacts()))
+LAUNCH = document_from_mapping({"gpu_memory": "80GiB"}, "code")
+LOOP = FailedLoop(trains=True, micro_batch=8, accumulation=1, cut=1, is_open=False, decides=False, savings=())
+USERS: dict[str, Callable[[], int]] = {
+    "plan": lambda: measure_cluster(1).host_bytes,
+    "plan without a GPU": lambda: 2 * measure_cluster(2).device_bytes,
+    "launch with a stated GPU": lambda: _find_cluster(LAUNCH, launch_settings(LAUNCH), 1).host_bytes,
+    "memory check": lambda: find_room(RESOLVED).host,
+    "big models": lambda: int(get_max_memory()["cpu"]),
+    "log": lambda: round(Meter(1, CPU).read(1, "samples")["memory_available_gb"] * 1e9),
+    "device": lambda: memory_available_bytes(CPU),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's own memory is planned with")
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.usefixtures("job")
+def test_everyone_has_the_jobs_memory(user: str) -> None:
+    """What can be had is the job's, not the node's, whoever asks."""
+    assert USERS[user]() == memory.available_cpu_memory() == 48 * GIB
+
+
+@pytest.mark.usefixtures("job")
+def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of doctor, env, the launcher after a kill, and a run that has no memory left."""
+    assert memory.total_cpu_memory() == 64 * GIB
+    findings = {finding.check: finding for finding in examine(document_from_mapping({}, "code"), {}, build=False)}
+    assert findings["host memory"].found.startswith("48 GiB of 64 GiB free")
+    env()
+    assert "host memory   64 GiB" in capsys.readouterr().out
+    assert "(64 GiB here, for all processes together)" in describe_failure(FirstFailure(0, -9))
+    assert "48 GiB can be had" in describe_shortage(MemoryError(), LOOP, CPU, rank=0).headline
+
+
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize(("limit", "total", "left"), [(None, 512, 500), (1000, 512, 500), (8, 8, 0), (100, 100, 90)])
+def test_the_limit_of_the_own_group(
+    version: int, limit: int | None, total: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No limit, one above the machine's memory, one that more is taken of already, and one that counts."""
+    size = None if limit is None else limit * GIB
+    machine(tmp_path, monkeypatch, version, "a", {"a": group(version, size, 12 * GIB, 2 * GIB)})
+    assert memory.total_cpu_memory() == total * GIB
+    assert memory.available_cpu_memory() == left * GIB
+
+
+def test_every_level_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least total and the least rest may be of different groups; above `memory.high` a process is slowed down."""
+    groups = {"a": group(2, 64 * GIB, 60 * GIB), "a/b": group(2, 32 * GIB, 4 * GIB), "": {"memory.stat": "anon 1"}}
+    machine(tmp_path, monkeypatch, 2, "a/b", groups)
+    assert (memory.total_cpu_memory(), memory.available_cpu_memory()) == (32 * GIB, 4 * GIB)
+    (tmp_path / "cgroup/a/b/memory.high").write_text(f"{6 * GIB}\n")
+    assert (memory.total_cpu_memory(), memory.available_cpu_memory()) == (6 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize(("own", "total"), [("docker/c", 16), ("docker/c/job", 8)])
+@pytest.mark.parametrize("version", [2, 1])
+def test_a_container(version: int, own: str, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own group is mounted as the root, while its processes may be told the path on the host."""
+    groups = {"docker/c": group(version, 16 * GIB, GIB), "docker/c/job": group(version, 8 * GIB, GIB)}
+    machine(tmp_path, monkeypatch, version, own, groups, root="docker/c")
+    assert (memory.total_cpu_memory(), memory.available_cpu_memory()) == (total * GIB, (total - 1) * GIB)
+
+
+@pytest.mark.parametrize("own", ["../outside", "gone"])
+def test_a_group_that_cannot_be_seen(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those above it that can be seen count."""
+    machine(tmp_path, monkeypatch, 2, own, {"": group(2, 16 * GIB, GIB)})
+    assert memory.available_cpu_memory() == 15 * GIB
+
+
+def test_the_limit_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -v`: what this process has mapped is taken of it."""
+    mapped = psutil.Process().memory_info().vms
+    limit = mapped + 2**20
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert memory.total_cpu_memory() == min(limit, psutil.virtual_memory().total)
+    assert memory.available_cpu_memory() <= 2**20
+
+
+def test_this_machine() -> None:
+    """Whatever it is, there is something of it left."""
+    assert 0 < memory.available_cpu_memory() < memory.total_cpu_memory() <= psutil.virtual_memory().total
