@@ -27,7 +27,7 @@ COMMANDS = {
     "check-right": ["check", "ds_configs/zero2.yaml"],
     "check-wrong": ["check", "tests/golden/wrong.yaml"],
     "explain-zero2": ["explain", "ds_configs/zero2.yaml", "--accelerator", "cpu", "--world_size", "2"],
-    "plan-7b": "plan --params 7B --gpu A100-80GB --gpus 8 --host_memory 1TB --what_if".split(),
+    "plan-7b": ["plan", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8", "--host_memory", "1TB", "--what_if"],
 }
 
 

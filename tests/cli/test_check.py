@@ -245,17 +245,6 @@ def test_a_terminal_sees_the_line_and_a_mark_under_the_key(check: Check, monkeyp
     assert cut[mark.index("^") : mark.rindex("^") + 1] == '"zero_stag"'
 
 
-def test_another_release(check: Check) -> None:
-    """--deepspeed_version checks for that one; one that is not known is an error."""
-    Path("new.json").write_text('{"zero_optimization": {"stage": 1, "parameter_alignment": true}}')
-    assert check("new.json")[0] == 0
-    code, out, _ = check("--deepspeed_version", "0.19.0", "new.json")
-    assert (code, "added in DeepSpeed 0.19.7" in out) == (2, True)
-    code, _, err = check("--deepspeed_version", "0.1", "new.json")
-    assert (code, "no DeepSpeed release known here" in err) == (2, True)
-    assert "Did you mean 0.17.0?" in check("--deepspeed_version", "0.17", "new.json")[2]
-
-
 @pytest.mark.parametrize("words", [[], ["deepspeed"], ["yaml"]], ids=str)
 def test_the_schemas_are_printed(check: Check, words: list[str]) -> None:
     """As JSON Schemas that are valid themselves; the DeepSpeed one by default."""

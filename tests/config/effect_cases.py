@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_plugin.config.document import RENAMED_KEYS
 from zero_plugin.config.schema import deepspeed_schema, types_of, walk_keys
 from zero_plugin.config.tree import KeyPath
 
@@ -309,7 +310,7 @@ def cases() -> Iterator[Case]:
             continue  # in the items of a list, which are tried together
         if "curriculum_metrics" in path[:-1]:  # which holds metrics by names of the user's
             path = (*path[:4], "seqlen", *path[4:])
-        if "properties" in schema or "x-renamed" in schema or parameter or path[:-1] == ("tensor_parallel", "tp_group"):
+        if "properties" in schema or path in RENAMED_KEYS or parameter or path[:-1] == ("tensor_parallel", "tp_group"):
             continue
         value = other_value(path, schema)
         if value is None:
@@ -337,7 +338,7 @@ def _parameters() -> Iterator[Case]:
                 needed = BESIDE.get((kind, name), needed)
                 own = {"type": kind, "params": dict(needed)}
                 value = other_value(path, {**schema, "default": needed.get(name, schema.get("default"))})
-                if value is None or "x-renamed" in schema:
+                if value is None:
                     continue
                 for around, config in _around(section, kind).items():
                     before = {**config, section: own}

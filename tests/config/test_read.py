@@ -223,18 +223,6 @@ def test_a_dict_in_code_reads_like_a_file() -> None:
     assert bare.deepspeed.value("optimizer", "params", "betas") == (0.9, 0.99)
 
 
-def test_an_unknown_deepspeed_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an installed DeepSpeed's keys are not known, a document says as which release it was read."""
-    path = tmp_path / "ds.json"
-    path.write_text('{"steps_per_print": 1}')
-    assert read_document(path).notes == ()
-    monkeypatch.setattr("zero_plugin.config.read.release_note", lambda: "DeepSpeed 0.99 is installed")
-    assert [(note.message, note.severity) for note in read_document(path).notes] == [
-        ("DeepSpeed 0.99 is installed", "note")
-    ]
-    assert read_document(path, "0.19.8").notes == ()
-
-
 @pytest.mark.parametrize(
     ("above", "wanted"),
     [

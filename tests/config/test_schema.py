@@ -7,24 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 
-from zero_plugin.config.document import one_spelling
+from zero_plugin.config.document import RENAMED_KEYS, one_spelling
 from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.config.schema import (
-    KNOWN_RELEASES,
     RETIRED_KEYS,
     deepspeed_schema,
     key_schema,
-    renamed_keys,
     types_of,
     walk_keys,
+    yaml_schema,
 )
-from zero_plugin.config.tree import Origin, Tree
+from zero_plugin.config.tree import KeyPath, Origin, Tree
 
 # section -> the model that DeepSpeed parses it with
 MODELS = {
@@ -177,9 +178,9 @@ def test_sections_are_those_of_the_models(section: str, installed: Mapping[str, 
             continue
         key, full = keys[name], f"{section}.{name}"
         if field != name:
-            assert keys[field]["x-renamed"] == name, full
+            assert RENAMED_KEYS[(*section.split("."), field)] == (*section.split("."), name), full
         assert bool(key.get("deprecated")) == said["deprecated"], full
-        if "x-renamed" in key and said["default"] is None:
+        if (*section.split("."), name) in RENAMED_KEYS and said["default"] is None:
             continue
         if full not in OTHER_TYPES:
             wanted = {tuple(kind) if isinstance(kind, list) else kind for kind in said["kinds"]}
@@ -237,10 +238,11 @@ def test_sections_of_other_shapes(installed: Mapping[str, Any]) -> None:
         name: default for name, default in installed["expert_parallel"].items() if name not in unset
     }
     assert {name: key["default"] for name, key in pipeline.items() if name != "use_reentrant"} == installed["pipeline"]
-    absent, zero = deepspeed_schema()["x-absent"], key_schema(("zero_optimization",))
-    assert zero is not None
-    assert set(absent) == set(installed["removed"])
-    assert set(zero["x-absent"]) == set(installed["removed_of_zero"])
+    removed = {path for path, (message, _) in RETIRED_KEYS.items() if message.startswith("removed in")}
+    assert removed == {
+        *((key,) for key in installed["removed"]),
+        *(("zero_optimization", key) for key in installed["removed_of_zero"]),
+    }
     assert set(installed["read_by_name"]) <= set(deepspeed_schema()["properties"])
 
 
@@ -317,22 +319,27 @@ def test_defaults_that_are_written_out() -> None:
         assert {argument for argument, key in keys.items() if "default" not in key} == needed
 
 
-def test_older_spellings_are_read() -> None:
-    """What the schema calls an older spelling is what reading moves to its present name, and to that name."""
-    for old, new in renamed_keys().items():
-        moved, notes = one_spelling(Tree.from_nested(_nested(old, 1), lambda _: Origin("file", "x")))
-        assert set(moved) == {new}, old
-        assert len(notes) == 1
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items(), ids=lambda path: ".".join(path))
+def test_older_spellings_are_read(old: KeyPath, new: KeyPath) -> None:
+    """Reading moves a value to the present name, and the schema says the same of both names."""
+    moved, notes = one_spelling(Tree.from_nested(_nested(old, 1), lambda _: Origin("file", "x")))
+    assert set(moved) == {new}
+    assert len(notes) == 1
+    told, key, present = {"description", "deprecated"}, key_schema(old), key_schema(new)
+    assert key is not None
+    assert present is not None
+    if len(old) == len(new):
+        assert {k: v for k, v in key.items() if k not in told} == {k: v for k, v in present.items() if k not in told}
 
 
 def _nested(path: tuple[str, ...], value: Any) -> dict[str, Any]:
     return {path[0]: _nested(path[1:], value) if path[1:] else value}
 
 
-@pytest.mark.parametrize("release", [KNOWN_RELEASES[0], "0.18.4", KNOWN_RELEASES[-1]])
-def test_schema_is_a_schema(release: str) -> None:
-    """It is valid itself, its defaults are legal, and each key says what it is for."""
-    schema = deepspeed_schema(release)
+def test_schema_is_a_schema() -> None:
+    """It is valid itself, names the release that it describes, its defaults are legal, each key says what it is for."""
+    schema = deepspeed_schema()
+    assert schema["title"] == f"DeepSpeed {version('deepspeed').split('+')[0]} configuration"
     jsonschema.Draft202012Validator.check_schema(schema)
     checked = 0
     for path, key in walk_keys(schema):
@@ -358,3 +365,31 @@ def test_schema_takes_open_and_commented_fields() -> None:
     sections = [(path, key) for path, key in walk_keys(schema) if "properties" in key]
     assert len(sections) > 40
     assert all(key["additionalProperties"] is False for path, key in sections)
+
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.*"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_are_valid_for_an_editor(path: Path) -> None:
+    """Every shipped configuration satisfies the schema as any JSON Schema validator reads it, and a typo does not."""
+    values = yaml.safe_load(path.read_text())
+    schema = deepspeed_schema() if path.suffix == ".json" else yaml_schema()
+    editor = jsonschema.Draft202012Validator(schema)
+    assert [error.message for error in editor.iter_errors(values)] == []
+    assert not editor.is_valid({**values, "gradient_clippin": 1.0})
+
+
+def test_yaml_schema() -> None:
+    """The YAML's schema is one, describes every key, and takes short fields beside whole sections and open fields."""
+    schema = yaml_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    training = schema["properties"]["deepspeed_config"]["properties"]
+    assert all(key["description"] for key in [*schema["properties"].values(), *training.values()])
+    editor = jsonschema.Draft202012Validator(schema)
+    short = {"zero_stage": 3, "offload_param_device": "cpu", "zero3_init_flag": True, "fp16": {"enabled": "auto"}}
+    assert editor.is_valid({"mixed_precision": "auto", "num_processes": None, "deepspeed_config": short})
+    assert editor.is_valid({"fsdp_config": {}, "_note": 1, "deepspeed_config": {"deepspeed_config_file": "ds.json"}})
+    for wrong in ({"zero_stag": 3}, {"zero_stage": 4}, {"fp16": {"enable": True}}):
+        assert not editor.is_valid({"deepspeed_config": wrong}), wrong
+    assert not editor.is_valid({"num_proceses": 2})

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.check import check_document, find_problems
-from zero_plugin.config.document import Document
 from zero_plugin.config.read import read_document
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError, Problem
@@ -573,13 +572,3 @@ def test_a_file_without_permission() -> None:
     Path("other.json").chmod(0)
     with pytest.raises(ConfigError, match="cannot be read: permission denied"):
         read_document("other.json")
-
-
-def test_an_unknown_release_of_deepspeed() -> None:
-    """Checking for a release that is not known names the nearest one and all that are."""
-    for release, near in {"0.19.88": "0.19.8", "0.18.99": "0.18.9"}.items():
-        with pytest.raises(ConfigError) as caught:
-            check_document(Document(), release)
-        (problem,) = caught.value.problems
-        assert problem.message.startswith(f"{release} is no DeepSpeed release")
-        assert problem.fix.startswith(f"Did you mean {near}?")

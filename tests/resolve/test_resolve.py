@@ -1,13 +1,10 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
 from zero_plugin.config.resolve.draft import holds_auto
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.config.resolve.resolve import list_values, resolve
-from zero_plugin.config.schema import changed_defaults
 from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError
 
@@ -141,17 +138,3 @@ def test_another_optimizer_than_described_is_one_problem(resolved):
     with pytest.raises(ConfigError) as caught:
         resolved({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, optimizer=sgd)
     assert [problem.key for problem in caught.value.problems] == ["optimizer.type"]
-
-
-def test_changed_defaults_are_written_out_where_their_section_is_in_use(resolved):
-    """An upgrade of DeepSpeed changes nothing; a section that is off stays as short as it was."""
-    gpu = MachineFacts("cuda", 1, True, True)
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}
-    tree = resolved(config, machine=gpu).tree
-    entry = tree.get("bf16", "immediate_grad_update")
-    assert (entry.value, entry.origin.reason) == (False, "DeepSpeed 0.17.1 changed its default from true")
-    assert {path for path in changed_defaults() if path not in tree} == {
-        ("zero_optimization", "offload_param", "pin_memory")
-    }
-    off = resolved({"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}, machine=gpu).tree
-    assert [path for path in changed_defaults() if path in off] == [("gradient_clipping",)]

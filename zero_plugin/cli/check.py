@@ -28,7 +28,7 @@ from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspee
 from zero_plugin.config.read import STANDARD_INPUT, parse_file, read_document
 from zero_plugin.config.resolve.draft import holds_auto
 from zero_plugin.config.resolve.resolve import find_hopeless
-from zero_plugin.config.schema import deepspeed_schema, known_release, yaml_schema
+from zero_plugin.config.schema import deepspeed_schema, yaml_schema
 from zero_plugin.errors import ConfigError, Problem, Severity
 
 _SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")
@@ -254,12 +254,6 @@ def check(
     ] = None,
     output: Annotated[_Format, typer.Option("--format", help="How to print what was found.")] = _Format.text,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where there are warnings.")] = False,
-    deepspeed_version: Annotated[
-        str | None,
-        typer.Option(
-            "--deepspeed_version", help="Check for this release; default: the installed one.", metavar="X.Y.Z"
-        ),
-    ] = None,
     print_schema: Annotated[
         bool,
         typer.Option("--print_schema", help="Print the JSON Schema for `deepspeed` (default) or `yaml`, and stop."),
@@ -270,13 +264,12 @@ def check(
     Below a folder, every file that looks like either is read. Exit code: 2 with an error, 1 with --strict and a warning
     (something that is written has no effect, or is read as another value than it looks like), 0 otherwise.
     """
-    known_release(deepspeed_version)
     if print_schema:
-        print(json.dumps(_schema(files or [])(deepspeed_version), indent=1, ensure_ascii=False))
+        print(json.dumps(_schema(files or [])(), indent=1, ensure_ascii=False))
         return
     if not files:
         raise typer.BadParameter("Name a file, a folder, or - for standard input.", param_hint="FILE...")
-    findings = _check_all(files, deepspeed_version)
+    findings = _check_all(files)
     if output is _Format.text and sys.stdout.isatty():
         print_excerpts(findings)
     else:
@@ -288,7 +281,7 @@ def check(
         raise typer.Exit(1)
 
 
-def _check_all(names: list[str], release: str | None) -> Findings:
+def _check_all(names: list[str]) -> Findings:
     files: list[str] = []
     skipped: list[str] = []
     found: list[Problem] = []
@@ -299,7 +292,7 @@ def _check_all(names: list[str], release: str | None) -> Findings:
             data = sys.stdin.buffer.read()
             contents[STANDARD_INPUT] = data.decode("utf-8-sig", "replace")
             files.append(STANDARD_INPUT)
-            found += _problems(STANDARD_INPUT, release, data)
+            found += _problems(STANDARD_INPUT, data)
             continue
         path = Path(name)  # ./a.yaml is a.yaml, also in what is printed
         configs, others = config_files(path) if path.is_dir() else ([path], [])
@@ -310,7 +303,7 @@ def _check_all(names: list[str], release: str | None) -> Findings:
         seen.update(config.resolve() for config in new)
         files += map(str, new)
         skipped += map(str, others)
-        found += [problem for config in new for problem in _problems(str(config), release)]
+        found += [problem for config in new for problem in _problems(str(config))]
     # A JSON that a YAML names is checked with it, and perhaps by itself too.
     problems = list(dict.fromkeys(found))
     order = {file: n for n, file in reversed(list(enumerate(problem.place[0] for problem in problems)))}
@@ -318,10 +311,10 @@ def _check_all(names: list[str], release: str | None) -> Findings:
     return Findings(tuple(dict.fromkeys(files)), tuple(dict.fromkeys(skipped)), tuple(problems), contents)
 
 
-def _problems(file: str, release: str | None, content: bytes | None = None) -> Iterator[Problem]:
+def _problems(file: str, content: bytes | None = None) -> Iterator[Problem]:
     try:
-        document = read_document(file, release, content)
-        problems = find_problems(document, release)
+        document = read_document(file, content)
+        problems = find_problems(document)
     except ConfigError as error:
         yield from error.problems
         return
@@ -348,7 +341,7 @@ def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Pr
     yield from (p for p in hopeless if holds_auto(document.deepspeed.value(*p.key.split("."))))
 
 
-def _schema(words: list[str]) -> Callable[[str | None], Mapping[str, Any]]:
+def _schema(words: list[str]) -> Callable[[], Mapping[str, Any]]:
     name = words[0] if words else "deepspeed"
     if len(words) > 1 or name not in _SCHEMAS:
         raise typer.BadParameter(f"{' '.join(words)}: write deepspeed or yaml.", param_hint="--print_schema")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from zero_plugin.config.amounts import LEAST_MEMORY, read_bytes
-from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document
+from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import (
     COMPILER_KEYS,
     REFUSED_KEYS,
@@ -33,13 +33,9 @@ from zero_plugin.config.rules.sections import check_sections
 from zero_plugin.config.rules.training import check_batch, check_optimizing, check_precision
 from zero_plugin.config.rules.zero import check_offload, check_stages, check_zenflow
 from zero_plugin.config.schema import (
-    KNOWN_RELEASES,
     RETIRED_KEYS,
     RETIRED_OPTIMIZERS,
     deepspeed_schema,
-    key_schema,
-    known_release,
-    renamed_keys,
     types_of,
     walk_keys,
 )
@@ -112,10 +108,6 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
         in_yaml: whether the configuration stands in a launch YAML, with its short fields.
     """
     path, key = found.path, found.path[-1]
-    absent = found.wanted.get("x-absent", {})
-    if key in absent:
-        message, fix = absent[key]
-        return message, fix
     if path in RETIRED_KEYS:
         return RETIRED_KEYS[path]
     is_top = len(path) == 1
@@ -168,42 +160,33 @@ _MEMORIES: Final = ("gpu_memory", "host_memory")
 _FILE_PLACE: Final = re.compile(r"(.*):(\d+):(\d+)")
 
 
-def check_document(document: Document, release: str | None = None) -> tuple[Problem, ...]:
+def check_document(document: Document) -> tuple[Problem, ...]:
     """Refuse a document that cannot run as written. `auto` is never a contradiction.
 
     Args:
         document: what was read.
-        release: the DeepSpeed release whose keys count, one of `KNOWN_RELEASES`; by default the installed one.
 
     Returns:
         Warnings and notes, the document's own among them.
 
     Raises:
-        ConfigError: every problem of the document, in the order in which they are written; or the release is not known.
+        ConfigError: every problem of the document, in the order in which they are written.
     """
-    problems = find_problems(document, release)
+    problems = find_problems(document)
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
     return tuple(problems)
 
 
-def find_problems(document: Document, release: str | None = None) -> list[Problem]:
-    """Errors, warnings and notes of a document, in the order in which they are written.
-
-    Args:
-        document: what was read.
-        release: the DeepSpeed release whose keys count, one of `KNOWN_RELEASES`; by default the installed one.
-
-    Raises:
-        ConfigError: the release is not known.
-    """
-    schema = deepspeed_schema(release)
+def find_problems(document: Document) -> list[Problem]:
+    """Errors, warnings and notes of a document, in the order in which they are written."""
+    schema = deepspeed_schema()
     problems = [
         *document.problems,
         *document.notes,
         *_launch_problems(document, schema),
-        *_training_problems(document, known_release(release)),
+        *_training_problems(document, schema),
         *_double_spellings(document),
         *contradictions(document),
     ]
@@ -241,8 +224,7 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             yield Problem(_where(document, (), (name,)), name, "unknown key", explain_launch_key(name, known, schema))
 
 
-def _training_problems(document: Document, release: str) -> Iterator[Problem]:
-    schema = deepspeed_schema(release)
+def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
     for found in violations(document.deepspeed, validator(schema)):
         where = _where(document, ("deepspeed",), found.path)
         if found.kind == "unknown":
@@ -252,26 +234,22 @@ def _training_problems(document: Document, release: str) -> Iterator[Problem]:
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
             yield Problem(where, _place(found), "is missing", fix)
         else:
-            yield _wrong_value(found, where, release)
+            yield _wrong_value(found, where)
 
 
 def _double_spellings(document: Document) -> Iterator[Problem]:
-    for old, new in renamed_keys().items():
+    for old, new in RENAMED_KEYS.items():
         if document.deepspeed.has_section(*old):  # reading has moved it to its present name where that was free
             present = dotted(new[len(old) - 1 :])
             fix = f"Delete it; keep {present}."
             yield Problem(_where(document, ("deepspeed",), old), dotted(old), f"stands beside {present}", fix)
 
 
-def _wrong_value(found: Violation, where: str, release: str = KNOWN_RELEASES[-1]) -> Problem:
+def _wrong_value(found: Violation, where: str) -> Problem:
     text = str(found.value).lower()
     if found.path == ("optimizer", "type") and text in RETIRED_OPTIMIZERS:
         return Problem(where, _place(found), f"{show(found.value)} is not supported", RETIRED_OPTIMIZERS[text])
     options = [o for branch in (found.wanted, *found.wanted.get("anyOf", ())) for o in branch.get("enum", ())]
-    newest = key_schema(found.path, release=KNOWN_RELEASES[-1]) if release != KNOWN_RELEASES[-1] else None
-    if newest is not None and not found.index and validator(newest).is_valid(found.value):
-        message = f"{show(found.value)} is legal in DeepSpeed {KNOWN_RELEASES[-1]}, but not in {release}"
-        return Problem(where, _place(found), message, f"Write {legal(found.wanted)}.")
     if example := _as_section(found):
         return Problem(where, _place(found), f"{show(found.value)} is not legal here", f"Write {example}.")
     near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -45,18 +45,10 @@ LAUNCH_FIELDS: Final = (
 )
 
 
-def _device(offload: Any) -> Any:
-    return {True: "cpu", False: "none"}.get(offload, offload) if isinstance(offload, bool) else offload
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-# Spellings that DeepSpeed 0.19 still takes for another key: fields' names behind their aliases, and deprecated keys.
-_OTHER_SPELLINGS: Final[Mapping[KeyPath, tuple[KeyPath, Callable[[Any], Any]]]] = {
+# Spellings that DeepSpeed still takes for another key: fields' names behind their aliases, and deprecated keys.
+RENAMED_KEYS: Final[Mapping[KeyPath, KeyPath]] = {
     **{
-        (_ZERO, name): ((_ZERO, f"stage3_{name}"), _same)
+        (_ZERO, name): (_ZERO, f"stage3_{name}")
         for name in (
             "prefetch_bucket_size",
             "param_persistence_threshold",
@@ -69,17 +61,15 @@ _OTHER_SPELLINGS: Final[Mapping[KeyPath, tuple[KeyPath, Callable[[Any], Any]]]] 
             "allgather_sequential",
         )
     },
-    (_ZERO, "stage3_gather_fp16_weights_on_model_save"): (
-        (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
-        _same,
-    ),
-    ("aio", "thread_count"): (("aio", "intra_op_parallelism"), _same),
-    (_ZERO, "cpu_offload"): ((_ZERO, "offload_optimizer", "device"), _device),
-    (_ZERO, "cpu_offload_param"): ((_ZERO, "offload_param", "device"), _device),
-    ("tensor_parallel", "tensor_parallel"): (("tensor_parallel", "tp"), _same),
-    ("tensor_parallel", "replace_with_kernel_inject"): (("tensor_parallel", "kernel_inject"), _same),
-    ("bfloat16",): (("bf16",), _same),
+    (_ZERO, "stage3_gather_fp16_weights_on_model_save"): (_ZERO, "stage3_gather_16bit_weights_on_model_save"),
+    ("aio", "thread_count"): ("aio", "intra_op_parallelism"),
+    (_ZERO, "cpu_offload"): (_ZERO, "offload_optimizer", "device"),
+    (_ZERO, "cpu_offload_param"): (_ZERO, "offload_param", "device"),
+    ("tensor_parallel", "tensor_parallel"): ("tensor_parallel", "tp"),
+    ("tensor_parallel", "replace_with_kernel_inject"): ("tensor_parallel", "kernel_inject"),
+    ("bfloat16",): ("bf16",),
 }
+_DEVICES: Final = {True: "cpu", False: "none"}  # what a switch that became a device stood for
 
 # Of these, the ones that DeepSpeed is giving up: it warns of them, or drops their value.
 _DEPRECATED: Final = (
@@ -113,9 +103,11 @@ def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
         read, value, old = path, entry.value, path
         if path == (_ZERO,) and isinstance(value, bool):  # how a file said it before ZeRO had stages
             read, value = (_ZERO, "stage"), int(value)
-        for other, (new, convert) in _OTHER_SPELLINGS.items():
+        for other, new in RENAMED_KEYS.items():
             if path[: len(other)] == other and not tree.has_section(*new) and not _is_taken(tree, new):
-                read, value, old = new + path[len(other) :], convert(value), other
+                read, old = new + path[len(other) :], other
+                if new[-1] == "device" and isinstance(value, bool):
+                    value = _DEVICES[value]
                 break
         (entries if read == path else moved)[read] = Entry(value, entry.origin)
         if read != path:

@@ -35,7 +35,7 @@ from zero_plugin.config.launch_settings import (
 from zero_plugin.config.overlay import same_value
 from zero_plugin.config.parse_json import looks_like_json, parse_json
 from zero_plugin.config.parse_yaml import MAX_DEPTH, Located, leaves, parse_yaml, sections, syntax_error
-from zero_plugin.config.schema import deepspeed_schema, release_note
+from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted
 from zero_plugin.config.validation import read_as_wanted, show, validator
 from zero_plugin.errors import ConfigError, Problem
@@ -135,30 +135,25 @@ _STAGE_OF_A_FILE: Final = Entry(
 )
 
 
-def read_document(path: str | os.PathLike[str], release: str | None = None, content: bytes | None = None) -> Document:
+def read_document(path: str | os.PathLike[str], content: bytes | None = None) -> Document:
     """Read a launch YAML with Accelerate's keys, or a DeepSpeed JSON by itself; content tells which, not the extension.
 
     Args:
         path: the file.
-        release: the DeepSpeed release whose keys it is read with; by default the installed one.
         content: what the file holds, where that is known, e.g. from standard input; `path` is then only its name.
 
     Returns:
         The document; what was wrong but could be read past is in its `problems`, which `check_document` raises.
 
     Raises:
-        ConfigError: a file cannot be read at all: missing, not text, broken YAML or JSON, not a mapping; or the release
-            is not known.
+        ConfigError: a file cannot be read at all: missing, not text, broken YAML or JSON, not a mapping.
     """
     try:
         file = Path(path)
     except TypeError:
         fix = "Pass the path of a launch YAML or a DeepSpeed JSON, or a dict with either content."
         raise ConfigError([Problem("config", "", f"{show(path)} is neither a path nor a dict", fix)]) from None
-    reading = _Reading("file", release)
-    if release is None and (said := release_note()):
-        fix = "Name a known release: check --deepspeed_version."
-        reading.notes.append(Problem(str(file), "", said, fix, severity="note"))
+    reading = _Reading("file")
     return reading.document(reading.parse(file, content), file)
 
 
@@ -180,7 +175,6 @@ class _Reading:
     """What comes up while the files of one document are read."""
 
     kind: OriginKind
-    release: str | None = None
     problems: list[Problem] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -274,7 +268,7 @@ class _Reading:
 
     def _training_layer(self, tree: Tree) -> Tree:
         tree, moved = one_spelling(tree)
-        tree, read = read_as_wanted(tree, validator(deepspeed_schema(self.release))) if tree else (tree, [])
+        tree, read = read_as_wanted(tree, validator(deepspeed_schema())) if tree else (tree, [])
         self.notes += [*moved, *read]
         return tree
 

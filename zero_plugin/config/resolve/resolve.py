@@ -11,10 +11,9 @@ The DeepSpeed configuration for a script built on Accelerate or on transformers'
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, Draft, deepspeed_default, holds_auto
@@ -22,14 +21,10 @@ from zero_plugin.config.resolve.facts import PLACEMENT, Facts, MachineFacts, Res
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
 from zero_plugin.config.resolve.training import settle_batch, settle_clipping, settle_precision
 from zero_plugin.config.resolve.zero import settle_engine, settle_zero
-from zero_plugin.config.schema import changed_defaults, deepspeed_schema, default_changes, installed_release
+from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, dotted
 from zero_plugin.config.validation import legal, show, validator, violations
 from zero_plugin.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from jsonschema.protocols import Validator
-
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
@@ -53,7 +48,6 @@ def resolve(document: Document, facts: Facts) -> Resolved:
     settle_optimizer(draft)
     settle_scheduler(draft)
     _settle_rest(draft)
-    _write_changed_defaults(draft)
     _check_found(draft)
     return draft.finish()
 
@@ -81,19 +75,9 @@ def _settle_rest(draft: Draft) -> None:
             draft.put(path, default[0], "no rule fills it", "default")
 
 
-def _write_changed_defaults(draft: Draft) -> None:
-    """Write out, in sections that are in use, what DeepSpeed's releases have changed the default of."""
-    for path in changed_defaults() if draft.on_deepspeed else ():
-        section, default = path[:-1], deepspeed_default(path)
-        in_use = draft.value(*section, "enabled") or draft.value(*section, "device", default="none") != "none"
-        if in_use and path not in draft.tree and default is not None:
-            release, before = default_changes(path)[-1]
-            draft.put(path, default[0], f"DeepSpeed {release} changed its default from {show(before)}", "default")
-
-
 def _check_found(draft: Draft) -> None:
     """Hold what the rules took from the loop to the same schema as what was typed."""
-    for found in violations(draft.tree, _validator(installed_release())):
+    for found in violations(draft.tree, validator(deepspeed_schema())):
         entry = draft.tree.get(*found.path)
         if entry is None or entry.origin.typed_by_user:
             continue
@@ -103,11 +87,6 @@ def _check_found(draft: Draft) -> None:
         else:
             message = f"{show(found.value)} is not legal here: {entry.origin.reason}."
             draft.refuse(found.path, message, f"Give {legal(found.wanted)}.")
-
-
-@functools.cache
-def _validator(release: str) -> Validator:
-    return validator(deepspeed_schema(release))
 
 
 def find_hopeless(

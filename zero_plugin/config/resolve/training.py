@@ -167,7 +167,6 @@ def settle_precision(draft: Draft) -> None:
     if draft.on_deepspeed and not on and not all(typed.values()) and (asked is None or asked.value is AUTO):
         _check_halves(draft, precision)
     if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):
-        # Written out because DeepSpeed 0.19.3 changed it from false.
         draft.put(("bf16", "check_grad_overflow"), True, "a step with non-finite gradients is skipped", "default")
 
 

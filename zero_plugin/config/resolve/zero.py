@@ -175,7 +175,6 @@ def _settle_without_engine(draft: Draft) -> None:
 
 def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload_param"]) -> None:
     if draft.is_unsettled(_ZERO, offload, "pin_memory"):
-        # Written out because DeepSpeed 0.19.5 changed it from false.
         cuda = draft.facts.machine.accelerator == "cuda"
         why = "pinned memory makes copies to the GPU asynchronous" if cuda else "there is no GPU to copy to"
         draft.put((_ZERO, offload, "pin_memory"), cuda, why)
