@@ -188,7 +188,7 @@ def facts_for(document: Document) -> Facts:
     open_arguments = {"lr": 1e-4} if training.value("optimizer", "params", "lr") is AUTO else {}
     return Facts(
         loop=LoopFacts(micro or (total or 4 * processes) // (processes * (steps or 1)), "the loader's batch_size"),
-        machine=MachineFacts("cuda", processes, bf16=True, fp16=True, deepspeed_version="0.19.8"),
+        machine=MachineFacts("cuda", processes, bf16=True, fp16=True),
         model=ModelFacts(1024, "model.config.hidden_size", largest_parameter=50_000_000, parameters=350_000_000),
         optimizer=OptimizerFacts(given=open_arguments, placeholder=True),
         scheduler=SchedulerFacts(placeholder=True, total_num_steps=1000, warmup_num_steps=100),

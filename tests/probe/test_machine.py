@@ -1,5 +1,3 @@
-from importlib.metadata import version
-
 import pytest
 import torch
 
@@ -7,10 +5,10 @@ from zero_plugin.plan.run_facts import probe_machine
 
 
 def test_this_machine():
-    """The device that torch sees, and the installed DeepSpeed."""
+    """The device that torch sees, and as many processes as were named."""
     facts = probe_machine(processes=3)
     assert facts.accelerator == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert (facts.processes, facts.deepspeed_version) == (3, version("deepspeed"))
+    assert facts.processes == 3
 
 
 @pytest.mark.parametrize(("kind", "fp16"), [("cpu", False), ("xla", False), ("cuda", True)])

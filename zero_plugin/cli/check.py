@@ -1,7 +1,5 @@
 """`zero-plugin check`: every problem of configuration files, located.
 
-`zero-plugin check`: every problem of configuration files, located.
-
 What a check found, as text, as text with excerpts in colour, as JSON, and as GitHub annotations.
 
 Which files below a folder are launch configs or DeepSpeed configurations.
@@ -14,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -238,9 +236,6 @@ def _is_skipped(folder: Path) -> bool:
     return folder.name.startswith(".") or folder.name in _OTHERS_CODE or (folder / "pyvenv.cfg").exists()
 
 
-_SCHEMAS: Final = {"deepspeed": deepspeed_schema, "yaml": yaml_schema}
-
-
 class _Format(str, Enum):
     text = "text"
     json = "json"
@@ -265,7 +260,7 @@ def check(
     (something that is written has no effect, or is read as another value than it looks like), 0 otherwise.
     """
     if print_schema:
-        print(json.dumps(_schema(files or [])(), indent=1, ensure_ascii=False))
+        print(json.dumps(_schema(files or []), indent=1, ensure_ascii=False))
         return
     if not files:
         raise typer.BadParameter("Name a file, a folder, or - for standard input.", param_hint="FILE...")
@@ -341,8 +336,8 @@ def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Pr
     yield from (p for p in hopeless if holds_auto(document.deepspeed.value(*p.key.split("."))))
 
 
-def _schema(words: list[str]) -> Callable[[], Mapping[str, Any]]:
+def _schema(words: list[str]) -> Mapping[str, Any]:
     name = words[0] if words else "deepspeed"
-    if len(words) > 1 or name not in _SCHEMAS:
+    if len(words) > 1 or name not in ("deepspeed", "yaml"):
         raise typer.BadParameter(f"{' '.join(words)}: write deepspeed or yaml.", param_hint="--print_schema")
-    return _SCHEMAS[name]
+    return yaml_schema() if name == "yaml" else deepspeed_schema()

@@ -1,7 +1,5 @@
 """Everything that is wrong with a document, found together.
 
-Everything that is wrong with a document, found together.
-
 Every contradiction of a document, topic by topic.
 
 What to say of a key that its section does not have: what became of it, where it belongs, what it was meant to be.
@@ -18,11 +16,10 @@ from typing import Any, Final
 from zero_plugin.config.amounts import LEAST_MEMORY, read_bytes
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import (
-    COMPILER_KEYS,
+    LAUNCH_KEYS,
     REFUSED_KEYS,
     REFUSED_VALUES,
     SAYS_NOTHING,
-    WITHOUT_MEANING,
     LaunchSettings,
     compiler_problems,
     launch_schema,
@@ -218,7 +215,7 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             message = f"{show(memory.value)} is {size} bytes, which holds no model"
             yield Problem(memory.origin.where, name, message, "Write the unit too, e.g. 24GiB.")
     yield from compiler_problems(document.launch)
-    known = [*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS, "deepspeed_config"]
+    known = [*LAUNCH_KEYS, "deepspeed_config"]
     for name in dict.fromkeys(path[0] for path in document.launch):
         if name not in known:
             yield Problem(_where(document, (), (name,)), name, "unknown key", explain_launch_key(name, known, schema))

@@ -130,8 +130,8 @@ class DistributedType(str, Enum):
     MULTI_NEURON = "MULTI_NEURON"
 
 
-_TRUE = ("y", "yes", "t", "true", "on", "1")
-_FALSE = ("n", "no", "f", "false", "off", "0")
+TRUE_WORDS = ("y", "yes", "t", "true", "on", "1")
+FALSE_WORDS = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -141,9 +141,9 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         ValueError: another word.
     """
     word = value.lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(f"invalid truth value {value!r}; write one of {', '.join(_TRUE + _FALSE)}")
-    return word in _TRUE if to_bool else int(word in _TRUE)
+    if word not in TRUE_WORDS + FALSE_WORDS:
+        raise ValueError(f"invalid truth value {value!r}; write one of {', '.join(TRUE_WORDS + FALSE_WORDS)}")
+    return word in TRUE_WORDS if to_bool else int(word in TRUE_WORDS)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:

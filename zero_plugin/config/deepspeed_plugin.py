@@ -20,7 +20,7 @@ from zero_plugin.config.hf_deepspeed_config import HfDeepSpeedConfig, parse_conf
 from zero_plugin.config.launch_settings import asks_for_deepspeed, launch_settings
 from zero_plugin.config.overlay import overlay_code, same_value
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted
+from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, dotted
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 
@@ -170,7 +170,11 @@ class DeepSpeedPlugin:
             ConfigError: what was written differs from an explicit value of file or flag; lists every such pair.
         """
         before, now = _as_tree(self._shown), _as_tree(self.deepspeed_config)
-        changed = {p: e.value for p, e in now.entries.items() if p not in before or not _same(before.entries[p], e)}
+        changed = {
+            path: entry.value
+            for path, entry in now.entries.items()
+            if path not in before or not same_value(before.entries[path].value, entry.value)
+        }
         gone = [p for p in before if p not in now and not any(p == q[: len(p)] or q == p[: len(q)] for q in changed)]
         if not changed and not gone:
             return document
@@ -208,10 +212,6 @@ class DeepSpeedPlugin:
 
 def _as_tree(config: dict[str, Any]) -> Tree:
     return Tree.from_nested(config, lambda path: Origin("code", _written(path)))
-
-
-def _same(one: Entry, other: Entry) -> bool:
-    return same_value(one.value, other.value)
 
 
 def _written(path: KeyPath) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.check import check_document
+from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.handover import from_environment
 from zero_plugin.config.overlay import overlay_code
@@ -57,8 +58,6 @@ def _hugging_face_home(environ: Mapping[str, str]) -> Path:
 
 
 _HERE: Final = "the environment"
-_ON: Final = ("1", "true", "yes", "on", "y", "t")
-_OFF: Final = ("0", "false", "no", "off", "n", "f")
 _ZERO: Final = "ACCELERATE_DEEPSPEED_"
 
 # Launch keys, by variable; `no` and `false` are what Accelerate's launcher exports where nothing was asked for.
@@ -94,15 +93,15 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
     refused = [
         Problem(_where(name), "", f"{environ[name]} is not supported", fix)
         for name, fix in _REFUSED.items()
-        if environ.get(name, "").lower() in _ON
+        if environ.get(name, "").lower() in TRUE_WORDS
     ]
     if refused:
         raise ConfigError(refused)
-    on_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _ON
+    on_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in TRUE_WORDS
     launch = {
         key: _read(value)
         for name, key in _LAUNCH.items()
-        if (value := environ.get(name, "")).lower() not in ("", *_OFF)
+        if (value := environ.get(name, "")).lower() not in ("", *FALSE_WORDS)
     }
     wanted = {**_TRAINING, **_DEEPSPEED} if on_deepspeed else _TRAINING
     training = {

@@ -306,6 +306,9 @@ def ignored_keys(launch: Tree) -> list[Problem]:
 COMPILER_KEYS: Final = ("dynamo_config", "dynamo_backend")  # the second alone is an older Accelerate's
 COMPILER_PREFIX: Final = "dynamo_"
 
+# Every key that a launch config may have beside `deepspeed_config`.
+LAUNCH_KEYS: Final = (*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS)
+
 _LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
     "backend": {
         "enum": [

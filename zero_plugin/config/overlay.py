@@ -13,10 +13,7 @@ from typing import Any, Final
 
 from zero_plugin.config.document import SHORT_FIELDS, Document, one_spelling
 from zero_plugin.config.launch_settings import (
-    COMPILER_KEYS,
-    REFUSED_KEYS,
-    WITHOUT_MEANING,
-    LaunchSettings,
+    LAUNCH_KEYS,
     launch_schema,
 )
 from zero_plugin.config.parse_yaml import parse_yaml
@@ -146,7 +143,7 @@ def read_assignments(texts: Iterable[str], flag: str) -> tuple[dict[KeyPath, Any
 def _path(parts: KeyPath) -> KeyPath:
     if len(parts) > 1 and parts[0] in _TRAINING:
         parts = parts[1:]
-    elif parts[0] in {*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS}:
+    elif parts[0] in LAUNCH_KEYS:
         return parts
     if len(parts) == 1 and parts[0] in SHORT_FIELDS:
         return ("deepspeed", *SHORT_FIELDS[parts[0]])

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from zero_plugin.config.choices import DDPCommunicationHookType, DynamoBackend
+from zero_plugin.config.choices import TRUE_WORDS, DDPCommunicationHookType, DynamoBackend
 from zero_plugin.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def _hook_type(argument: str, value: Any) -> DDPCommunicationHookType:
 
 def _is_set(name: str) -> bool:
     value = os.environ.get(f"ACCELERATE_DYNAMO_USE_{name}", "false").strip().lower()
-    return value in ("y", "yes", "t", "true", "on", "1")
+    return value in TRUE_WORDS
 
 
 @dataclass(frozen=True, slots=True)

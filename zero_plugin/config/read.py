@@ -25,9 +25,7 @@ from zero_plugin.config.document import (
     translate_short_fields,
 )
 from zero_plugin.config.launch_settings import (
-    COMPILER_KEYS,
-    REFUSED_KEYS,
-    WITHOUT_MEANING,
+    LAUNCH_KEYS,
     LaunchSettings,
     ignored_keys,
     launch_schema,
@@ -300,7 +298,7 @@ def _is_launch(keys: Mapping[str, Any], path: Path) -> bool:
     """Whether these are Accelerate's launch keys rather than DeepSpeed's; by majority, in doubt by the extension."""
     if _TRAINING in keys:
         return True
-    known = {*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_KEYS, *COMPILER_KEYS, _TRAINING_FILE}
+    known = {*LAUNCH_KEYS, _TRAINING_FILE}
     training = deepspeed_schema()["properties"]
     of_launch = sum(key in known for key in keys)
     of_training = sum(key in training for key in keys)

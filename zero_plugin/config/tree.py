@@ -147,7 +147,7 @@ class Tree:
             node = root
             for part in path[:-1]:
                 node = node.setdefault(part, {})
-            node[path[-1]] = _thaw(entry.value, auto)
+            node[path[-1]] = plain(entry.value, auto)
         return root
 
     @staticmethod
@@ -175,11 +175,12 @@ def freeze(value: Any) -> Any:
     return value
 
 
-def _thaw(value: Any, auto: Any) -> Any:
+def plain(value: Any, auto: Any = "auto") -> Any:
+    """A value of a tree with plain dicts and lists, and with `auto` for AUTO."""
     if value is AUTO:
         return auto
-    if isinstance(value, tuple):
-        return [_thaw(v, auto) for v in value]
     if isinstance(value, Mapping):
-        return {k: _thaw(v, auto) for k, v in value.items()}
+        return {key: plain(child, auto) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(child, auto) for child in value]
     return value

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from zero_plugin.checkpoint.background import BackgroundWriter
 from zero_plugin.config.deepspeed_plugin import Configurations
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
-from zero_plugin.config.resolve.facts import LoopFacts, plain
+from zero_plugin.config.resolve.facts import LoopFacts
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import LoopError
@@ -183,7 +183,7 @@ class PrepareCalls(Joining):
                 schedule, alone=not (models or optimizers), built_before=bool(loaders)
             )
         if self.resolved is not None and (models or schedules):
-            self._configurations.show(plain(self.resolved.tree.nested()))
+            self._configurations.show(self.resolved.tree.nested(auto="auto"))
         for model in self._models:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark, which scripts look for
         return tuple(ready.get(id(o), o) for o in objects)

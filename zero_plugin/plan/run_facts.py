@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from zero_plugin.config.packages import installed_version
 from zero_plugin.config.resolve.facts import LoopFacts, MachineFacts
 
 
@@ -93,7 +92,6 @@ def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1
         processes=processes,
         bf16=_computes_in_bf16(kind),
         fp16=kind == "cuda",
-        deepspeed_version=installed_version("deepspeed") or "",
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from zero_plugin.config.tree import AUTO, KeyPath, Tree
+from zero_plugin.config.tree import KeyPath, Tree
 
 Precision = Literal["no", "fp16", "bf16"]
 StrategyName = Literal["deepspeed", "ddp", "single", "xla"]
@@ -104,14 +104,12 @@ class MachineFacts:
         processes: data-parallel world size.
         intended: processes that the run is meant to have, where it goes on with fewer; 0: as many as there are.
         bf16, fp16: whether the device computes in these types (under DeepSpeed, for fp16).
-        deepspeed_version: installed version, "" where DeepSpeed is absent.
     """
 
     accelerator: Literal["cpu", "cuda", "xla"] = "cpu"
     processes: int = 1
     bf16: bool = True
     fp16: bool = False
-    deepspeed_version: str = ""
     intended: int = 0
 
     @property
@@ -233,20 +231,8 @@ class Resolved:
         It holds no `scheduler` section: this package builds and steps the schedule itself on every path, and an
         engine that found the section would step a second one.
         """
-        config: dict[str, Any] = plain(self.tree.without("scheduler").nested())
-        return config
+        return self.tree.without("scheduler").nested(auto="auto")
 
     def _params(self, section: str) -> dict[str, Any]:
         params: dict[str, Any] | None = self.tree.section(section).nested().get("params")
         return params or {}
-
-
-def plain(value: Any) -> Any:
-    """A value of a tree as JSON has it; AUTO is `"auto"`."""
-    if value is AUTO:
-        return "auto"
-    if isinstance(value, Mapping):
-        return {key: plain(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(child) for child in value]
-    return value

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from zero_plugin.config.document import SHORT_FIELDS, Document
-from zero_plugin.config.schema import deepspeed_schema
+from zero_plugin.config.schema import key_schema
 from zero_plugin.config.tree import AUTO, Entry
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem, Severity
@@ -43,7 +42,8 @@ class Asked:
         entry = self.entry(key)
         if entry is None or not entry.origin.typed_by_user or entry.value is AUTO:
             return False
-        return entry.value not in (None, "", "none", (), {}) and entry.value != _default(key)
+        wanted = key_schema(tuple(key.split("."))) or {}
+        return entry.value not in (None, "", "none", (), {}) and entry.value != wanted.get("default", AUTO)
 
     def written(self, key: str) -> str:
         """Where a key that is there, or the first key of a section that is, is written."""
@@ -134,11 +134,3 @@ def is_count(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether `value` is a number; a boolean is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _default(key: str) -> Any:
-    """DeepSpeed's default of a key; a value that equals nothing where it has none."""
-    node: Mapping[str, Any] = deepspeed_schema()
-    for part in key.split("."):
-        node = node.get("properties", {}).get(part, {})
-    return node.get("default", AUTO)

@@ -30,7 +30,7 @@ from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride,
 from torch import Tensor, nn
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.resolve.facts import Facts, plain
+from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed.processes import Processes
@@ -68,7 +68,7 @@ class BuildConfig:
         machine = probe_machine("cuda" if self._processes.device.type == "cuda" else "cpu", self._processes.world_size)
         tree = resolve(self._document, Facts(machine=machine, complete=False)).tree
         tree = tree.where(lambda path, entry: path[0] in _READ_BY_INIT and entry.value is not AUTO)
-        config: dict[str, Any] = {**plain(tree.nested()), "train_micro_batch_size_per_gpu": 1}
+        config: dict[str, Any] = {**tree.nested(auto="auto"), "train_micro_batch_size_per_gpu": 1}
         give_own_swap_folders(config, self._processes)
         return config
 
