@@ -199,13 +199,15 @@ HALVES = {"cycle_first_step_size": 2, "cycle_second_step_size": 2}
 BESIDE: Mapping[tuple[str, str], dict[str, Any]] = {
     **{("SGD", name): {"lr": 1e-3, "momentum": 0.9} for name in ("dampening", "nesterov")},
     **{  # falling losses are bad ones
-        ("ReduceLROnPlateau", name): {"mode": "max", "patience": 0} for name in ("mode", "factor", "cooldown")
+        ("ReduceLROnPlateau", name): {"mode": "max", "patience": 0}
+        for name in ("mode", "factor", "cooldown", "patience", "min_lr", "eps")
     },
     ("OneCycle", "decay_step_size"): {**CYCLE, "decay_lr_rate": 0.1, "decay_step_size": 1},
     **{("OneCycle", f"decay_{name}_rate"): {**CYCLE, "decay_step_size": 1} for name in ("lr", "mom")},
     **{("OneCycle", f"cycle_{half}_stair_count"): {**CYCLE, **HALVES} for half in ("first", "second")},
     ("CyclicLR", "gamma"): {"base_lr": 1e-3, "max_lr": 1e-2, "mode": "exp_range"},
-    ("ReduceLROnPlateau", "threshold_mode"): {"threshold": 1.0, "patience": 0},
+    **{("ReduceLROnPlateau", name): {"threshold": 1.0, "patience": 0} for name in ("threshold", "threshold_mode")},
+    **{(kind, "decoupled_weight_decay"): {"lr": 1e-3, "weight_decay": 0.1} for kind in ("NAdam", "RAdam")},
     ("OneCycleLR", "epochs"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
     ("OneCycleLR", "steps_per_epoch"): {"max_lr": 1e-2, "epochs": 2, "steps_per_epoch": 4},
 }
