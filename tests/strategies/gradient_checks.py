@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import tempfile
 import warnings
 from pathlib import Path
@@ -32,11 +34,16 @@ from zero_plugin import Accelerator
 from zero_plugin.config.plugins import GradientAccumulationPlugin
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import ConfigError, LoopError
+from zero_plugin.strategies.deepspeed.mistakes import GradientWatch
 
 
 def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
+    return accelerator.prepare(*_pair())
+
+
+def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make_net()
-    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _trained_plainly(*batches: list[int], values: float | None = None) -> dict[str, Tensor]:
@@ -450,6 +457,214 @@ def check_a_penalty_on_the_weights(path: str) -> None:
         accelerator.backward(loss)
         optimizer.step()
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
+def check_a_penalty_on_the_weights_of_several_models(path: str) -> None:
+    """In one backward of both: as in plain torch; stage 3 refuses it as it does for one model."""
+    plain, other = make_net(), make_net()
+    both = [*plain.parameters(), *other.parameters()]
+    sgd = torch.optim.SGD(both, lr=0.1)
+    joint = loss_of(plain, global_batch(0)) + loss_of(other, global_batch(1))
+    (joint + 0.1 * sum(p.square().sum() for p in both)).backward()
+    sgd.step()
+    with running(path) as accelerator:
+        (one, first), (two, second) = _prepared(accelerator), _prepared(accelerator)
+        loss = loss_of(one, own_batch(0)) + loss_of(two, own_batch(1))
+        loss = loss + 0.1 * sum(p.square().sum() for p in (*one.parameters(), *two.parameters()))
+        if path == "zero3":
+            raised(LoopError, "outside of its forward", "weight_decay", by=lambda: accelerator.backward(loss))
+            return
+        accelerator.backward(loss)
+        first.step()
+        second.step()
+        assert_near(weights(accelerator, one), plain.state_dict(), 1e-5)
+        assert_near(weights(accelerator, two), other.state_dict(), 1e-5)
+
+
+def _clip_norm(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _clip_value(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def _sign(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None if p.grad is None else p.grad.sign()
+
+
+def check_gradients_that_the_script_changes(path: str) -> None:
+    """As under DDP; where ZeRO averages them in the step only, it is said once, and never where nothing is changed."""
+    if path in ("zero2", "zero3", "zero2-cpu"):
+        return  # they have none
+    for change in (_clip_norm, _clip_value, _sign, None):
+        plain = make_net()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
+            model, optimizer = _prepared(accelerator)
+            for i in range(3):
+                loss_of(plain, global_batch(i)).backward()
+                accelerator.backward(loss_of(model, own_batch(i)))
+                if change is not None:
+                    change(plain)
+                    change(accelerator.unwrap_model(model))
+                else:
+                    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                    assert abs(accelerator.clip_grad_norm_(model.parameters(), 0.1) - norm) < 1e-5
+                for one in (sgd, optimizer):
+                    one.step()
+                    one.zero_grad()
+            warned = change is not None and is_zero(path)
+            assert said.getvalue().count("the script has changed p.grad of 4 parameters") == warned
+            if not warned:
+                assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+            else:
+                assert "0.weight" in said.getvalue()
+                assert "accelerator.clip_grad_norm_" in said.getvalue()
+
+
+def check_gradients_that_this_package_changes(path: str) -> None:
+    """A short window's, and those of a shared loss scale: nothing is said of the script."""
+    with contextlib.redirect_stderr(io.StringIO()) as said, running(path, gradient_accumulation_steps=3) as accelerator:
+        data = list(zip(*own_batch(0, 16), strict=True))
+        model, optimizer, loader = accelerator.prepare(*_pair(), torch.utils.data.DataLoader(data, batch_size=1))
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, (x, y)))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert "the script has" not in said.getvalue()
+
+
+def check_gradients_that_hold_the_loss_scale(path: str) -> None:
+    """Under fp16 what the script computes from `p.grad` is otherwise with one process, too."""
+    if path != "single":
+        return  # where fp16 runs there is a GPU: what looks at the gradients is asked by itself
+    for is_scaled in (False, True):
+        net = make_net()
+        watch = GradientWatch(net, list(net.parameters()), stage=1, steps_by_grad=True, scaled=is_scaled)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            loss_of(net, own_batch(0), 1024.0).backward()
+            watch.note()
+            _clip_norm(net)
+            watch.mention_changed()
+        assert said.getvalue().count("the gradient, multiplied by the loss scale") == is_scaled
+        assert "average" not in said.getvalue()
+
+
+def check_weights_perturbed_along_gradients(path: str) -> None:
+    """Sharpness-aware minimisation: as in plain torch under DDP; stages 0 and 1 say once that they do otherwise."""
+    if path in ("zero2", "zero3", "zero2-cpu"):
+        return  # they have no gradients
+
+    def climb(model: nn.Module) -> list[Tensor]:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        steps = [0.05 * g / norm for g in gradients]
+        with torch.no_grad():
+            for p, step in zip(model.parameters(), steps, strict=True):
+                p.add_(step)
+        return steps
+
+    def descend(model: nn.Module, steps: list[Tensor]) -> None:
+        with torch.no_grad():
+            for p, step in zip(model.parameters(), steps, strict=True):
+                p.sub_(step)
+
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        sides: list[tuple[Any, ...]] = [
+            (plain, sgd, lambda loss: loss.backward(), global_batch),
+            (model, optimizer, accelerator.backward, own_batch),
+        ]
+        for i in range(3):
+            for net, one, backward, batch in sides:
+                backward(loss_of(net, batch(i)))
+                steps = climb(net)
+                one.zero_grad()
+                backward(loss_of(net, batch(i)))
+                descend(net, steps)
+                one.step()
+                one.zero_grad()
+        assert said.getvalue().count("between backward() and zero_grad()") == is_zero(path)
+        if not is_zero(path):
+            assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
+def check_a_gradient_set_after_clipping(path: str) -> None:
+    """Stage 0 steps by it, as one device does; the partitioned stages refuse what they would not apply."""
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        own = accelerator.unwrap_model(model)[2].bias
+        accelerator.backward(loss_of(model, own_batch(0)))
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        own.grad = torch.ones_like(own)
+        if path in ("single", "ddp", "zero0"):
+            before = weights(accelerator, model)["2.bias"]
+            optimizer.step()
+            assert_near({"b": weights(accelerator, model)["2.bias"]}, {"b": before - 0.1})
+        else:
+            raised(LoopError, "would not apply it", by=optimizer.step)
+
+
+def check_gradients_that_the_script_clears_itself(path: str) -> None:
+    """By `p.grad = None`: that counts as `zero_grad()`; ZeRO, which has none after a step, says that it cannot know."""
+    with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        for i in range(3):
+            for p in model.parameters():
+                p.grad = None
+            accelerator.backward(loss_of(model, own_batch(i)))
+            optimizer.step()
+        assert_near(weights(accelerator, model), _trained_plainly([0], [1], [2]))
+        if is_zero(path):
+            assert said.getvalue().count("p.grad = None") == accelerator.is_main_process
+        else:
+            assert "zero_grad()" not in said.getvalue()
+
+
+def check_clipping_over_the_optimizers_groups(path: str) -> None:
+    """All of them are all that is trained; stage 3's, which are empty, and a part of them are refused with a reason."""
+    plain = make_net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss_of(plain, global_batch(0)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    sgd.step()
+    with running(path) as accelerator:
+        net = make_net()
+        groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(groups, lr=0.1))
+        accelerator.backward(loss_of(model, own_batch(0)))
+
+        def clip(count: int) -> Tensor:
+            parameters = [p for group in optimizer.param_groups[:count] for p in group["params"]]
+            return accelerator.clip_grad_norm_(parameters, 0.1)
+
+        if path == "zero3":
+            raised(LoopError, "param_groups", "model.parameters()", by=lambda: clip(2))
+            return
+        if is_zero(path):
+            raised(LoopError, "subset", by=lambda: clip(1))
+        assert abs(clip(2) - norm) < 1e-4
+        optimizer.step()
+        assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
+
+
+def check_values_are_not_clipped_over_partitions(path: str) -> None:
+    """`clip_grad_value_` over the optimizer's groups is refused under ZeRO, as over the model's parameters."""
+    with running(path) as accelerator:
+        model, optimizer = _prepared(accelerator)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if is_zero(path):
+            raised(LoopError, "clip_grad_norm_", by=lambda: accelerator.clip_grad_value_(given, 0.01))
+            return
+        accelerator.clip_grad_value_(given, 0.01)
+        optimizer.step()
+        assert_near(weights(accelerator, model), _trained_plainly([0], values=0.01))
 
 
 def check_hooks_on_sums_of_gradients(path: str) -> None:

@@ -20,6 +20,9 @@ from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.window import AccumulationWindow
 
 
+_EMPTY = " It got none at all: at ZeRO stage 3 optimizer.param_groups hold none outside of the step."
+
+
 class GradientCalls:
     """The calls of the facade that concern gradients after, or beside, `backward`."""
 
@@ -122,6 +125,7 @@ class GradientCalls:
             return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type) if here else torch.tensor(float("nan"))
         raise LoopError(
             "clip_grad_norm_ got parameters of no prepared model; pass model.parameters() of the model from prepare()."
+            + ("" if given else _EMPTY)
         )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -138,7 +142,7 @@ class GradientCalls:
         ids = {id(p) for p in given}
         for training in self._trained:
             own: list[Tensor] = [p for p in training.parameters if id(p) in ids]
-            if own and training.optimizer is not None:
+            if training.optimizer is not None and (own or not training.session.whole_gradients):
                 training.optimizer.clip_values(own, clip_value)
         if not self._trained and self._strategy.optimizer_may_follow and self._loose.ends_here:
             torch.nn.utils.clip_grad_value_(given, clip_value)

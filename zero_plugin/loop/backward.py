@@ -83,9 +83,12 @@ def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: 
     try:
         scaled = trainings[0].session.scale_loss(loss)
         torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)
-    except BaseException:
+    except BaseException as error:
         for training in trainings:
             training.session.abandon_backward(reached=training.reached)
+        for training in trainings:
+            if (explained := training.session.explain(error)) is not None:
+                raise explained from error
         raise
     for training in trainings:
         training.session.close_backward(reached=training.reached)

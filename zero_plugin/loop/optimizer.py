@@ -187,8 +187,8 @@ class AcceleratedOptimizer(Optimizer):
         self.acted = self._window.count_step()
         if not self.acted:
             return
-        if not self._is_cleared and not self.waits:
-            self._mention_kept_gradients(is_again=is_again)
+        if not self._is_cleared and isinstance(self.session, Session):
+            self._mention_kept_gradients(is_again=is_again, by_script=self.session.cleared_by_script)
         self._correct()
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
         culprit = self.session.first_nonfinite() if last_chance else None
@@ -313,7 +313,7 @@ class AcceleratedOptimizer(Optimizer):
         """Undo `call_after_step`."""
         self._after_step.remove(call)
 
-    def _mention_kept_gradients(self, *, is_again: bool) -> None:
+    def _mention_kept_gradients(self, *, is_again: bool, by_script: bool | None) -> None:
         """Say once of each kind where plain torch would apply gradients that it has applied before."""
         what = (
             "optimizer.step() was called twice, without a backward() between: the second one applies nothing. Plain "
@@ -322,7 +322,9 @@ class AcceleratedOptimizer(Optimizer):
             else "zero_grad() was not called since the last applied step: its gradients were dropped all the same. "
             "Plain torch adds the next ones to them"
         )
-        if what not in self._mentioned:
+        if not is_again and by_script is None:
+            what += ", unless the script sets each p.grad = None, which ZeRO cannot see: it leaves none after a step"
+        if what not in self._mentioned and (is_again or not by_script):
             self._mentioned.add(what)
             announce(f"{what}. Call optimizer.zero_grad() after each step().")
 

@@ -125,6 +125,9 @@ class Training:
         if not given or len(given) != len(stepped) or not all(map(is_, given, stepped)):  # else model.parameters()
             ids = {id(p) for p in given}
             counted = sum(id(p) in ids for p in stepped)
+            if not counted and not self.session.whole_gradients and self.session.optimizer is not None:
+                stepped = [p for group in self.session.optimizer.param_groups for p in group["params"]]  # partitions
+                counted = sum(id(p) in ids for p in stepped)
             if not counted:
                 return None
             only = None if counted == len(stepped) else list(given)

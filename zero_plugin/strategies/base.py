@@ -105,6 +105,8 @@ class Session(ABC):
         left_out: parameters that get gradients and are in no group of the optimizer.
         step_hooks: that the script has registered on its optimizer, before and after a step, where the optimizer that
             runs does not call them once for each step.
+        cleared_by_script: whether `p.grad` of all was None where a window began after an applied one; None where a step
+            leaves no gradients, so that it cannot be seen.
         failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
         states_stay: whether optimizer states and masters lie in memory, unchanged, from one step to the next.
         leaves_files: whether `close` has files to remove, and is collective.
@@ -118,6 +120,7 @@ class Session(ABC):
     states_stay = True
     leaves_files = False
     before_change: Callable[[], None] | None = None
+    cleared_by_script: bool | None = None
     failed = False
     left_out: Sequence[nn.Parameter] = ()
     step_hooks: tuple[Mapping[int, Any], Mapping[int, Any]] = ({}, {})
@@ -137,6 +140,10 @@ class Session(ABC):
             self.abandon_backward(reached=True)
             raise
         self.close_backward(reached=True)
+
+    def explain(self, error: BaseException) -> LoopError | None:  # noqa: ARG002
+        """What to raise in place of another library's error in a backward; None where that one is clear enough."""
+        return None
 
     @abstractmethod
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:

@@ -126,6 +126,7 @@ class TorchSession(Session):
         self._refuse_failed()
         if not self._has_gradients:
             if self._are_spent:
+                self.cleared_by_script = not self._has_strays()
                 self.drop_gradients()
             elif self._has_strays():
                 raise LoopError(DIRECT_BACKWARD)

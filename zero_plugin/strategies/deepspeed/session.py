@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +26,22 @@ from zero_plugin.strategies.base import (
     FAILED_BACKWARD,
     LATE_BACKWARD,
     LOSS_OF_OTHERS,
-    OWN_GRADIENTS,
     Session,
 )
 from zero_plugin.strategies.deepspeed.gradients import engine_gradients
 from zero_plugin.strategies.deepspeed.leftovers import forget_module, loosen
+from zero_plugin.strategies.deepspeed.mistakes import (
+    GradientWatch,
+    explain_empty_weights,
+    is_looked_at,
+    names_with_hooks,
+    refuse_engine_backward,
+    refuse_engine_step,
+    refuse_frozen,
+    refuse_hooks_on_sums,
+    runs_forward,
+    versions_of,
+)
 from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
 from zero_plugin.strategies.deepspeed.nvme import mend_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
@@ -63,9 +71,6 @@ from zero_plugin.tensors.wrappers import find_leaves
 
 # Weights are gathered this many elements at a time: enough to fill the link, little beside a layer of a large model.
 _GATHER_ELEMENTS = 2**26
-# What torch says where a gradient comes back to a tensor that was empty in the forward.
-_OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
-_LOOKS, _LOOK_EVERY = 10, 100  # steps before which weights are compared with their masters: the first ones, then some
 
 
 class EngineSession(Session):
@@ -108,13 +113,14 @@ class EngineSession(Session):
             self.states_are = "in sub-groups of stage 3, of which the parameter groups do not know"
         # Stage 0 steps by `p.grad`, and stage 1 where it adds up there until it is reduced; else it has been added to
         # sums of the engine's own when the step comes.
-        self._steps_by_grad = engine.zero_optimization_stage() == 0 or not (
-            engine.zero_optimization_stage() > 1
-            or getattr(wrapper, "overlap_comm", False)
-            or getattr(wrapper, "use_grad_accum_attribute", True)
+        stage = engine.zero_optimization_stage()
+        steps_by_grad = stage == 0 or not (
+            stage > 1 or getattr(wrapper, "overlap_comm", False) or getattr(wrapper, "use_grad_accum_attribute", True)
         )
-        self._hooked = [] if self._steps_by_grad else _names_with_hooks(self.module)
-        self._left: list[Tensor | None] = [None for _ in self._trained]  # `p.grad` as the last backward has left it
+        self._hooked = [] if steps_by_grad else names_with_hooks(self.module)
+        self._watch = GradientWatch(
+            self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self._scales
+        )
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
         self._written = False  # the weights, by the script: the masters follow before they are used
@@ -122,7 +128,7 @@ class EngineSession(Session):
         self._watched = (
             list(engine.module.parameters()) if engine.zero_optimization_partition_weights() else self._trained
         )
-        self._versions = _versions(self._watched)
+        self._versions = versions_of(self._watched)
         self._steps = 0  # that were asked for
         self._follows = True  # each weight is the rounding of its master, unless the script has written it
         self._said_lost = False
@@ -146,7 +152,7 @@ class EngineSession(Session):
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
         engine._backward_prologue = self._pass_outputs
         engine._backward_prologue_per_tensor = self._pass_output
-        engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step
+        engine.backward, engine.step = refuse_engine_backward, refuse_engine_step
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
         self._watch_parameters()
@@ -174,17 +180,17 @@ class EngineSession(Session):
             torch.autograd.backward(self.scale_loss(loss), **kwargs)
         except BaseException as error:
             self.abandon_backward(reached=True)
-            if self._fetched and _OF_EMPTY.search(str(error)):
-                raise LoopError(
-                    f"the loss was made of parameters of the {type(self.module).__name__} outside of its forward, "
-                    "where ZeRO stage 3 keeps none of their elements.\nWrite a penalty on weights as the optimizer's "
-                    "weight_decay, or use stage 2."
-                ) from error
+            if (explained := self.explain(error)) is not None:
+                raise explained from error
             raise
         reached = self._passed or self._reaches(loss)
         self.close_backward(reached=reached)
         if self._scales and not reached:
             raise LoopError(LOSS_OF_OTHERS)
+
+    def explain(self, error: BaseException) -> LoopError | None:
+        """See `Session.explain`."""
+        return explain_empty_weights(error, self.module) if self._fetched else None
 
     def _reaches(self, loss: Tensor) -> bool:
         trained = {id(p) for p in self._trained}
@@ -193,7 +199,8 @@ class EngineSession(Session):
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
         """See `Session.open_backward`."""
         self._refuse_failed()
-        self._refuse_hooks_on_sums()
+        if self._micro_batches:
+            refuse_hooks_on_sums(self.module, self._hooked)
         self._passed = False
         self._gradients.before_backward(self._micro_batches)
         self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
@@ -219,8 +226,7 @@ class EngineSession(Session):
         if reached:
             engine.__dict__["_unmanaged_backward_count"] += 1
             self._micro_batches += 1
-            if not self._steps_by_grad:
-                self._left = [p.grad for p in self._trained]
+            self._watch.note()
             if self._finalized:
                 raise LoopError(LATE_BACKWARD)
 
@@ -255,7 +261,8 @@ class EngineSession(Session):
         """See `Session.set_loss_scale`."""
         wrapper = self.engine.optimizer
         if self._micro_batches:
-            self._gradients.scale(scale / wrapper.loss_scale)
+            self.scale_gradients(scale / wrapper.loss_scale)
+            self._watch.note()
         scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
         scaler.cur_scale = scale
 
@@ -288,12 +295,13 @@ class EngineSession(Session):
 
     def scale_gradients(self, factor: float) -> None:
         """See `Session.scale_gradients`."""
+        self._watch.mention_changed()
         self._gradients.scale(factor)
 
     def step(self) -> bool:
         """See `Session.step`."""
         self._refuse_failed()
-        self._refuse_own_gradients()
+        self._watch.refuse_lost(has_gradients=self._micro_batches > 0)
         if not self._micro_batches:
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
@@ -317,13 +325,6 @@ class EngineSession(Session):
         self._start_window()
         return applied
 
-    def _refuse_own_gradients(self) -> None:
-        """Before a step: refuse a `p.grad` that the script has set and that the step would not apply."""
-        if self._steps_by_grad and self._micro_batches:
-            return
-        if any(p.grad is not None and p.grad is not left for p, left in zip(self._trained, self._left, strict=True)):
-            raise LoopError(OWN_GRADIENTS)
-
     def first_nonfinite(self) -> str | None:
         """See `Session.first_nonfinite`."""
         self._finalize()
@@ -331,6 +332,7 @@ class EngineSession(Session):
 
     def drop_gradients(self) -> None:
         """See `Session.drop_gradients`."""
+        self._watch.mention_perturbed()
         if self.failed:
             self._gradients.recover()
             self.failed = False
@@ -386,7 +388,7 @@ class EngineSession(Session):
         """See `Session.take_masters_from_weights`."""
         self._await_copy()
         self._written = False
-        self._versions = _versions(self._watched)
+        self._versions = versions_of(self._watched)
         refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
             refresh()
@@ -399,7 +401,7 @@ class EngineSession(Session):
         """
         if self.optimizer is None:
             return
-        if (versions := _versions(self._watched)) != self._versions:
+        if (versions := versions_of(self._watched)) != self._versions:
             written = [p for p, old, new in zip(self._watched, self._versions, versions, strict=True) if old != new]
             self._versions = versions
             if self.engine.zero_optimization_partition_weights():
@@ -417,7 +419,7 @@ class EngineSession(Session):
         """Before some of the steps: say it once if the script has written weights past autograd, as `p.data` does."""
         steps, self._steps = self._steps, self._steps + 1
         follows, self._follows = self._follows, True
-        if self._said_lost or not follows or not (steps < _LOOKS or steps % _LOOK_EVERY == 0):
+        if self._said_lost or not follows or not is_looked_at(steps):
             return
         if not self._has_masters or self.engine.zero_optimization_partition_weights():  # there p.data is empty
             return
@@ -489,7 +491,7 @@ class EngineSession(Session):
 
     def _note_written(self) -> None:
         self._written = self.optimizer is not None
-        self._versions = _versions(self._watched)
+        self._versions = versions_of(self._watched)
 
     def _note_set_masters(self) -> None:
         self._await_copy()
@@ -512,7 +514,8 @@ class EngineSession(Session):
 
     def _finalize(self) -> None:
         if not self._finalized:
-            self._refuse_frozen()
+            refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
+            self._watch.mention_changed()
             pass_together()
             try:
                 with self._thawed():
@@ -521,24 +524,7 @@ class EngineSession(Session):
                 self.failed = True
                 raise
             self._finalized = True
-
-    def _refuse_frozen(self) -> None:
-        """A parameter that was frozen after its gradient came is stepped, as in torch; one without would be too."""
-        idle = {id(p) for p in self.left_out}
-        frozen = {id(p) for p in self._trained if not p.requires_grad and p.numel() and id(p) not in idle}
-        if not frozen:
-            return
-        named = [(name, p) for name, p in self.module.named_parameters() if id(p) in frozen]
-        still = [name for name, p in named if not self._gradients.has_reached(p)]
-        if still:
-            shown = ", ".join(still[:4]) + (f" and {len(still) - 4} more" if len(still) > 4 else "")
-            raise LoopError(
-                f"{shown} of the {type(self.module).__name__} were frozen after prepare() and got no gradient: under "
-                "ZeRO the optimizer's momentum and weight decay would move them all the same.\n"
-                "Freeze before prepare(). To freeze later: accelerator.free_memory(), then prepare() the model again "
-                "with a new optimizer. A model that is frozen for another model's loss: leave out its optimizer's "
-                "step() then."
-            )
+            self._watch.note_reduced()
 
     @contextmanager
     def _thawed(self) -> Iterator[None]:
@@ -579,15 +565,6 @@ class EngineSession(Session):
             )
         return gradient
 
-    def _refuse_hooks_on_sums(self) -> None:
-        if self._micro_batches and self._hooked:
-            raise LoopError(
-                f"a second backward before the step, where {self._hooked[0]} of the {type(self.module).__name__} has a "
-                "hook of register_post_accumulate_grad_hook(): it is to find the sum of the gradients so far, which "
-                "this ZeRO stage keeps elsewhere.\nChange each backward's gradient by p.register_hook(lambda gradient: "
-                "…), step after each backward, or train without ZeRO."
-            )
-
     def _watch_parameters(self) -> None:
         """Have a backward that was not opened fail in the first parameter that it reaches."""
         wrapper = self.engine.optimizer
@@ -605,21 +582,17 @@ class EngineSession(Session):
             self._hooks.append(p.register_post_accumulate_grad_hook(refuse))
 
     def _refuse_unopened(self, *_: Tensor) -> None:
-        if not self.engine.__dict__["_running_engine_backward"] and not _runs_forward(self.engine):
+        if not self.engine.__dict__["_running_engine_backward"] and not runs_forward(self.engine):
             self.failed = True
             raise LoopError(DIRECT_BACKWARD)
 
     def _start_window(self) -> None:
-        self._left = [None for _ in self._trained]
         for p in self.left_out:
             p.grad = None
         self._micro_batches = 0
         self._finalized = False
         self._gradients.begin_window()
-
-
-def _versions(parameters: Iterable[Tensor]) -> list[int]:
-    return [p._version for p in parameters]
+        self._watch.begin_window()
 
 
 def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -627,23 +600,6 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     with zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         for name, tensor in batch:
             yield name, tensor.detach()
-
-
-def _runs_forward(engine: Any) -> bool:
-    """Whether a forward of the engine runs: a function in it may make gradients by itself, of a loss in tiles, say."""
-    for frame in sys._current_frames().values():  # a device's gradients come in a thread of their own
-        inner: FrameType | None = frame
-        while inner is not None:
-            if inner.f_code.co_name == "forward" and inner.f_locals.get("self") is engine:
-                return True
-            inner = inner.f_back
-    return False
-
-
-def _names_with_hooks(module: nn.Module) -> list[str]:
-    """Of parameters that have, beside DeepSpeed's own, a hook after each gradient."""
-    hooks = ((name, getattr(p, "_post_accumulate_grad_hooks", None)) for name, p in module.named_parameters())
-    return [name for name, own in hooks if own is not None and len(own) > 1]
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
@@ -654,11 +610,3 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
         return engine
 
     return call
-
-
-def _refuse_engine_backward(*_: Any, **__: Any) -> NoReturn:
-    raise LoopError(DIRECT_BACKWARD.replace("loss.backward()", "model.backward(loss)"))
-
-
-def _refuse_engine_step(*_: Any, **__: Any) -> NoReturn:
-    raise LoopError("model.step() was called; call optimizer.step() of the optimizer from prepare().")
