@@ -38,7 +38,7 @@ ROWS = [
     Row(
         "loss.backward() on an engine",
         ENGINE,
-        '        if not self.engine.__dict__["_running_engine_backward"] and not _runs_forward(self.engine):',
+        '        if not self.engine.__dict__["_running_engine_backward"] and not runs_forward(self.engine):',
         "        if False:",
         checks("loop", "direct_backward_is_refused", "zero0", "zero1", "zero2", "zero3"),
         "DID NOT RAISE",
@@ -46,7 +46,7 @@ ROWS = [
     Row(
         "model.backward() and model.step() of an engine",
         ENGINE,
-        "        engine.backward, engine.step = _refuse_engine_backward, _refuse_engine_step\n",
+        "        engine.backward, engine.step = refuse_engine_backward, refuse_engine_step\n",
         "",
         joint_checks("together", "what_prepare_refuses", "zero2"),
         "accelerator.backward(loss)",

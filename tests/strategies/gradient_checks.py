@@ -610,6 +610,24 @@ def check_a_gradient_set_after_clipping(path: str) -> None:
             raised(LoopError, "would not apply it", by=optimizer.step)
 
 
+def check_gradients_that_are_left_behind(path: str) -> None:
+    """In bf16 stage 1 leaves in `p.grad` what it has added up elsewhere: a change of it is refused."""
+    if path != "zero1":
+        return
+    with running(path, mixed_precision="bf16") as accelerator:
+        model, optimizer = _prepared(accelerator)
+        for change in (_clip_norm, _clip_value, _sign):
+            accelerator.backward(loss_of(model, own_batch(0)))
+            assert all(p.grad is not None for p in model.parameters())
+            change(accelerator.unwrap_model(model))
+            raised(LoopError, "accelerator.clip_grad_norm_()", "register_hook", by=optimizer.step)
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, own_batch(0)))
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def check_gradients_that_the_script_clears_itself(path: str) -> None:
     """By `p.grad = None`: that counts as `zero_grad()`; ZeRO, which has none after a step, says that it cannot know."""
     with contextlib.redirect_stderr(io.StringIO()) as said, running(path) as accelerator:

@@ -49,7 +49,8 @@ class GradientWatch:
 
     Stages 0 and 1 step by `p.grad`, but average it over the processes in the step only: to average it in the backward
     as well, as DDP does, stage 1 would have to send all gradients twice. So what a script computes from it may be
-    otherwise than under DDP, and is warned of once. At other stages `p.grad` is None, and what is set there is lost.
+    otherwise than under DDP, and is warned of once. At other stages `p.grad` is None, or in bf16 at stage 1 what was
+    added up elsewhere before: what is set or written there is lost.
 
     Args:
         module: the user's own.
@@ -66,28 +67,30 @@ class GradientWatch:
         self._steps_by_grad = steps_by_grad
         self._is_partial, self._is_scaled = dist.get_world_size() > 1, scaled
         self._is_reduced = False  # the window's gradients, into partitions
-        self._left: Sequence[Tensor | None] = [None] * len(trained)  # `p.grad` as the last backward has left it
-        self._seen: tuple[list[Tensor | None], list[int], list[int]] | None = None  # it, its versions, the weights'
+        # `p.grad` as the last backward has left it, with its version; where a change is warned of, the weights' too.
+        self._left: list[tuple[Tensor | None, int]] = []
+        self._seen: tuple[list[tuple[Tensor | None, int]], list[int]] | None = (
+            None  # the same, and the weights' versions
+        )
         self._windows = 0
         self._said: set[str] = set()
 
     def note(self) -> None:
         """A backward has run, or this package has changed the gradients."""
         if not self._steps_by_grad:
-            self._left = [p.grad for p in self._trained]
+            self._left = self._gradients()
         elif (self._is_partial or self._is_scaled) and is_looked_at(self._windows):
-            gradients = [p.grad for p in self._trained]
-            self._seen = (gradients, _versions_of_some(gradients), versions_of(self._trained))
+            self._seen = (self._gradients(), versions_of(self._trained))
 
     def note_reduced(self) -> None:
         """The gradients were reduced: at stage 0 they stay in `p.grad`, where the step finds them."""
-        if self._stage > 0:
+        if self._steps_by_grad and self._stage > 0:
             self._is_reduced = True
-            self._left = [p.grad for p in self._trained]
+            self._left = self._gradients()
 
     def begin_window(self) -> None:
         """The window's gradients were applied, or dropped."""
-        self._left, self._seen, self._is_reduced = [None] * len(self._trained), None, False
+        self._left, self._seen, self._is_reduced = [], None, False
         self._windows += 1
 
     def refuse_lost(self, *, has_gradients: bool) -> None:
@@ -97,35 +100,35 @@ class GradientWatch:
             has_gradients: whether a backward of the window has reached the model.
 
         Raises:
-            LoopError: the script has set a `p.grad` that the step would not apply.
+            LoopError: the script has set or written a `p.grad` that the step would not apply.
         """
         if self._steps_by_grad and has_gradients and not self._is_reduced:
             return
-        if any(p.grad is not None and p.grad is not left for p, left in zip(self._trained, self._left, strict=True)):
-            raise LoopError(OWN_GRADIENTS)
+        left = self._left or [(None, -1)] * len(self._trained)
+        for (now, version), (before, known) in zip(self._gradients(), left, strict=True):
+            if now is not None and (now is not before or version != known):
+                raise LoopError(OWN_GRADIENTS)
 
     def mention_changed(self) -> None:
         """Before this package changes or reduces the gradients of the window: say it if the script has changed them."""
         if self._seen is None:
             return
-        (gradients, versions, _), self._seen = self._seen, None
-        now = [p.grad for p in self._trained]
-        changed = [new is not old for new, old in zip(now, gradients, strict=True)]
-        written = [new != old for new, old in zip(_versions_of_some(now), versions, strict=True)]
+        (left, _), self._seen = self._seen, None
+        both = zip(self._gradients(), left, strict=True)
         self._mention(
             "the script has changed p.grad of {0} parameters between backward() and optimizer.step(), e.g. {1}: at "
             f"ZeRO stage {self._stage} that is {self._describe()}. A change by the same factor on every process is "
             "applied as under DDP; clipping, noise, and what is computed from norms or signs are not. To clip, call "
             "accelerator.clip_grad_norm_(model.parameters(), max_norm) in place of torch.nn.utils.clip_grad_norm_; for "
             "anything else train by DDP, with accelerator.unscale_gradients() before it under fp16.",
-            [a or b for a, b in zip(changed, written, strict=True)],
+            [now is not before or version != known for (now, version), (before, known) in both],
         )
 
     def mention_perturbed(self) -> None:
         """Before the gradients are dropped: say it if the script has written weights since they were made."""
         if self._seen is None or not self._is_partial:
             return
-        versions = self._seen[2]
+        versions = self._seen[1]
         self._mention(
             "the script has written into {0} parameters between backward() and zero_grad(), e.g. {1}. If it has used "
             f"p.grad for that, as sharpness-aware minimisation does: at ZeRO stage {self._stage} that is "
@@ -133,6 +136,9 @@ class GradientWatch:
             "average.",
             [new != old for new, old in zip(versions_of(self._trained), versions, strict=True)],
         )
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        return [(None, -1) if (g := p.grad) is None else (g, g._version) for p in self._trained]
 
     def _describe(self) -> str:
         own = "this process' own gradient, before the processes are averaged" if self._is_partial else ""
@@ -222,7 +228,3 @@ def refuse_engine_backward(*_: Any, **__: Any) -> NoReturn:
 def refuse_engine_step(*_: Any, **__: Any) -> NoReturn:
     """In place of the engine's own `step`, past the window."""
     raise LoopError("model.step() was called; call optimizer.step() of the optimizer from prepare().")
-
-
-def _versions_of_some(tensors: Iterable[Tensor | None]) -> list[int]:
-    return [-1 if tensor is None else tensor._version for tensor in tensors]

@@ -261,7 +261,8 @@ class EngineSession(Session):
         """See `Session.set_loss_scale`."""
         wrapper = self.engine.optimizer
         if self._micro_batches:
-            self.scale_gradients(scale / wrapper.loss_scale)
+            self._watch.mention_changed()
+            self._gradients.scale(scale / wrapper.loss_scale)
             self._watch.note()
         scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
         scaler.cur_scale = scale
