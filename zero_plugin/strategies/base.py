@@ -32,9 +32,10 @@ DIRECT_BACKWARD = (
     "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."
 )
 OWN_GRADIENTS = (
-    "the script has set or changed a parameter's grad, and optimizer.step() would not apply it: ZeRO steps by "
+    "the script has changed or set a parameter's grad, and optimizer.step() would not apply it: ZeRO steps by "
     "partitions of what backward() has made.\nClip by accelerator.clip_grad_norm_(). Change gradients where they are "
-    "made, by p.register_hook(lambda gradient: …) before the forward. DDP, one device, stage 0, and stage 1 in fp32 step by a p.grad that is set between backward() and step()."
+    "made, by p.register_hook(lambda gradient: …) before the forward. DDP, one device, stage 0, and stage 1 in fp32 "
+    "step by a p.grad that is set between backward() and step() or clip_grad_norm_()."
 )
 FAILED_BACKWARD = (
     "a backward of this model has failed and left a part of its gradients behind.\n"

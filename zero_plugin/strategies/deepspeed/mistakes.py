@@ -77,7 +77,7 @@ class GradientWatch:
 
     def note(self) -> None:
         """A backward has run, or this package has changed the gradients."""
-        if not self._steps_by_grad:
+        if not self._steps_by_grad or self._is_reduced:
             self._left = self._gradients()
         elif (self._is_partial or self._is_scaled) and is_looked_at(self._windows):
             self._seen = (self._gradients(), versions_of(self._trained))
