@@ -55,7 +55,7 @@ def facts(accelerator: str) -> Facts:
     cuda = accelerator == "cuda"
     return Facts(
         LoopFacts(4, "the training DataLoader's batch_size"),
-        MachineFacts("cuda" if cuda else "cpu", 2, True, cuda, "0.19.8"),
+        MachineFacts("cuda" if cuda else "cpu", 2, True, cuda),
         ModelFacts(512, "model.config.hidden_size", 10**6, 10**8),
         OptimizerFacts(given={"lr": 1e-4}, group_lrs=(1e-4,), placeholder=True),
         SchedulerFacts(True, 100, 10),

@@ -41,7 +41,7 @@ EVERYTHING = {
 }
 FACTS = Facts(
     loop=LoopFacts(4, "the training DataLoader's batch_size"),
-    machine=MachineFacts("cuda", 2, True, True, "0.19.8"),
+    machine=MachineFacts("cuda", 2, True, True),
     model=ModelFacts(512, "model.config.hidden_size", 10**6, 10**8),
     optimizer=OptimizerFacts(given={"lr": 1e-4}, placeholder=True),
     scheduler=SchedulerFacts(True, 100, 10),
