@@ -19,7 +19,6 @@ from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.window import AccumulationWindow
 
-
 _EMPTY = " It got none at all: at ZeRO stage 3 optimizer.param_groups hold none outside of the step."
 
 
