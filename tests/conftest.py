@@ -196,7 +196,7 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def forks() -> multiprocessing.context.ForkServerContext:
+def fork_context() -> multiprocessing.context.ForkServerContext:
     """Starts processes as forks of one that has imported torch and DeepSpeed, which takes seconds of a processor."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cpuinfo", "torch._dynamo", "deepspeed"])
@@ -208,7 +208,7 @@ def forks() -> multiprocessing.context.ForkServerContext:
 
 
 @pytest.fixture
-def run_processes(tmp_path: Path, forks: multiprocessing.context.ForkServerContext) -> Callable[..., list[str]]:
+def run_processes(tmp_path: Path, fork_context: multiprocessing.context.ForkServerContext) -> Callable[..., list[str]]:
     """Run a script as `world` processes, `script STORE RANK WORLD ARGS…`; their outputs, or the failing one's as error.
 
     STORE is a file that `init_process_group(init_method="file://STORE")` meets at: no port is taken. No process
@@ -225,7 +225,7 @@ def run_processes(tmp_path: Path, forks: multiprocessing.context.ForkServerConte
             for rank, log in enumerate(logs):
                 command = [str(script), str(store), str(rank), str(world), *map(str, args)]
                 workers.append(
-                    forks.Process(target=run_as_script, args=(command, environment, str(Path.cwd()), str(log)))
+                    fork_context.Process(target=run_as_script, args=(command, environment, str(Path.cwd()), str(log)))
                 )
                 workers[-1].start()
             stuck, looked = StandStill(*(worker.pid for worker in workers), seconds=seconds), time.monotonic()
