@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import logging
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
@@ -45,6 +46,19 @@ for op in sys.argv[1:]:
 def pytest_configure() -> None:
     """All processes of the tests build C++ ops by one compiler: a build by another is no longer valid for them."""
     os.environ["CXX"] = str(Path(__file__).with_name("quick-g++"))
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """pytest's own log handlers are off the root logger, so that messages appear as they do in a script of a user."""
+    root = logging.getLogger()
+    handlers = root.handlers
+    if "caplog" not in getattr(item, "fixturenames", ()):
+        root.handlers = []
+    try:
+        return (yield)
+    finally:
+        root.handlers = handlers
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,7 @@ from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Loop:
-    """Trainings of two layers each, of which the first may be frozen, looked at as the facade does."""
+    """Trainings of two layers each, of which the first may be frozen, looked at as `Accelerator` does."""
 
     def __init__(self, *, models: int = 1, frozen: bool = False) -> None:
         self.models = [nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(models)]
@@ -36,8 +36,7 @@ class Loop:
             resolved: Any = SimpleNamespace(precision="no")
             self.trainings.append(Training(session, Facts(), resolved, window, trained, sgd, optimizer))
         self.epoch: Any = None
-        self.said: list[str] = []
-        self.looks = FirstSteps(self.trainings, lambda: self.epoch, self.said.append)
+        self.looks = FirstSteps(self.trainings, lambda: self.epoch)
         self.looks.begin()
 
     def backward(self, which: int = 0, *further: nn.Module) -> bool:
@@ -51,6 +50,11 @@ class Loop:
         for index, training in enumerate(self.trainings):
             training.reached = index == which
         return due
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "zero_plugin")
 
 
 def test_the_first_backwards_and_one_in_a_hundred() -> None:
@@ -98,24 +102,25 @@ def test_a_layer_is_replaced() -> None:
         loop.backward()
 
 
-def test_a_loop_that_never_steps_has_no_prepared_loader() -> None:
+def test_a_loop_that_never_steps_has_no_prepared_loader(caplog: pytest.LogCaptureFixture) -> None:
     """It is told so in its hundredth backward, or at the end, once; not after the backwards of one step."""
     loop = Loop()
     for _ in range(300):
         loop.backward()
-    loop.looks.say_if_none()
-    assert len(loop.said) == 1
-    assert "optimizer.step() was never called" in loop.said[0]
+    loop.looks.warn_if_none()
+    assert len(caplog.messages) == 1
+    assert "optimizer.step() was never called" in caplog.messages[0]
+    caplog.clear()
     short = Loop()
     short.backward()
-    short.looks.say_if_none()
-    assert not short.said
+    short.looks.warn_if_none()
+    assert not caplog.messages
     short.backward()
-    short.looks.say_if_none()
-    assert len(short.said) == 1
+    short.looks.warn_if_none()
+    assert len(caplog.messages) == 1
 
 
-def test_a_loop_that_steps_is_told_nothing() -> None:
+def test_a_loop_that_steps_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Also where the step is inside a window."""
     loop = Loop()
     for _ in range(3):
@@ -124,23 +129,23 @@ def test_a_loop_that_steps_is_told_nothing() -> None:
     assert loop.trainings[0].optimizer is not None
     loop.trainings[0].window.count_backward()
     loop.trainings[0].optimizer.step()
-    loop.looks.say_if_none()
-    assert not loop.said
+    loop.looks.warn_if_none()
+    assert not caplog.messages
 
 
-def test_several_losses_of_the_first_batch() -> None:
+def test_several_losses_of_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     """Two backwards before the first step, as in a GAN's critic, are no loop that never steps; an epoch of them is."""
     loop = Loop()
     loop.epoch = SimpleNamespace(position=0, end_of_dataloader=False)
     for _ in range(3):
         loop.backward()
-    assert not loop.said
+    assert not caplog.messages
     loop.epoch.position = 1
     loop.backward()
-    assert not loop.said
+    assert not caplog.messages
     loop.epoch.position = 0
     loop.backward()
-    assert "optimizer.step() was never called" in loop.said[0]
+    assert "optimizer.step() was never called" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("change", ["layer", "parameter", "inside"])

@@ -46,19 +46,21 @@ NAMES = [
 
 ACCELERATOR = """
     accumulate autocast autocast_handler backward broadcast check_trigger clear clip_grad_norm_ clip_grad_value_
-    ddp_handler deepspeed_config deepspeed_plugin deepspeed_plugins dispatch_batches end_training even_batches
-    fp8_backend free_memory gather gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps
+    dataloader_config ddp_handler deepspeed_config deepspeed_plugin deepspeed_plugins device device_placement
+    dispatch_batches distributed_type document end_training even_batches fp8_backend free_memory gather
+    gather_for_metrics get_state_dict get_tracker gradient_accumulation_plugin gradient_accumulation_steps
     has_lomo_optimizer init_handler init_model init_trackers is_composable_parallelism_enabled is_fsdp2
-    is_last_process is_local_main_process is_main_process join_uneven_inputs load_state local_main_process_first
-    load_weights local_process_index log logging_dir lomo_backward main_process_first maybe_context_parallel metrics
-    mixed_precision multi_device native_amp no_sync non_blocking num_processes on_last_process on_local_main_process
-    on_local_process on_main_process on_process optimizer_step_was_skipped pad_across_processes parallelism_config
-    prepare prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index profile
-    profile_handler project_dir reduce register_for_checkpointing register_load_state_pre_hook
-    register_save_state_pre_hook resume save save_iteration save_model save_state scaler scaler_handler set_trigger
-    should_save_model skip_first_batches split_batches split_between_processes stop_requested sync_gradients
-    torch_device_mesh trigger_sync_in_backward unscale_gradients unwrap_model use_distributed use_seedable_sampler
-    use_stateful_dataloader verify_device_map wait_for_everyone wait_for_save whole_weights
+    is_last_process is_local_main_process is_main_process join_uneven_inputs load_state load_weights
+    local_main_process_first local_process_index log logging_dir lomo_backward main_process_first
+    maybe_context_parallel metrics mixed_precision multi_device native_amp no_sync non_blocking num_processes
+    on_last_process on_local_main_process on_local_process on_main_process on_process optimizer_step_was_skipped
+    pad_across_processes parallelism_config prepare prepare_data_loader prepare_model prepare_optimizer
+    prepare_scheduler print process_index profile profile_handler project_configuration project_dir reduce
+    register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook resolved resume rng_types
+    save save_iteration save_model save_state scaler scaler_handler set_trigger should_save_model skip_first_batches
+    split_batches split_between_processes step_scheduler_with_optimizer stop_requested sync_gradients
+    torch_device_mesh trackers trigger_sync_in_backward unscale_gradients unwrap_model use_distributed
+    use_seedable_sampler use_stateful_dataloader verify_device_map wait_for_everyone wait_for_save whole_weights
 """
 
 
@@ -78,7 +80,7 @@ def test_the_accelerators_names() -> None:
 
 
 def test_importing_is_lazy() -> None:
-    """`import zero_plugin` loads neither torch nor DeepSpeed, and a placeholder does not load the facade."""
+    """`import zero_plugin` loads neither torch nor DeepSpeed, and a placeholder does not load `Accelerator`."""
     code = """
 import sys, zero_plugin
 heavy = [m for m in ("torch", "deepspeed", "numpy", "pydantic", "rich", "yaml") if m in sys.modules]

@@ -37,7 +37,7 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise LoopError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}; write 1 or more.")
-        session = accelerator._session_of(model)
+        session = accelerator._prepared.session_of(model)
         if session is None:
             raise LoopError("LocalSGD got a model that is not prepared; pass what accelerator.prepare() returned.")
         if not session.whole_gradients:

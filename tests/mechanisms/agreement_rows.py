@@ -109,7 +109,7 @@ ROWS = [
     ),
     Row(
         "an early end is met",
-        "accelerator.py",
+        "loop/run.py",
         '    @collective("end_training", meets=True)\n',
         "",
         (f"{AGREEMENT}::test_more_steps_on_one_process[ddp:more_steps]",),
@@ -127,8 +127,8 @@ ROWS = [
     ),
     Row(
         "a script's end is the training's",
-        "accelerator.py",
-        "        self._at_exit = call_at_exit(self)",
+        "loop/run.py",
+        "        self._at_exit = call_at_exit(self.end)",
         "        self._at_exit = lambda: None",
         (f"{AGREEMENT}::test_more_steps_on_one_process[ddp:more_steps]",),
         "[1, 1]",

@@ -62,8 +62,8 @@ ROWS = [
     ),
     Row(
         "prepare twice",
-        "facade/prepare.py",
-        "        known = any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self._trainings)\n",
+        "loop/prepared.py",
+        "        known = any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self.trainings)\n",
         "        known = False\n",
         checks("loop", "prepare_refuses", "ddp", "zero2"),
         "prepared already",
@@ -95,7 +95,7 @@ ROWS = [
     Row(
         "a loop that expects backward to step",
         "loop/backward.py",
-        "        if self._said or asked or self._backwards",
+        "        if self._logged or asked or self._backwards",
         "        if True or self._said or asked or self._backwards",
         joint_checks("together", "a_loop_that_never_steps", "ddp", "zero2"),
         "optimizer.step() was never called",

@@ -44,7 +44,7 @@ ROWS = [
     ),
     Row(
         "after load_state a window begins",
-        "facade/restoring.py",
+        "loop/checkpoints.py",
         "training.window.begin()",
         "training.window.restart()",
         checks("checkpoint", "back_in_the_same_run", "ddp"),
@@ -61,8 +61,8 @@ ROWS = [
     ),
     Row(
         "a save waits for the one before",
-        "facade/checkpoints.py",
-        "        self._background.wait()\n        target = ",
+        "loop/checkpoints.py",
+        "        self._run.background.wait()\n        target = ",
         "        target = ",
         checks("asynchronous", "one_at_a_time", "single"),
         "one at a time",
@@ -70,9 +70,9 @@ ROWS = [
     ),
     Row(
         "load_state waits for a save",
-        "facade/restoring.py",
-        "        self._background.wait()\n",
-        "",
+        "loop/checkpoints.py",
+        "        self._run.background.wait()\n        place = on_main(lambda: self._find_checkpoint(input_dir))\n",
+        "        place = on_main(lambda: self._find_checkpoint(input_dir))\n",
         checks("asynchronous", "holds_what_a_synchronous_one_holds", "single"),
         "does not exist",
         processes=1,

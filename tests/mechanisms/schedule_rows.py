@@ -69,7 +69,7 @@ ROWS = [
     Row(
         "the rates are told at start",
         "loop/prepare.py",
-        "    if line is not None:\n        say(line)\n",
+        "    if line is not None:\n        _log.info(line)\n",
         "",
         checks("schedule", "rates_and_lengths_are_told", "ddp", "zero2"),
         "rates: 0 lines",
@@ -102,7 +102,7 @@ ROWS = [
     ),
     Row(
         "a loop that ends before the schedule is told",
-        "accelerator.py",
+        "loop/run.py",
         "training.describe_end()",
         "()",
         checks("schedule", "rates_and_lengths_are_told", "single", "ddp", "zero2"),

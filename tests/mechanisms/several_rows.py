@@ -125,7 +125,7 @@ ROWS = [
     ),
     Row(
         "clipping is of one model",
-        "facade/gradients.py",
+        "loop/training_loop.py",
         "            if len(owners) > 1:",
         "            if False:",
         joint_checks("together", "clipping_is_of_one_model", "ddp", "zero2"),

@@ -85,6 +85,6 @@ def test_a_run_tells_it_after_its_second_step(capsys: pytest.CaptureFixture[str]
         optimizer.step()
         optimizer.zero_grad()
         assert capsys.readouterr().err.count("memory of weights") == (step == 1)
-    (training,) = accelerator._trainings
+    (training,) = accelerator._prepared.trainings
     assert measure_states(training.session, CPU) == {"weights": 1_050_624 * 4, "optimizer states": 1_050_624 * 8}
     accelerator.end_training()

@@ -246,14 +246,14 @@ def check_one_that_is_interrupted_holds_nobody_up(path: str, folder: Path) -> No
                 real(*args)
                 raise KeyboardInterrupt
 
-            accelerator._background.memory.take = take.__get__(accelerator._background.memory)
+            accelerator._run.background.memory.take = take.__get__(accelerator._run.background.memory)
             with pytest.raises(KeyboardInterrupt):
                 accelerator.save_state(folder / "state", asynchronous=True)
         else:
             accelerator.save_state(folder / "state", asynchronous=True)
-            _, writing = accelerator._background._running
+            _, writing = accelerator._run.background._running
             assert "another process was interrupted" in str(writing.exception())
-            accelerator._background._running = None  # to tell it is collective
+            accelerator._run.background._running = None  # to tell it is collective
         assert names_in(folder) == set()
 
 

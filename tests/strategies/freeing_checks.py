@@ -26,7 +26,7 @@ def _train(accelerator: Accelerator, steps: int) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    session = accelerator._trainings[0].session
+    session = accelerator._prepared.trainings[0].session
     objects = {"accelerator": accelerator, "model": model, "net": net, "weight": net[0].weight, "session": session}
     return {name: weakref.ref(o) for name, o in {**objects, "optimizer": optimizer, "given": sgd}.items()}
 
@@ -42,7 +42,7 @@ def check_a_dropped_accelerator_is_freed(path: str) -> None:
         net = make_net()
         model, optimizer = second.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         accelerator = start(path)
-        end = accelerator._end
+        run = accelerator._run
         found = _train(accelerator, 2)
         del accelerator
         _collect()
@@ -52,23 +52,23 @@ def check_a_dropped_accelerator_is_freed(path: str) -> None:
             second.backward(loss_of(model, own_batch(step)))
             optimizer.step()
             optimizer.zero_grad()
-        end()  # as when the process ends
+        run.end()  # as when the process ends
 
 
 def check_a_save_in_the_background_is_completed(folder: Path) -> None:
     """By a run whose `Accelerator` is gone: its memory is given back, and the end of the run waits for the files."""
     with running("zero2") as last:  # the group lives on
         accelerator = start("zero2")
-        end = accelerator._end
+        run = accelerator._run
         found = _train(accelerator, 1)
         accelerator.save_state(folder / "state", asynchronous=True)
         del accelerator
-        end()
+        run.end()
         last.wait_for_everyone()
         assert (folder / "state").is_dir()
         _collect()
         assert {name: o() for name, o in found.items() if o() is not None} == {}
-        assert not any(end._background.memory._chunks.values())
+        assert not any(run.background.memory._chunks.values())
 
 
 CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), [check_a_dropped_accelerator_is_freed])

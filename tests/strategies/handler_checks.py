@@ -105,7 +105,7 @@ def check_ddp_arguments(path: str) -> None:
         net = make_net()
         model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         assert model.gradient_as_bucket_view
-        assert "gradient_as_bucket_view" not in accelerator._strategy.savings(accelerator.resolved)[0].text
+        assert "gradient_as_bucket_view" not in accelerator._run.strategy.savings(accelerator.resolved)[0].text
 
 
 def check_a_view_of_the_buckets_is_offered(path: str) -> None:
@@ -113,10 +113,10 @@ def check_a_view_of_the_buckets_is_offered(path: str) -> None:
     with running(path) as accelerator:
         net = make_net()
         accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        first = accelerator._strategy.savings(accelerator.resolved)[0]
+        first = accelerator._run.strategy.savings(accelerator.resolved)[0]
         assert "gradient_as_bucket_view=True" in first.text
-        training = accelerator._trainings[0]
-        run = predict_memory(net, training.resolved, None, training.facts, accelerator._processes)
+        training = accelerator._prepared.trainings[0]
+        run = predict_memory(net, training.resolved, None, training.facts, accelerator._run.processes)
         saved = run.footprint.phases["step"].values(), run.changed(**first.changes).footprint.phases["step"].values()
         elements = sum(p.numel() for p in net.parameters())
         assert sum(saved[0]) - sum(saved[1]) == pytest.approx(4 * elements, rel=0.1)
@@ -188,12 +188,14 @@ def check_loss_scale(path: str) -> None:
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-4))
         scales = []
         for step in range(5):
-            scales.append(accelerator._trainings[0].session.loss_scale)
+            scales.append(accelerator._prepared.trainings[0].session.loss_scale)
             accelerator.backward(loss_of(model, own_batch(step), scale=1e30 if step >= 3 else 1e-3))
             optimizer.step()
             optimizer.zero_grad()
         assert scales[:4] == [1024.0, 1024.0, 4096.0, 16384.0]
-        assert accelerator._trainings[0].session.loss_scale == 4096.0  # the first skip is forgiven, as by DeepSpeed
+        assert (
+            accelerator._prepared.trainings[0].session.loss_scale == 4096.0
+        )  # the first skip is forgiven, as by DeepSpeed
         assert optimizer.step_was_skipped
 
 
@@ -209,7 +211,7 @@ def check_steps_are_skipped_as_by_torchs_scaler(path: str) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         for step in range(5):
             scales = [1e30 if step in (1, 3) else 1e-2, 1e30 if step == 3 else 1e-2]
-            assert scaler.get_scale() == accelerator._trainings[0].session.loss_scale, step
+            assert scaler.get_scale() == accelerator._prepared.trainings[0].session.loss_scale, step
             for model, scale in zip(models, scales, strict=True):
                 accelerator.backward(loss_of(model, global_batch(step), scale=scale))
             for net, sgd, scale in zip(plain, by_hand, scales, strict=True):
@@ -237,7 +239,7 @@ def check_no_loss_scale(path: str) -> None:
     with running(path, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)]) as accelerator:
         net = make_net()
         accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-        assert accelerator._trainings[0].session.loss_scale == 1.0
+        assert accelerator._prepared.trainings[0].session.loss_scale == 1.0
 
 
 def check_autocast(path: str) -> None:
@@ -276,7 +278,7 @@ def check_what_engines_lack(path: str) -> None:
         by=lambda: running(path, kwargs_handlers=[hook, scale]).__enter__(),
     )
     with running(path, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]) as accelerator:
-        assert any("find_unused_parameters" in line and "ZeRO" in line for line in accelerator._told)
+        assert any("find_unused_parameters" in line and "ZeRO" in line for line in accelerator._run._logged)
 
 
 def check_compiled(path: str) -> None:

@@ -223,7 +223,7 @@ def check_weights_of_a_process(path: str) -> None:
             accelerator.backward(loss_of(model, own_batch(step)))
             optimizer.step()
             model.zero_grad()
-        state: list[Tensor] = [t for _, t in accelerator._trainings[0].session.named_tensors()]
+        state: list[Tensor] = [t for _, t in accelerator._prepared.trainings[0].session.named_tensors()]
         for tensor in state:
             mine = tensor.clone()
             dist.broadcast(mine, 0)

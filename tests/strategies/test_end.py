@@ -125,9 +125,9 @@ optimizer.step()
 if "group" in sys.argv:
     dist.destroy_process_group = fail
 if "session" in sys.argv:
-    accelerator._trainings[0].session.close = fail
+    accelerator._prepared.trainings[0].session.close = fail
 if "exit" in sys.argv:
-    accelerator._trainings[0].session.close = lambda: sys.exit(0)
+    accelerator._prepared.trainings[0].session.close = lambda: sys.exit(0)
 print("trained")
 """
 

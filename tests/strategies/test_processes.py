@@ -44,7 +44,7 @@ def check_one_after_another(init_method: str) -> None:
         train(accelerator)
         accelerator.end_training()
         assert not dist.is_initialized()
-        assert not accelerator._processes.backend
+        assert not accelerator._run.processes.backend
         with pytest.raises(LoopError, match="has ended") if accelerator.num_processes > 1 else nullcontext():
             accelerator.wait_for_everyone()
 

@@ -20,12 +20,15 @@ _LOGGER: Final = logging.getLogger("zero_plugin")
 def show_messages(*, quiet: bool = False, prefix: str = "zero_plugin: ") -> None:
     """Show the messages of this package on standard error, unless the user has set up logging.
 
-    The logger's level is set to INFO where it has none. A second call changes what the first one set.
+    The logger's level is set to INFO, or with `quiet` to WARNING, where the user has set none. A second call changes
+    what the first one set.
 
     Args:
-        quiet: show warnings and errors only.
+        quiet: let warnings and errors pass only, as all processes of a run but the first do.
         prefix: stands before each message.
     """
+    if _LOGGER.level in (logging.NOTSET, _own_level):
+        _set_level(logging.WARNING if quiet else logging.INFO)
     if _user_handles_messages():
         return
     handler = next((handler for handler in _LOGGER.handlers if isinstance(handler, _StderrHandler)), None)
@@ -33,9 +36,15 @@ def show_messages(*, quiet: bool = False, prefix: str = "zero_plugin: ") -> None
         handler = _StderrHandler()
         _LOGGER.addHandler(handler)
     handler.prefix = prefix
-    handler.setLevel(logging.WARNING if quiet else logging.NOTSET)
-    if _LOGGER.level == logging.NOTSET:
-        _LOGGER.setLevel(logging.INFO)
+
+
+_own_level: int = logging.NOTSET  # what `show_messages` has set
+
+
+def _set_level(level: int) -> None:
+    global _own_level
+    _own_level = level
+    _LOGGER.setLevel(level)
 
 
 def _user_handles_messages() -> bool:

@@ -287,3 +287,9 @@ def _concatenate(tensor: Tensor, lengths: list[int]) -> Tensor:
     if min(lengths) == longest:
         return stacked.flatten(0, 1)
     return torch.cat([part[:length] for part, length in zip(stacked, lengths, strict=True)])
+
+
+@collective("check_trigger")
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is true on any process; collective."""
+    return int(reduce(torch.tensor(int(flag)), "sum")) > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from zero_plugin.config.choices import RNGType
@@ -17,10 +17,12 @@ from zero_plugin.config.plugins import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    Handlers,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from zero_plugin.config.tree import KeyPath
+from zero_plugin.data.prepare import ShardIterable
 from zero_plugin.errors import ConfigError, Problem
 
 _SHARD: Final = (
@@ -48,6 +50,31 @@ def refuse_arguments(**arguments: Any) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+
+
+@dataclass
+class Options:
+    """What `Accelerator` was told beside its configuration; scripts read it back, and change some of it later.
+
+    Attributes:
+        device_placement: whether models and batches go to this process's device.
+        loading: how loaders are shared out.
+        accumulation: how gradients add up.
+        step_scheduler_with_optimizer: whether a prepared schedule moves with the optimizer only.
+        rng_types: random states that every process gets from process 0 at the start of each epoch.
+        project: where the run keeps what it writes.
+        handlers: arguments of torch's own objects.
+        shard_iterable: which iterable datasets are shared out.
+    """
+
+    device_placement: bool
+    loading: DataLoaderConfiguration
+    accumulation: GradientAccumulationPlugin
+    step_scheduler_with_optimizer: bool
+    rng_types: list[str]
+    project: ProjectConfiguration
+    handlers: Handlers
+    shard_iterable: ShardIterable
 
 
 def choose_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, DeepSpeedPlugin]:

@@ -8,6 +8,7 @@ Looks at the first backwards, and at some of the later ones, for mistakes that a
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.strategies.window import AccumulationWindow, Epoch
 from zero_plugin.tensors.wrappers import find_leaves
+
+_log = logging.getLogger(__name__)
 
 
 def run_backward(
@@ -145,15 +148,11 @@ class FirstSteps:
     Args:
         trainings: all prepared models; the caller adds to it.
         running_epoch: the prepared loader that is being iterated.
-        say: prints a line.
     """
 
-    def __init__(
-        self, trainings: Sequence[Training], running_epoch: Callable[[], Epoch | None], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, trainings: Sequence[Training], running_epoch: Callable[[], Epoch | None]) -> None:
         self._trainings = trainings
         self._running_epoch = running_epoch
-        self._say = say
         self._backwards = 0  # since something was prepared
         self._next = 1  # of them that is looked at anyhow
         self._starts = 0  # of epochs, that were looked at
@@ -162,7 +161,7 @@ class FirstSteps:
         self._frozen: list[nn.Parameter] = []  # parameters of trained models that are not trained
         self._parts: frozenset[int] = frozenset()  # ids of the trained models' modules and parameters
         self._has_changed = False  # something was put into one of them
-        self._said = self._said_loose = False
+        self._logged = self._logged_loose = False
         self._mentioned = 0  # of those that wait
 
     def begin(self) -> None:
@@ -206,10 +205,10 @@ class FirstSteps:
         Not where it would train something else than it seems to: partitioned models, copies that are not averaged.
         """
         may = strategy.optimizer_may_follow and (processes == 1 or bool(self._trainings))
-        if may and not self._said_loose:
-            self._said_loose = True
+        if may and not self._logged_loose:
+            self._logged_loose = True
             alone = "" if processes == 1 else "; where a model is not prepared, its gradients stay with their process"
-            self._say(f"no model is prepared with its optimizer: backward() is torch's own{alone}")
+            _log.info(f"no model is prepared with its optimizer: backward() is torch's own{alone}")
         return may
 
     def look_at(self, loss: Tensor, waiting: Sequence[AcceleratedOptimizer] = ()) -> None:
@@ -240,16 +239,16 @@ class FirstSteps:
         position = 0 if epoch is None else epoch.position
         self._has_advanced |= position > 0
         if self._backwards > _EVERY or (self._has_advanced and position == 0):  # the first batch may have many losses
-            self.say_if_none()
+            self.warn_if_none()
 
-    def say_if_none(self) -> None:
-        """After a window's backwards: say it if no optimizer was ever asked to step."""
+    def warn_if_none(self) -> None:
+        """After a window's backwards: warn if no optimizer was ever asked to step."""
         optimizers = [(o, t.window.steps) for t in self._trainings if (o := t.optimizer) is not None]
         asked = any(o.applied_steps or o.skipped_in_a_row or not o.acted for o, _ in optimizers)
-        if self._said or asked or self._backwards <= max((steps for _, steps in optimizers), default=self._backwards):
+        if self._logged or asked or self._backwards <= max((steps for _, steps in optimizers), default=self._backwards):
             return
-        self._said = True
-        self._say(
+        self._logged = True
+        _log.info(
             "backward() has run again and again and optimizer.step() was never called: backward() computes gradients "
             "and never steps, so nothing was trained"
         )
@@ -257,7 +256,7 @@ class FirstSteps:
     def _mention(self, waiting: Sequence[AcceleratedOptimizer]) -> None:
         for optimizer in waiting[self._mentioned :]:
             given = " and its schedule" if optimizer.schedules else ""
-            self._say(
+            _log.info(
                 f"the {type(optimizer.optimizer).__name__}{given} were prepared, but not the model whose parameters it "
                 "holds: it trains nothing here"
             )

@@ -7,6 +7,7 @@ Compares what the plan has predicted with what a run takes, once its first steps
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,8 @@ from zero_plugin.plan.run_plan import RunMemory, find_activations, free_bytes, l
 from zero_plugin.plan.situation import Activations
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.fragments import MASTER, WEIGHT
+
+_log = logging.getLogger(__name__)
 
 _SCARCE: Final = 0.9  # of what is there: a run that takes more is warned
 _HOST_FIX: Final = (
@@ -65,9 +68,8 @@ def expect_room(
     stage: Stage,
     facts: Facts,
     processes: Processes,
-    say: Callable[[str], None],
 ) -> None:
-    """Refuse offload that finds no room, and say where there is little; collective where something is offloaded.
+    """Refuse offload that finds no room, and warn where there is little; collective where something is offloaded.
 
     Args:
         model: the user's module, not prepared yet.
@@ -75,7 +77,6 @@ def expect_room(
         stage: of ZeRO that it runs; None without.
         facts: it was resolved from.
         processes: this process and its peers.
-        say: prints a line.
 
     Raises:
         MachineError: on every process, with what is needed and what is there, on the machine that has least.
@@ -93,7 +94,7 @@ def expect_room(
     if wrong:
         raise MachineError("\n".join(["there is no room for this run; nothing was allocated:", *wrong]))
     for _, line in found:
-        say(line)
+        _log.info(line)
 
 
 def find_room(resolved: Resolved, held: int = 0) -> Room:
@@ -270,16 +271,13 @@ class Prediction:
         }
 
 
-def watch_memory(
-    session: Session, optimizer: AcceleratedOptimizer, prediction: Prediction, say: Callable[[str], None]
-) -> None:
-    """After the first steps, say what was predicted and what is measured.
+def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: Prediction) -> None:
+    """After the first steps, log what was predicted and what is measured.
 
     Args:
         session: that runs.
         optimizer: that steps it.
         prediction: for it.
-        say: prints a line.
     """
     steps = 0
 
@@ -296,7 +294,7 @@ def watch_memory(
         peak = peak_bytes(prediction.device)
         new = peak is not None and prediction.peak_before is not None and peak > prediction.peak_before
         for line in compare_memory(prediction, found, peak if new else None):
-            say(line)
+            _log.info(line)
 
     optimizer.call_after_step(look)
 

@@ -11,6 +11,7 @@ What is said of a script that memory has ended, and what its launcher is asked f
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -26,17 +27,16 @@ import torch
 from zero_plugin.config.amounts import read_bytes, show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.handover import Shortage, leave_shortage, micro_batch_cut
-from zero_plugin.config.resolve.facts import LoopFacts
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.data.prepare import smaller_cut
 from zero_plugin.distributed.collective_check import tell_loss
 from zero_plugin.distributed.collectives import gather_object
-from zero_plugin.distributed.processes import Processes
 from zero_plugin.loop.fewer_processes import share_out_steps
-from zero_plugin.loop.training import Training
-from zero_plugin.machine.device_memory import memory_available_bytes, peak_bytes
+from zero_plugin.machine.device_memory import memory_available_bytes
 from zero_plugin.plan.run_plan import RunMemory
-from zero_plugin.strategies.base import Saving, Strategy
+from zero_plugin.strategies.base import Saving
+
+_log = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY: Final = (
     " out of memory.",  # CUDA, ROCm
@@ -58,8 +58,8 @@ Phase = Literal["prepare()", "the forward", "backward()", "optimizer.step()"]
 _ASKED: Final = re.compile(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])")
 _PACKAGE: Final = Path(__file__).parents[1]
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
-    ("facade/prepare.py", "_prepare"): "prepare()",
-    ("facade/loop.py", "backward"): "backward()",
+    ("loop/prepared.py", "prepare"): "prepare()",
+    ("loop/training_loop.py", "backward"): "backward()",
     ("loop/optimizer.py", "step"): "optimizer.step()",
 }
 
@@ -189,7 +189,7 @@ def _explain(error: BaseException | None) -> None:
     if shortage is None:
         return
     if not leave_shortage(shortage, os.environ):
-        print("\n".join(_lines(shortage)), file=sys.stderr, flush=True)  # noqa: T201 - the process' last words
+        _log.error("\n".join(_lines(shortage)))
     tell_loss("has run out of memory")
 
 
@@ -314,31 +314,3 @@ def accumulate_more(document: Document, cut: int, intended: int = 1, found: int 
         reasons.append(f"× {intended} ÷ {found}: so many of the processes are left")
     more = Entry(share_out_steps(asked * cut, intended, found), Origin("rule", where, " ".join(reasons)))
     return replace(document, deepspeed=document.deepspeed.replace({_ACCUMULATION: more}))
-
-
-class Shortages:
-    """What of the facade knows the loop in which memory has run out."""
-
-    device: torch.device
-    document: Document
-    _cut: int
-    _loop: LoopFacts
-    _processes: Processes
-    _strategy: Strategy
-    _trained: list[Training]
-
-    def _explain_shortage(self, error: BaseException) -> Shortage:
-        training = self._trained[0] if self._trained else None
-        micro_batch = self.document.deepspeed.get("train_micro_batch_size_per_gpu")
-        loop = FailedLoop(
-            trains=training is not None,
-            micro_batch=self._loop.micro_batch,
-            accumulation=1 if training is None else training.window.steps,
-            cut=self._cut,
-            is_open=micro_batch is not None and (micro_batch.value is AUTO or not micro_batch.origin.typed_by_user),
-            decides=training is not None and training.window.is_decided,
-            savings=() if training is None else self._strategy.savings(training.resolved),
-            run=None if training is None or training.prediction is None else training.prediction.run,
-            taken=peak_bytes(self.device) or 0,
-        )
-        return describe_shortage(error, loop, self.device, self._processes.rank)

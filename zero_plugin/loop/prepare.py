@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -40,6 +41,8 @@ from zero_plugin.strategies.base import SessionRequest, Strategy
 from zero_plugin.strategies.torch_optimizers import CurveLR, build_schedule, describe_optimizer
 from zero_plugin.strategies.window import AccumulationWindow
 
+_log = logging.getLogger(__name__)
+
 
 def start_training(
     document: Document,
@@ -49,7 +52,6 @@ def start_training(
     window: AccumulationWindow,
     pair: Pair,
     peek: Callable[[], Any],
-    say: Callable[[str], None],
     **how: bool,
 ) -> Training:
     """Resolve the configuration for a model and build its session.
@@ -62,7 +64,6 @@ def start_training(
         window: counts the micro-batches of all that has no optimizer.
         pair: the user's module, with its optimizer and schedules.
         peek: an example of what the loop's batches hold; None where none can be had.
-        say: prints a line.
         **how: `is_placed` and `only_evaluates` of `SessionRequest`.
 
     Raises:
@@ -74,10 +75,10 @@ def start_training(
     peak_before = peak_bytes(processes.device)
     facts, activations = plan_open_fields(document, facts, model, peek, processes)
     resolved = resolve(document, facts)
-    _tell(document, facts, resolved, processes, say)
+    _log_resolved(document, facts, resolved, processes)
     stage = strategy.zero_stage(resolved)
     strategy.make_room(resolved, processes)
-    expect_room(model, resolved, stage, facts, processes, say)
+    expect_room(model, resolved, stage, facts, processes)
     predicted = None
     if stage is None:
         views = strategy.handlers.ddp is not None and strategy.handlers.ddp.gradient_as_bucket_view
@@ -85,14 +86,14 @@ def start_training(
     elif activations is not None:
         predicted = predict_memory(model, resolved, stage, facts, processes, activations)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
-    left_out = _find_left_out(model, optimizer, say)
-    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, say, **how), processes)
+    left_out = _find_left_out(model, optimizer)
+    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, _log.info, **how), processes)
     session.left_out = left_out
     parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
     training = Training(session, facts, resolved, window, parameters)
     if predicted is not None:
-        told = peak_before if facts.loop.micro_batch else None  # else the plan guessed what the loop computes on
-        training.prediction = Prediction(predicted, local_processes(processes), processes.device, told)
+        before = peak_before if facts.loop.micro_batch else None  # else the plan guessed what the loop computes on
+        training.prediction = Prediction(predicted, local_processes(processes), processes.device, before)
     session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
     return training
 
@@ -103,7 +104,6 @@ def add_optimizer(
     strategy: Strategy,
     processes: Processes,
     pair: Pair,
-    say: Callable[[str], None],
 ) -> None:
     """Train from now on, with the pair's optimizer, what was prepared without one.
 
@@ -118,13 +118,13 @@ def add_optimizer(
             f"prepare() got the optimizer of the {type(model).__name__} in a later call than the model, of which some "
             "parameters were frozen then.\nPass them in one call, or have all require gradients before the first."
         )
-    told = training.resolved.said_aloud
+    logged = training.resolved.said_aloud
     training.facts = _with_pair(training.facts, optimizer, schedules)
     training.resolved = resolve(document, training.facts)
-    _tell(document, training.facts, training.resolved, processes, say, told)
+    _log_resolved(document, training.facts, training.resolved, processes, logged)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
-    training.session.left_out = _find_left_out(model, optimizer, say)
-    strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real, say))
+    training.session.left_out = _find_left_out(model, optimizer)
+    strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real, _log.info))
 
 
 def begin_steps(
@@ -133,7 +133,6 @@ def begin_steps(
     held: AcceleratedOptimizer | None,
     loops: RunningLoops,
     schedules: Sequence[Any],
-    say: Callable[[str], None],
 ) -> AcceleratedOptimizer:
     """Give the user an optimizer for a session that has one.
 
@@ -143,7 +142,6 @@ def begin_steps(
         held: what the user has for it already, from an earlier `prepare`.
         loops: over prepared loaders.
         schedules: what comes for it in this `prepare`.
-        say: prints a line.
     """
     training.window = AccumulationWindow(training.resolved.accumulation, loops.find_leader, loops.count_batch)
     assert training.session.optimizer is not None, "the session has just been given one"
@@ -152,16 +150,16 @@ def begin_steps(
     training.session.follow_zero_grad(optimizer.zero_grad)
     training.given_optimizer, training.optimizer = given, optimizer
     if training.prediction is not None:
-        watch_memory(training.session, optimizer, training.prediction, say)
+        watch_memory(training.session, optimizer, training.prediction)
     for schedule in optimizer.schedules:  # prepared before
-        _say_learning_rate(schedule, training.resolved, training.facts, say)
-        _warn_of_counting(training, schedule, say)
+        _log_learning_rate(schedule, training.resolved, training.facts)
+        _warn_of_counting(training, schedule)
     section = training.resolved.scheduler
     if section is not None and not schedules and not optimizer.schedules:
         # A section whose schedule the loop never asked for still is what the user wrote.
         training.take_back_schedule = _step_by_itself(section, optimizer)
-        _say_learning_rate(optimizer.schedules[-1], training.resolved, training.facts, say)
-        say("the configuration's schedule steps by itself, since no scheduler was prepared")
+        _log_learning_rate(optimizer.schedules[-1], training.resolved, training.facts)
+        _log.info("the configuration's schedule steps by itself, since no scheduler was prepared")
     return optimizer
 
 
@@ -170,7 +168,6 @@ def prepare_schedule(
     schedule: Any,
     document: Document,
     processes: Processes,
-    say: Callable[[str], None],
     *,
     step_with_optimizer: bool = True,
     built_before: bool = False,
@@ -182,7 +179,6 @@ def prepare_schedule(
         schedule: as the script made it.
         document: what was asked for.
         processes: this process and its peers.
-        say: prints a line.
         step_with_optimizer: see `AcceleratedScheduler`.
         built_before: whether it is older than the prepared loader.
     """
@@ -190,7 +186,7 @@ def prepare_schedule(
     assert optimizer is not None, "a schedule is found by its optimizer"
     by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
     counted = training.facts.machine.counted if by_process else 1
-    _join_schedule(training, schedule, document, processes, say)
+    _join_schedule(training, schedule, document, processes)
     if not isinstance(schedule, DummyScheduler):
         prepared = AcceleratedScheduler(schedule, optimizer, step_with_optimizer, times=counted)
     elif schedule.lr_scheduler_callable is not None:
@@ -201,19 +197,17 @@ def prepare_schedule(
         real = build_schedule(training.resolved.scheduler, optimizer.optimizer)
         typed = counted if schedule.total_num_steps is not None else 1  # a section's numbers are optimizer steps
         prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1, typed_per_step=typed)
-    _say_learning_rate(prepared, training.resolved, training.facts, say)
-    _warn_of_counting(training, prepared, say, built_before=built_before)
+    _log_learning_rate(prepared, training.resolved, training.facts)
+    _warn_of_counting(training, prepared, built_before=built_before)
     return prepared
 
 
-def _find_left_out(
-    model: nn.Module, optimizer: Optimizer | DummyOptim | None, say: Callable[[str], None]
-) -> list[nn.Parameter]:
-    """See `Session.left_out`; said."""
+def _find_left_out(model: nn.Module, optimizer: Optimizer | DummyOptim | None) -> list[nn.Parameter]:
+    """See `Session.left_out`; they are logged."""
     if optimizer is None or not (left_out := parameters_left_out(optimizer, model)):
         return []
     trainable = sum(p.requires_grad for p in model.parameters())
-    say(
+    _log.info(
         f"{len(left_out)} of the {trainable} trainable parameters of the {type(model).__name__} are in no optimizer: "
         "their gradients are computed, never applied, and count in no norm; requires_grad_(False) before prepare() "
         "saves them"
@@ -238,9 +232,7 @@ def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) 
     return take_back
 
 
-def _join_schedule(
-    training: Training, schedule: Any, document: Document, processes: Processes, say: Callable[[str], None]
-) -> None:
+def _join_schedule(training: Training, schedule: Any, document: Document, processes: Processes) -> None:
     """Resolve anew where a schedule comes in a later call than its optimizer.
 
     Raises:
@@ -259,7 +251,7 @@ def _join_schedule(
         raise LoopError("prepare() got a second DummyScheduler of one optimizer; go on with what it returned before.")
     if known is not None and (known.placeholder or not placeholder):
         return
-    told = training.resolved.said_aloud
+    logged = training.resolved.said_aloud
     facts = replace(training.facts, scheduler=schedule.describe() if placeholder else SchedulerFacts())
     resolved = resolve(document, facts)
     if training.take_back_schedule is not None:
@@ -271,7 +263,7 @@ def _join_schedule(
         training.take_back_schedule()
         training.take_back_schedule = None
     training.facts, training.resolved = facts, resolved
-    _tell(document, facts, resolved, processes, say, told)
+    _log_resolved(document, facts, resolved, processes, logged)
 
 
 def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, schedules: Sequence[Any]) -> Facts:
@@ -283,37 +275,32 @@ def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, schedules
     )
 
 
-def _tell(
+def _log_resolved(
     document: Document,
     facts: Facts,
     resolved: Resolved,
     processes: Processes,
-    say: Callable[[str], None],
-    told: Sequence[str] = (),
+    logged: Sequence[str] = (),
 ) -> None:
-    """Say what was chosen for the user and changes training, and where the whole configuration is kept."""
+    """Log what was chosen for the user and changes training, and where the complete configuration is kept."""
     for line in resolved.said_aloud:
-        if line not in told:
-            say(line)
+        if line not in logged:
+            _log.info(line)
     if processes.rank == 0:
         log_dir = launch_settings(document).log_dir
-        say(keep_record(describe_run(document, resolved, facts), log_dir, os.environ))
+        _log.info(keep_record(describe_run(document, resolved, facts), log_dir, os.environ))
 
 
-def _say_learning_rate(
-    schedule: AcceleratedScheduler, resolved: Resolved, facts: Facts, say: Callable[[str], None]
-) -> None:
+def _log_learning_rate(schedule: AcceleratedScheduler, resolved: Resolved, facts: Facts) -> None:
     batches = facts.loop.batches_per_epoch
     epoch = None if batches is None else -(-batches // resolved.accumulation)
     line = schedule.describe(resolved.scheduler, facts.scheduler, epoch)
     if line is not None:
-        say(line)
+        _log.info(line)
 
 
-def _warn_of_counting(
-    training: Training, schedule: AcceleratedScheduler, say: Callable[[str], None], *, built_before: bool = False
-) -> None:
-    """Say it where the schedule is as long as the loader counted the other way."""
+def _warn_of_counting(training: Training, schedule: AcceleratedScheduler, *, built_before: bool = False) -> None:
+    """Warn where the schedule is as long as the loader counted the other way."""
     facts, real = training.facts, schedule.scheduler
     by_process = training.resolved.scheduler_counts == "processes"
     name, length = type(real).__name__, own_steps(real)
@@ -326,19 +313,16 @@ def _warn_of_counting(
     accumulation = training.resolved.accumulation
     warning = describe_counting(name, length, facts, accumulation, by_process=by_process, built_before=built_before)
     if warning is not None:
-        say(warning)
+        _log.info(warning)
 
 
-def join_loaders(
-    training: Training, loop: LoopFacts, document: Document, say: Callable[[str], None], *, surely_trains: bool
-) -> None:
+def join_loaders(training: Training, loop: LoopFacts, document: Document, *, surely_trains: bool) -> None:
     """Check what a training was resolved to without a loader, now that one has come.
 
     Args:
         training: prepared before.
         loop: of the loaders.
         document: what was asked for.
-        say: prints a line.
         surely_trains: whether the loader cannot be one for evaluation, which would be well.
 
     Raises:
@@ -360,10 +344,10 @@ def join_loaders(
         if before == now:
             for line in resolved.said_aloud:
                 if line not in training.resolved.said_aloud:
-                    say(line if surely_trains else f"{unsure}: {line}")
+                    _log.info(line if surely_trains else f"{unsure}: {line}")
             training.facts, training.resolved = facts, resolved
             for schedule in training.optimizer.schedules if training.optimizer is not None else ():
-                _warn_of_counting(training, schedule, say, built_before=True)
+                _warn_of_counting(training, schedule, built_before=True)
             return
         problem = (
             f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with "
@@ -372,7 +356,7 @@ def join_loaders(
         )
         if surely_trains:
             raise LoopError(problem)
-    say(f"{unsure}: {problem}")
+    _log.info(f"{unsure}: {problem}")
 
 
 def _describe(optimizer: Optimizer | DummyOptim) -> OptimizerFacts:

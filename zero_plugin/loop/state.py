@@ -12,21 +12,18 @@ import torch
 import torch.distributed as dist
 
 from zero_plugin.config.choices import DistributedType
-from zero_plugin.config.plugins import Handlers, TorchDynamoPlugin
+from zero_plugin.config.plugins import TorchDynamoPlugin
 from zero_plugin.data.active import GradientState
 from zero_plugin.distributed.process_calls import ProcessCalls
 from zero_plugin.distributed.processes import Processes, start_processes
 from zero_plugin.errors import LoopError
+from zero_plugin.loop.run import Run
 
 
-class Run(Protocol):
+class Shown(Protocol):
     """What the states show of an `Accelerator`."""
 
-    device: torch.device
-    distributed_type: DistributedType
-    _end: Any
-    _handlers: Handlers
-    _processes: Processes
+    _run: Run
 
     @property
     def mixed_precision(self) -> str:
@@ -35,23 +32,6 @@ class Run(Protocol):
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
         """The DeepSpeed configurations that the run may choose from, by name; None without DeepSpeed."""
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its window."""
-
-    @sync_gradients.setter
-    def sync_gradients(self, ends: bool) -> None: ...
-
-    def _follow_configuration(self) -> None:
-        """Take the plugin that is selected now."""
-
-    def end_training(self) -> None:
-        """Close every session and the process group."""
 
 
 class PartialState(ProcessCalls):
@@ -179,13 +159,13 @@ class AcceleratorState(ProcessCalls):
             )
 
     @property
-    def _run(self) -> Run:
+    def _shown(self) -> Shown:
         if "_run" not in self._shared_state:  # `_reset_state()` was called: see `_no_attribute`
-            raise AttributeError("_run")
-        run: Run | None = self._shared_state["_run"]()
-        if run is None:
+            raise AttributeError("_shown")
+        accelerator: Shown | None = self._shared_state["_run"]()
+        if accelerator is None:
             raise LoopError("AcceleratorState shows the newest Accelerator, and the script has dropped that.")
-        return run
+        return accelerator
 
     @property
     def initialized(self) -> bool:
@@ -195,12 +175,12 @@ class AcceleratorState(ProcessCalls):
     @property
     def mixed_precision(self) -> str:
         """`no`, `fp16` or `bf16`."""
-        return self._run.mixed_precision
+        return self._shown.mixed_precision
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
         """The DeepSpeed configurations that the run may choose from, by name; None without DeepSpeed."""
-        return self._run.deepspeed_plugins
+        return self._shown.deepspeed_plugins
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -214,7 +194,7 @@ class AcceleratorState(ProcessCalls):
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
         """How models are compiled."""
-        return self._run._handlers.compiler
+        return self._shown._run.options.handlers.compiler
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Let the next `prepare`, and `from_pretrained` at once, follow the DeepSpeed configuration of that name."""
@@ -223,7 +203,7 @@ class AcceleratorState(ProcessCalls):
                 plugin.select(_from_accelerator_state=True)
             else:
                 plugin._unselect()
-        self._run._follow_configuration()
+        self._shown._run.follow_configuration()
 
     @property
     def backend(self) -> str | None:
@@ -272,21 +252,37 @@ def is_initialized() -> bool:
     return shown is not None and shown() is not None
 
 
-def show_run(run: Run, plugin_kwargs: Mapping[str, Any]) -> tuple[AcceleratorState, GradientState]:
-    """Let all states show `run`, the newest `Accelerator`.
+def show_run(accelerator: Shown, plugin_kwargs: Mapping[str, Any]) -> tuple[AcceleratorState, GradientState]:
+    """Let all states show the newest `Accelerator`.
 
     Args:
-        run: a complete one.
+        accelerator: a complete one; the states do not keep it.
         plugin_kwargs: what it was told of accumulation.
     """
-    processes, device, distributed_type = run._processes, run.device, run.distributed_type
+    run = accelerator._run
+    processes, device, distributed_type = run.processes, run.device, run.distributed_type
     PartialState._show(processes, device, distributed_type, cpu=device.type == "cpu" and torch.cuda.is_available())
-    shown = weakref.ref(run)
+    shown = weakref.ref(accelerator)
     AcceleratorState._shared_state.update(
-        _run=shown, _end=run._end, _processes=processes, device=device, distributed_type=distributed_type
+        _run=shown, _newest_run=run, _processes=processes, device=device, distributed_type=distributed_type
     )
     GradientState._shared_state.update(_run=shown, plugin_kwargs=dict(plugin_kwargs))
     return AcceleratorState(), GradientState()
+
+
+def newest_run() -> Run | None:
+    """The run of the newest `Accelerator`, which the script may have dropped; None before the first one."""
+    run: Run | None = AcceleratorState._shared_state.get("_newest_run")
+    return run
+
+
+def newest_accelerator() -> Any:
+    """The newest `Accelerator` in this process, which is what a pickled one comes back as.
+
+    Raises:
+        LoopError: there is none.
+    """
+    return AcceleratorState()._shown
 
 
 def forget_run() -> None:

@@ -1,4 +1,4 @@
-"""What a strategy and a session are: the seam between the facade and the ways of training."""
+"""What a strategy and a session are: the seam between the loop and the strategies."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class SessionRequest:
 class Session(ABC):
     """One model with its optimizer, ready to train. It exists only when it is built completely.
 
-    The facade decides *when* a window of accumulation ends; a session decides *how* gradients are computed, reduced,
+    The loop decides *when* a window of accumulation ends; a session decides *how* gradients are computed, reduced,
     clipped and applied. Gradients add up over `backward` calls until `step` or `drop_gradients`.
 
     Attributes:

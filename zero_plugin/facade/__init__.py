@@ -1,1 +1,0 @@
-"""The parts of the facade by topic; `Accelerator` is made of them."""

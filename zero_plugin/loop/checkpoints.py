@@ -1,0 +1,432 @@
+"""The checkpoints of one run: what goes into them, writing them, and resuming from them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_plugin.checkpoint.folders import (
+    Lineages,
+    automatic_folder,
+    choose_checkpoint,
+    has_checkpoints,
+    next_number,
+    rotate_checkpoints,
+)
+from zero_plugin.checkpoint.layout import session_fragments
+from zero_plugin.checkpoint.load import LoadReport, load_tensors, verify_checksums
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from zero_plugin.checkpoint.objects import read_nested
+from zero_plugin.checkpoint.save import Draft, open_checkpoint, random_state, restore_random_state
+from zero_plugin.checkpoint.save_model import write_configuration
+from zero_plugin.checkpoint.shared_folder import read_common_manifest
+from zero_plugin.config.amounts import require_bytes
+from zero_plugin.config.launch_settings import launch_settings
+from zero_plugin.config.resolve.run_record import describe_run, write_record
+from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, on_main, taken_out
+from zero_plugin.errors import CheckpointError
+from zero_plugin.loop.prepared import Prepared
+from zero_plugin.loop.run import Run
+from zero_plugin.loop.training import (
+    describe_training,
+    is_inside_window,
+    refuse_other_optimizer,
+    restore_reductions,
+    restore_training,
+    schedules_of,
+)
+
+_log = logging.getLogger(__name__)
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        run: where they are written from.
+        prepared: what goes into them.
+        collect_weights: collects a model's weights, for hooks.
+
+    Attributes:
+        objects: registered ones, which are saved too.
+        save_hooks: called before a checkpoint is written.
+        load_hooks: called before one is read.
+    """
+
+    def __init__(
+        self, run: Run, prepared: Prepared, collect_weights: Callable[[nn.Module], dict[str, Tensor] | None]
+    ) -> None:
+        self._run = run
+        self._prepared = prepared
+        self._project = run.options.project
+        self._collect_weights = collect_weights
+        self._lineages = Lineages()
+        self.objects: list[Any] = []
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """Save and load these too; see `Accelerator.register_for_checkpointing`."""
+        invalid = [
+            f"  Item at index {index}: {type(o).__qualname__}"
+            for index, o in enumerate(objects)
+            if not (callable(getattr(o, "state_dict", None)) and callable(getattr(o, "load_state_dict", None)))
+        ]
+        if invalid:
+            raise ValueError(
+                "\n".join(["register_for_checkpointing: no state_dict() and load_state_dict():", *invalid])
+            )
+        self.objects.extend(objects)
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    @collective("save_state", meets=True)
+    def save(
+        self,
+        output_dir: str | os.PathLike[str] | None,
+        *,
+        total_limit: int | None,
+        max_shard_size: int | str,
+        asynchronous: bool,
+        options: Mapping[str, Any],
+    ) -> Path:
+        """Write all that the training goes on from; see `Accelerator.save_state`."""
+        _refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
+        project = self._project
+        self._run.background.wait()
+        target = self._name_checkpoint(output_dir)
+        keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
+        if any(is_inside_window(training) for training in self._prepared.trainings):
+            _log.info(
+                "save_state inside an accumulation window: its gradients so far are not in the checkpoint. Save where "
+                "accelerator.sync_gradients is True, after optimizer.step()."
+            )
+        run = self._lineages.own(target.parent)
+        states = collectives.gather_object([random_state()])
+        sessions = [training.session for training in self._prepared.trainings]
+        opened = open_checkpoint(
+            target,
+            sessions,
+            lambda: self._make_draft(states, {"run": run, "order": self._lineages.next_order(target)}),
+            max_shard_bytes=require_bytes("save_state(max_shard_size=…)", max_shard_size),
+            run_hooks=self._run_save_hooks,
+            replaces=not project.automatic_checkpoint_naming,
+        )
+        copies = self._run.background.copy(opened, sessions) if asynchronous else None
+        if copies is None:
+            opened.write(map(session_fragments, sessions), SCRIPT)
+        else:
+
+            def write(peers: Peers) -> None:
+                opened.write(copies, peers)
+                self._rotate(target, keep, peers)
+
+            self._run.background.start(opened, write)
+        if project.automatic_checkpoint_naming:
+            project.iteration += 1
+        if copies is None:
+            self._rotate(target, keep, SCRIPT)
+        return target
+
+    @collective("wait_for_save", meets=True)
+    def wait(self) -> Path | None:
+        """Wait until what is being written behind the training is complete; see `Accelerator.wait_for_save`."""
+        return self._run.background.wait()
+
+    def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
+        def rotate() -> None:
+            if keep is not None and peers.is_main:
+                for removed in rotate_checkpoints(newest, keep):
+                    _log.info(f"{removed} was removed (total_limit={keep})")
+
+        all_or_none(rotate, peers)
+
+    def _name_checkpoint(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        project = self._project
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise CheckpointError(
+                    "save_state() needs a folder: save_state(output_dir=…), or "
+                    "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+                )
+            return Path(output_dir).expanduser().resolve()  # what a link points to is replaced, not the link
+        folder = automatic_folder(project.project_dir)
+        if (free := on_main(lambda: next_number(folder))) > project.iteration:
+            _log.info(f"save_state: {folder} has checkpoints up to number {free - 1}; this run's go on from {free}")
+            project.iteration = free
+        target = folder / f"checkpoint_{project.iteration}"
+        if output_dir is not None and Path(output_dir).expanduser().absolute() != target:
+            _log.info(f"save_state({str(output_dir)!r}): naming is automatic, so it is {target}")
+        return target
+
+    def _run_save_hooks(self, draft: Path) -> Sequence[int]:
+        if not self.save_hooks:
+            return ()
+        models = [training.session.model for training in self._prepared.trainings]
+        weights = [self._collect_weights(model) or {} for model in models]
+        left = list(weights)
+        for hook in tuple(self.save_hooks.values()):
+            hook(list(models), left, str(draft))
+        return taken_out(weights, left)
+
+    def _make_draft(self, states: list[Any], lineage: dict[str, Any]) -> Draft:
+        runs = [
+            describe_run(self._run.document, training.resolved, training.facts) for training in self._prepared.trainings
+        ]
+        training = {
+            "models": [describe_training(training) for training in self._prepared.trainings],
+            "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],
+            "schedules": [
+                schedule.state_dict() for schedule in schedules_of(self._prepared.trainings, self._prepared.waiting)
+            ],
+            "loaders": [loader.state_dict() for loader in self._prepared.dataloaders],
+            "iteration": self._project.iteration,
+        }
+        objects = [{"class": type(o).__qualname__, "state": o.state_dict()} for o in self.objects]
+
+        def write_more(folder: Path) -> None:
+            for index, (run, trained) in enumerate(zip(runs, self._prepared.trainings, strict=True)):
+                part = folder / f"model_{index}" if index else folder
+                write_record(run, part)
+                write_configuration(trained.session.module, part)
+
+        return Draft(
+            about={
+                **lineage,
+                "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "strategy": runs[0]["strategy"] if runs else None,
+                "processes": self._run.processes.world_size,
+                "versions": runs[0]["versions"] if runs else {},
+            },
+            trees={"training": training, "random": states, "objects": objects},
+            write_more=write_more,
+        )
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    @collective("load_state", meets=True)
+    def load(
+        self,
+        input_dir: str | os.PathLike[str] | None,
+        *,
+        strict: bool,
+        weights_only: bool,
+        verify: bool,
+        map_location: str | None,
+        options: Mapping[str, Any],
+    ) -> LoadReport:
+        """Resume from a checkpoint; see `Accelerator.load_state`."""
+        _refuse_options("load_state", options, "strict=False where load_module_strict=False stood")
+        if map_location not in (None, "cpu", "on_device"):
+            raise TypeError(
+                f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
+                "or None. Tensors are read to where they live in any case."
+            )
+        self._run.background.wait()
+        place = on_main(lambda: self._find_checkpoint(input_dir))
+        own = self._lineages.known(place)
+        run = own if on_main(lambda: own is not None and has_checkpoints(place, own)) else None
+        folder, passed_over = on_main(lambda: choose_checkpoint(place, run))
+        loaders_resume = self._run.options.loading.use_stateful_dataloader
+        return self._resume_from(
+            folder, passed_over, strict=strict, weights_only=weights_only, verify=verify, loaders_resume=loaders_resume
+        )
+
+    @collective("resume", meets=True)
+    def resume(self, folder: str | os.PathLike[str] | None) -> LoadReport | None:
+        """Resume from the newest complete checkpoint, where this run is one that goes on; see `Accelerator.resume`."""
+        self._run.background.wait()
+        place = on_main(lambda: self._find_checkpoint(folder))
+        is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
+        run = self._lineages.known(place.parent if is_one else place)
+        only = None if is_one else run
+        found = on_main(lambda: choose_checkpoint(place, only) if has_checkpoints(place, only) else None)
+        self._run.must_resume = False
+        if found is None:
+            whose = "" if run is None else " of this run"
+            _log.info(f"resume(): no checkpoint{whose} in {place} yet; the run begins anew")
+            self._lineages.own(place)
+            return None
+        saved_by = on_main(lambda: read_manifest(found[0]).about.get("run"))
+        is_own = run is not None and saved_by == run
+        named = saved_by or "not recorded"
+        if not is_own and not launch_settings(self._run.document).auto_resume:
+            _log.info(
+                f"resume(): {found[0]} is not loaded and the run begins anew, since it is of a launch before (run "
+                f"{named}). --auto_resume goes on from there."
+            )
+            self._lineages.own(found[0].parent)
+            return None
+        if not is_own:
+            _log.info(f"resume(): {found[0]} is what this run goes on from; it is of run {named}")
+        return self._resume_from(*found, loaders_resume=True)
+
+    def _resume_from(
+        self,
+        folder: Path,
+        passed_over: Sequence[str],
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        verify: bool = False,
+        loaders_resume: bool,
+    ) -> LoadReport:
+        """As `load_state`; `loaders_resume`: the interrupted epoch goes on where it stopped, by itself."""
+        manifest = read_common_manifest(folder)
+        if verify:
+            verify_checksums(folder, manifest)
+        saved = all_or_none(lambda: {**read_nested(folder / "training"), "objects": read_nested(folder / "objects")})
+        report = LoadReport(folder, not_restored=[f"a newer checkpoint: {damage}" for damage in passed_over])
+        all_or_none(lambda: self._refuse_unfitting(manifest, saved, weights_only=weights_only))
+        loaded_by_hooks = self._run_load_hooks(folder)
+        for index, (training, stored, record) in enumerate(
+            zip(self._prepared.trainings, manifest.models, saved["models"], strict=True)
+        ):
+            if training.optimizer is not None:
+                training.session.drop_gradients()
+                training.window.begin()
+            optimizer = {} if record["optimizer"] is None else record["optimizer"]
+            report.not_restored += load_tensors(
+                folder,
+                training.session,
+                stored,
+                optimizer.get("scalars", {}),
+                weights=index not in loaded_by_hooks,
+                optimizer=not weights_only and bool(optimizer),
+                strict=strict,
+            )
+            report.steps = report.steps or optimizer.get("applied_steps", 0)
+        report.restored.append("weights")
+        if not weights_only:
+            all_or_none(lambda: self._restore(folder, saved, report, loaders_resume=loaders_resume))
+            restore_reductions(self._prepared.trainings, saved["models"])
+            if on_main(lambda: self._lineages.is_newest(folder, manifest)):
+                self._lineages.join(folder.parent, manifest.about["run"])
+        self._run.must_resume = False
+        _log.info(str(report))
+        return report
+
+    def _find_checkpoint(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        if input_dir is not None:
+            return Path(input_dir).expanduser().resolve()
+        if self._project.automatic_checkpoint_naming:
+            return automatic_folder(self._project.project_dir)
+        raise CheckpointError("load_state() needs a folder, since automatic_checkpoint_naming is off.")
+
+    def _run_load_hooks(self, folder: Path) -> Sequence[int]:
+        models = [training.session.model for training in self._prepared.trainings]
+        left = list(models)
+        for hook in tuple(self.load_hooks.values()):
+            hook(left, str(folder))
+        return taken_out(models, left)
+
+    def _refuse_unfitting(self, manifest: Manifest, saved: dict[str, Any], *, weights_only: bool) -> None:
+        found = len(self._prepared.trainings)
+        if len(manifest.models) != found:
+            stored = ", ".join(model.kind for model in manifest.models) or "none"
+            raise CheckpointError(
+                f"the checkpoint has {len(manifest.models)} models ({stored}), here {found} are prepared; prepare the "
+                "same models in the same order before load_state()."
+            )
+        if not weights_only:
+            for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
+                refuse_other_optimizer(training, record)
+            self._refuse_other_objects(saved["objects"])
+
+    def _restore(self, folder: Path, saved: dict[str, Any], report: LoadReport, *, loaders_resume: bool) -> None:
+        """All but the models' tensors; random states last, since what comes before may draw."""
+        project = self._project
+        for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
+            report.not_restored += restore_training(training, record)
+        report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
+        parts: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
+            ("optimizers without a model", self._prepared.waiting, saved["waiting_optimizers"]),
+            ("schedules", schedules_of(self._prepared.trainings, self._prepared.waiting), saved["schedules"]),
+        )
+        for what, running, states in parts:
+            if len(running) != len(states):
+                report.not_restored.append(f"{what}: {len(states)} in the checkpoint, {len(running)} here")
+                continue
+            for one, state in zip(running, states, strict=True):
+                one.load_state_dict(state)
+            report.restored.extend([what] if states else [])
+        self._restore_loaders(saved["loaders"], report, go_on=loaders_resume)
+        self._restore_objects(saved["objects"], report)
+        if project.automatic_checkpoint_naming and project.iteration <= saved["iteration"]:
+            project.iteration = saved["iteration"] + 1
+        states = read_nested(folder / "random")
+        problem = restore_random_state(states, self._run.processes.rank)
+        report.restored.extend(["random states"] if states else [])
+        report.not_restored.extend([] if problem is None else [problem])
+
+    def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
+        if len(states) != len(self._prepared.dataloaders):
+            report.not_restored.append(
+                f"places of the loaders: {len(states)} in the checkpoint, {len(self._prepared.dataloaders)} here"
+            )
+            return
+        for loader, state in zip(self._prepared.dataloaders, states, strict=True):
+            # Scripts skip by themselves what the interrupted epoch has had, unless loaders are asked to.
+            loader.load_state_dict(state if go_on else {**state, "batches": 0})
+            report.batches.append(_batches_had(loader, state))
+            report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
+        report.restored.extend(["orders of the loaders"] if states else [])
+
+    def _refuse_other_objects(self, stored: list[dict[str, Any]] | None) -> None:
+        if stored is not None and len(stored) != len(self.objects):
+            names = ", ".join(entry["class"] for entry in stored) or "none"
+            raise CheckpointError(
+                f"the checkpoint has {len(stored)} registered objects ({names}), here {len(self.objects)} are "
+                "registered; register the same ones in the same order before load_state()."
+            )
+
+    def _restore_objects(self, stored: list[dict[str, Any]] | None, report: LoadReport) -> None:
+        if stored is None:
+            if self.objects:
+                report.not_restored.append("registered objects: an imported checkpoint has none")
+            return
+        for o, entry in zip(self.objects, stored, strict=True):
+            o.load_state_dict(entry["state"])
+        report.restored.extend([f"{len(stored)} registered objects"] if stored else [])
+
+
+def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    """Add `hook` to `hooks`; what removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _refuse_options(call: str, options: Mapping[str, Any], legal: str) -> None:
+    """Name what a script gives for DeepSpeed's own checkpoints.
+
+    Raises:
+        TypeError: there is something.
+    """
+    if options:
+        raise TypeError(
+            f"{call}({', '.join(f'{name}=…' for name in options)}): checkpoints are not DeepSpeed's here, and take "
+            f"none of its arguments.\nLeave them out; {call} takes {legal}."
+        )
+
+
+def _batches_had(loader: DataLoaderAdapter, state: dict[str, Any]) -> int:
+    """Batches of this loader that the interrupted epoch has had, whose batches may have been of another size."""
+    if state["_iterator_finished"]:
+        return 0
+    then, now = state["total_batch_size"], loader.total_batch_size
+    return int(state["batches"] if then is None or now is None else state["batches"] * then // now)

@@ -1,0 +1,455 @@
+"""What `prepare` has made: models with their optimizers, loaders and schedules, in one call or in several."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from zero_plugin.config.handover import Shortage
+from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
+from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
+from zero_plugin.config.tree import AUTO
+from zero_plugin.data.active import RUNNING, RunningLoops
+from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.dispatch import SliceFunction
+from zero_plugin.data.prepare import peek_batch, prepare_loader
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.errors import LoopError
+from zero_plugin.loop.backward import FirstSteps
+from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.out_of_memory import FailedLoop, describe_shortage
+from zero_plugin.loop.prepare import add_optimizer, begin_steps, join_loaders, prepare_schedule, start_training
+from zero_plugin.loop.run import Run
+from zero_plugin.loop.same_everywhere import expect_same_models
+from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_closure
+from zero_plugin.machine.device_memory import peak_bytes
+from zero_plugin.plan.run_facts import accelerator_kind, probe_loop, probe_machine, surely_train
+from zero_plugin.strategies.base import Session
+from zero_plugin.strategies.window import AccumulationWindow
+
+
+class Prepared:
+    """The models, optimizers, loaders and schedules of one run.
+
+    Args:
+        run: what they run on.
+
+    Attributes:
+        trainings: every prepared model, in the order of `prepare`.
+        trained: those of them that have an optimizer.
+        untrained: the others.
+        waiting: optimizers whose models are not prepared yet.
+        dataloaders: the prepared loaders.
+        resolved: the configuration of the model prepared last, without open fields; None before.
+        loose: the accumulation window of what is prepared without an optimizer.
+        window: that of the model whose micro-batch runs, or ran last.
+        first_steps: looks for mistakes in the first backwards.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.trainings: list[Training] = []
+        self.trained: list[Training] = []
+        self.untrained: list[Training] = []
+        self.waiting: list[AcceleratedOptimizer] = []
+        self.dataloaders: list[DataLoaderAdapter] = []
+        self.resolved: Resolved | None = None
+        self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []  # the script's own, known by their schedules
+        self._loop = LoopFacts()  # of the loaders prepared last
+        self._was_freed = False  # since the last `prepare`
+        self.window = self.loose = self._new_window()
+        self.first_steps = FirstSteps(self.trainings, lambda: RUNNING.current)
+
+    # ---- what is prepared --------------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """What the script calls."""
+        return [training.session.model for training in self.trainings]
+
+    @property
+    def optimizers(self) -> list[AcceleratedOptimizer]:
+        """Those of the trained models, then those that wait for theirs."""
+        return [*(t.optimizer for t in self.trained if t.optimizer is not None), *self.waiting]
+
+    @property
+    def schedules(self) -> list[AcceleratedScheduler]:
+        """Those of all optimizers."""
+        return [schedule for optimizer in self.optimizers for schedule in optimizer.schedules]
+
+    @property
+    def windows(self) -> list[AccumulationWindow]:
+        """All accumulation windows."""
+        return [self.loose, *(training.window for training in self.trained)]
+
+    def training_of(self, model: nn.Module) -> Training | None:
+        """What was made of `model`, prepared or the user's own module; None if it is not prepared."""
+        return next((training for training in self.trainings if training.is_of_model(model)), None)
+
+    def session_of(self, model: nn.Module) -> Session | None:
+        """The session that runs `model`; None if it is not prepared."""
+        training = self.training_of(model)
+        return None if training is None else training.session
+
+    def measure(self) -> dict[str, float]:
+        """What the last steps tell of themselves; of several models, each but the first has its number in the names."""
+        return {
+            f"{name}_{number}" if number else name: value
+            for number, training in enumerate(self.trained)
+            for name, value in training.measure().items()
+        }
+
+    def free(self) -> None:
+        """Let go of all of it, and return memory."""
+        for training in self.trainings:
+            if training.session.before_change is not None:
+                training.session.before_change()
+            training.session.close()
+        for held in self.waiting:
+            held.session.close()
+        everything: tuple[list[Any], ...] = (
+            *(self.trainings, self.trained, self.untrained, self._run.leaving_files),
+            *(self.waiting, self._unreturned, self.dataloaders),
+        )
+        for prepared in everything:
+            prepared.clear()
+        self._run.background.memory.release()
+        self._loop = LoopFacts()
+        self.first_steps.begin()
+        self._was_freed = True
+        self.window = self.loose = self._new_window()
+        self.resolved = None
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+
+    def explain_shortage(self, error: BaseException) -> Shortage:
+        """What to say of an error that says that memory has run out, and whether the launcher may start again."""
+        run, training = self._run, self.trained[0] if self.trained else None
+        micro_batch = run.document.deepspeed.get("train_micro_batch_size_per_gpu")
+        loop = FailedLoop(
+            trains=training is not None,
+            micro_batch=self._loop.micro_batch,
+            accumulation=1 if training is None else training.window.steps,
+            cut=run.cut,
+            is_open=micro_batch is not None and (micro_batch.value is AUTO or not micro_batch.origin.typed_by_user),
+            decides=training is not None and training.window.is_decided,
+            savings=() if training is None else run.strategy.savings(training.resolved),
+            run=None if training is None or training.prediction is None else training.prediction.run,
+            taken=peak_bytes(run.device) or 0,
+        )
+        return describe_shortage(error, loop, run.device, run.processes.rank)
+
+    # ---- prepare -----------------------------------------------------------------------------------------------------
+
+    @collective("prepare", meets=True)
+    def prepare(self, objects: Sequence[Any], left: set[int], *, only_evaluates: bool = False) -> tuple[Any, ...]:
+        """What `objects` become, in their order; collective. See `Accelerator.prepare`.
+
+        Args:
+            objects: models, optimizers, loaders and schedules; anything else passes unchanged.
+            left: ids of those whose model, or whose batches, are not moved to this process's device.
+            only_evaluates: the models are never trained.
+        """
+        self._run.follow_configuration()
+        if self._was_freed:
+            self._was_freed = False
+            gc.collect()  # the wrapper that the script has let go of meanwhile still hooks the model's parameters
+        ready: dict[int, Any] = {}
+        loaders, models, optimizers, schedules = self._sort(objects, ready)
+        for optimizer in optimizers:
+            refuse_closure(optimizer)
+        expect_same_models(models, optimizers)
+        self._prepare_loaders(loaders, ready, left)
+        self._prepare_models(models, optimizers, schedules, ready, left, only_evaluates=only_evaluates)
+        for schedule in schedules:
+            alone = not (models or optimizers)
+            ready[id(schedule)] = self._prepare_schedule(schedule, alone=alone, built_before=bool(loaders))
+        if self.resolved is not None and (models or schedules):
+            self._run.configurations.show(self.resolved.tree.nested(auto="auto"))
+        for model in self.models:
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark, which scripts look for
+        return tuple(ready.get(id(o), o) for o in objects)
+
+    def _sort(
+        self, objects: Sequence[Any], ready: dict[int, Any]
+    ) -> tuple[list[DataLoader[Any]], list[nn.Module], list[Optimizer | DummyOptim], list[Any]]:
+        """Those to prepare, by kind; what is known of the others goes to `ready`."""
+        kinds = (DataLoader, nn.Module, Optimizer | DummyOptim, LRScheduler | DummyScheduler)
+        found: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])
+        for position, o in enumerate(objects):
+            if (held := self._not_returned(o)) is not None:
+                ready[id(o)] = held
+                continue
+            if self._is_prepared(o):
+                if isinstance(o, AcceleratedOptimizer) and o.waits and self._may_follow(o):
+                    found[2].append(o.optimizer)
+                continue
+            kind = next((index for index, kind in enumerate(kinds) if isinstance(o, kind)), None)
+            if kind is not None:
+                if any(o is other for other in objects[:position]):
+                    raise LoopError(f"prepare() got one {type(o).__name__} twice; name each once.")
+                found[kind].append(o)
+        return found
+
+    def _is_prepared(self, o: Any) -> bool:
+        """Whether it passes unchanged.
+
+        Raises:
+            LoopError: it does not, since its prepared form is another object.
+        """
+        if isinstance(o, AcceleratedOptimizer):
+            if o.waits and not any(o is held for held in self.waiting):  # the script has made it itself
+                self._hold(o)
+            return True
+        if isinstance(o, AcceleratedScheduler) or any(o is model for model in self.models):
+            return True
+        if isinstance(o, DataLoader):
+            prepared = bool(getattr(o, "_is_accelerate_prepared", False))
+            if prepared:
+                self.prepare_loader(o)  # it counts among this Accelerator's, whoever has prepared it
+            return prepared
+        known = any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self.trainings)
+        if known or any(o is schedule.scheduler for schedule in self.schedules):
+            raise LoopError(
+                f"prepare() got a {type(o).__name__} that is prepared already; go on with what it returned for that."
+            )
+        return False
+
+    # ---- loaders -----------------------------------------------------------------------------------------------------
+
+    def prepare_loader(
+        self, loader: Any, *, is_placed: bool | None = None, slice_function: SliceFunction | None = None
+    ) -> DataLoaderAdapter:
+        """This process's part of a loader; see `Accelerator.prepare_data_loader`."""
+        run, options = self._run, self._run.options
+        loading = options.loading
+        placed = options.device_placement if is_placed is None else is_placed
+        prepared = prepare_loader(
+            loader,
+            rank=run.processes.rank,
+            world_size=run.processes.world_size,
+            device=run.device if placed else None,
+            even_batches=loading.even_batches,
+            split_batches=loading.split_batches,
+            shard_iterable=options.shard_iterable,
+            dispatch_batches=loading.dispatch_batches,
+            slice_fn=slice_function,
+            use_seedable_sampler=loading.use_seedable_sampler,
+            data_seed=loading.data_seed,
+            non_blocking=loading.non_blocking,
+            rng_types=options.rng_types,
+            cut=run.cut,
+        )
+        if not any(prepared is known for known in self.dataloaders):
+            self.dataloaders.append(prepared)
+        return prepared
+
+    def _prepare_loaders(self, loaders: list[DataLoader[Any]], ready: dict[int, Any], left: set[int]) -> None:
+        if not loaders:
+            return
+        for loader in loaders:
+            ready[id(loader)] = self.prepare_loader(loader, is_placed=id(loader) not in left)
+        self._loop = probe_loop(
+            loaders,
+            [ready[id(loader)] for loader in loaders],
+            processes=self._run.processes.world_size,
+            split_batches=self._run.options.loading.split_batches,
+            cut=self._run.cut,
+        )
+        for training in self.trained:
+            is_shown = self.resolved is training.resolved
+            join_loaders(training, self._loop, self._run.document, surely_trains=surely_train(loaders))
+            if is_shown:
+                self.resolved = training.resolved
+
+    # ---- models with their optimizers --------------------------------------------------------------------------------
+
+    def _prepare_models(
+        self,
+        models: list[nn.Module],
+        optimizers: list[Optimizer | DummyOptim],
+        schedules: list[Any],
+        ready: dict[int, Any],
+        left: set[int],
+        *,
+        only_evaluates: bool,
+    ) -> None:
+        following = {id(o): t for o in optimizers for t in self.trainings if holds_any(o, t.session.module)}
+        own = [o for o in optimizers if id(o) not in following]
+        if not models:
+            for optimizer in own:
+                ready[id(optimizer)] = self._held(optimizer) or self._hold(optimizer)
+            own = []
+        given = {id(o) for o in own}
+        own += [
+            held.optimizer
+            for held in self.waiting
+            if id(held.optimizer) not in given and any(holds_any(held.optimizer, model) for model in models)
+        ]
+        facts = self._facts()
+        prepared_before = [training.session.module for training in self.trainings]
+        for pair in pair_models(models, own, schedules, prepared_before):
+            pair, held = self._with_held(pair, schedules)
+            is_placed = id(pair.model) not in left
+            training = start_training(
+                self._run.document,
+                facts,
+                self._run.strategy,
+                self._run.processes,
+                self.loose,
+                pair,
+                lambda: peek_batch(self.dataloaders),
+                is_placed=is_placed,
+                only_evaluates=only_evaluates,
+            )
+            training.reduces_each_batch = self._run.options.accumulation.sync_each_batch
+            ready[id(pair.model)] = training.session.model
+            self._add(training, pair, held, ready)
+        for optimizer in optimizers:
+            if (follower := following.get(id(optimizer))) is not None:
+                self._follow(follower, optimizer, schedules, ready)
+
+    def _facts(self) -> Facts:
+        """What the configuration of a model is resolved from, but for the model and its optimizer."""
+        machine = probe_machine(accelerator_kind(self._run.device), self._run.processes.world_size)
+        return Facts(
+            loop=self._loop,
+            machine=replace(machine, intended=self._run.intended),
+            split_batches=self._run.options.loading.split_batches,
+            strategy=self._run.strategy.name,
+        )
+
+    def _follow(self, training: Training, optimizer: Any, schedules: list[Any], ready: dict[int, Any]) -> None:
+        """Join an optimizer with a model that was prepared in an earlier call."""
+        if training.optimizer is not None:
+            raise LoopError(
+                f"prepare() got another optimizer of the {type(training.session.module).__name__}; build one, with "
+                "parameter groups."
+            )
+        (pair,) = pair_models([training.session.module], [optimizer], schedules, [])
+        pair, held = self._with_held(pair, schedules)
+        add_optimizer(training, self._run.document, self._run.strategy, self._run.processes, pair)
+        self.untrained.remove(training)
+        self.trainings.remove(training)
+        self._add(training, pair, held, ready)
+
+    def _with_held(self, pair: Pair, schedules: Iterable[Any]) -> tuple[Pair, AcceleratedOptimizer | None]:
+        """The pair with the schedules of an optimizer that waited for the model, and what the script has for that."""
+        held = self._held(pair.optimizer)
+        if held is None:
+            return pair, None
+        self.waiting.remove(held)
+        later = [schedule for schedule in schedules if schedule.optimizer is held]
+        return pair._replace(schedules=(*(s.scheduler for s in held.schedules), *later, *pair.schedules)), held
+
+    def _add(self, training: Training, pair: Pair, held: AcceleratedOptimizer | None, ready: dict[int, Any]) -> None:
+        self.trainings.append(training)
+        if training.session.leaves_files:
+            self._run.leaving_files.append(training.session)
+        self.resolved = training.resolved
+        if pair.optimizer is None:
+            self.untrained.append(training)
+            return
+        ready[id(pair.optimizer)] = begin_steps(training, pair.optimizer, held, self._running_loops(), pair.schedules)
+        self.trained.append(training)
+        self.window = training.window
+        self.first_steps.begin()
+        if len({trained.window.steps for trained in self.trained}) > 1:
+            raise LoopError(
+                "the trained models came out with different gradient_accumulation_steps; prepare the training loader "
+                "with the first of them, or write the number into the configuration."
+            )
+        if len(self.trained) > 1:
+            for trained in self.trained:
+                trained.watch_gradients()
+
+    # ---- optimizers and schedules without their models ---------------------------------------------------------------
+
+    def _hold(self, optimizer: Any) -> AcceleratedOptimizer:
+        """What the script gets for an optimizer whose model is not prepared yet."""
+        if isinstance(optimizer, DummyOptim):
+            raise LoopError("prepare() got a DummyOptim without its model; pass both in the same call.")
+        held = optimizer if isinstance(optimizer, AcceleratedOptimizer) else AcceleratedOptimizer(optimizer)
+        held.run_in(self._run.strategy.hold_optimizer(held.optimizer, self.loose), self.loose)
+        self.waiting.append(held)
+        return held
+
+    def _hold_for_schedule(self, optimizer: Any) -> AcceleratedOptimizer:
+        """An optimizer that the script has not passed to `prepare`: its schedule came first."""
+        refuse_closure(optimizer)
+        held = self._hold(optimizer)
+        if held is not optimizer:
+            self._unreturned.append((optimizer, held))
+        return held
+
+    def _not_returned(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        """What the script gets for an optimizer that is prepared by now, since its schedule and its model came first.
+
+        Where its model has not come, it is held like any other.
+        """
+        for index, (given, held) in enumerate(self._unreturned):
+            if given is optimizer and not held.waits:
+                del self._unreturned[index]
+                return held
+        return None
+
+    def _held(self, optimizer: Any) -> AcceleratedOptimizer | None:
+        """The one among those that wait that is, or stands for, `optimizer`."""
+        return next((held for held in self.waiting if optimizer is held or optimizer is held.optimizer), None)
+
+    def _may_follow(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Whether its model has been prepared without it."""
+        return any(holds_any(optimizer, training.session.module) for training in self.untrained)
+
+    def _prepare_schedule(self, schedule: Any, *, alone: bool, built_before: bool) -> AcceleratedScheduler:
+        """The schedule on its optimizer; one that comes `alone` may come before that.
+
+        `built_before`: no loader has been prepared for it to take its length from.
+        """
+        optimizer, options = schedule.optimizer, self._run.options
+        for training in self.trained:
+            if training.is_of_optimizer(optimizer):
+                prepared = prepare_schedule(
+                    training,
+                    schedule,
+                    self._run.document,
+                    self._run.processes,
+                    step_with_optimizer=options.step_scheduler_with_optimizer,
+                    built_before=built_before,
+                )
+                self.resolved = training.resolved
+                return prepared
+        held = self._held(optimizer)
+        if isinstance(schedule, DummyScheduler) or not (held or (alone and isinstance(optimizer, Optimizer))):
+            raise LoopError(
+                f"prepare() got a {type(schedule).__name__} whose optimizer was not prepared; pass model, optimizer "
+                "and scheduler together."
+            )
+        once = self._run.document.launch.value("scheduler_counts") == "steps" or options.loading.split_batches
+        return AcceleratedScheduler(
+            schedule,
+            held or self._hold_for_schedule(optimizer),
+            options.step_scheduler_with_optimizer,
+            times=1 if once else self._run.intended,
+        )
+
+    # ---- windows -----------------------------------------------------------------------------------------------------
+
+    def _new_window(self) -> AccumulationWindow:
+        """The window of what is prepared without an optimizer."""
+        steps = self._run.document.deepspeed.value("gradient_accumulation_steps")
+        loops = self._running_loops()
+        return AccumulationWindow(steps if isinstance(steps, int) else 1, loops.find_leader, loops.count_batch)
+
+    def _running_loops(self) -> RunningLoops:
+        """Those over prepared loaders, for one window."""
+        return RunningLoops(ends_windows=self._run.options.accumulation.sync_with_dataloader)

@@ -1,0 +1,326 @@
+"""The weights of models: unwrapping, collecting, saving them, and reading them into models."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.big_models.align import stored_values
+from zero_plugin.checkpoint.layout import session_fragments
+from zero_plugin.checkpoint.load_weights import WeightsReport, find_weights, initialize_tensors, match_weights
+from zero_plugin.checkpoint.objects import write_object
+from zero_plugin.checkpoint.ranges import open_reader
+from zero_plugin.checkpoint.save_model import (
+    SavedWeights,
+    adapter_names,
+    has_adapters,
+    names_to_save,
+    parse_dtype,
+    weights_of_module,
+    weights_of_session,
+    whole_tensors,
+    write_configuration,
+    write_model,
+)
+from zero_plugin.config.amounts import require_bytes
+from zero_plugin.config.resolve.run_record import describe_run, write_record
+from zero_plugin.config.tree import AUTO
+from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.together import all_or_none, on_main
+from zero_plugin.errors import CheckpointError, LoopError
+from zero_plugin.loop.memory_check import expect_room_to_load
+from zero_plugin.loop.prepared import Prepared
+from zero_plugin.loop.run import Run
+from zero_plugin.machine.memory import available_cpu_memory
+from zero_plugin.plan.run_plan import local_processes
+from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
+from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
+from zero_plugin.tensors.modules import persistent_tensors, shared_names, tensor_slots
+from zero_plugin.tensors.nested import list_leaves
+from zero_plugin.tensors.wrappers import bare_copy, extract_model
+
+_log = logging.getLogger(__name__)
+
+
+class Weights:
+    """The weights of the models of one run, prepared or not.
+
+    Args:
+        run: what they are trained on.
+        prepared: the models that are prepared.
+    """
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        self._run = run
+        self._prepared = prepared
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """The user's own module inside a prepared model; see `Accelerator.unwrap_model`."""
+        session = self._prepared.session_of(model)
+        if session is None:
+            return extract_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+        module = extract_model(session.module, keep_torch_compile=keep_torch_compile)
+        return module if keep_fp32_wrapper else bare_copy(module)
+
+    @collective("get_state_dict", meets=True)
+    def collect(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
+        """Unpartitioned weights and buffers in CPU memory; see `Accelerator.get_state_dict`."""
+        state: dict[str, Tensor] = {}
+        for name, tensor in self._named_tensors(model):
+            if self._run.processes.rank == 0:
+                state[name] = tensor.to("cpu", copy=True)
+        if self._run.processes.rank != 0:
+            return None
+        state |= {alias: state[name] for alias, name in shared_names(self.unwrap(model)).items() if name in state}
+        session = self._prepared.session_of(model)
+        wrapped = session is not None and session.model is not session.module
+        return state if unwrap or not wrapped else {f"module.{name}": tensor for name, tensor in state.items()}
+
+    @collective("save_model", meets=True)
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        *,
+        trainable_only: bool = False,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        """Write the weights as a folder of safetensors; see `Accelerator.save_model`."""
+        if not safe_serialization:
+            raise LoopError(
+                "save_model(safe_serialization=False): weights are written as safetensors, which need no pickle.\n"
+                "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
+            )
+        limit, stored_as = require_bytes("save_model(max_shard_size=…)", max_shard_size), parse_dtype(dtype)
+        target = Path(save_directory).expanduser().absolute()
+        module = self.unwrap(model)
+        adapters = self._saved_names(module)
+        names = names_to_save(module, trainable_only=trainable_only) if adapters is None else adapters
+        weights = self._saved_weights(model, names, stored_as)
+        if adapters is not None:
+            self._write_adapters(model, whole_tensors(weights), target)
+            return
+
+        def write_more(folder: Path) -> None:
+            self._write_record(model, folder)
+            if not trainable_only:
+                write_configuration(module, folder, stored_as)
+
+        write_model(
+            weights,
+            target,
+            max_shard_bytes=limit,
+            tied=shared_names(self.unwrap(model)),
+            notes={"contains": "the parameters that were trained"} if trainable_only else {},
+            write_more=write_more,
+            say=_log.info,
+        )
+
+    def _saved_weights(self, model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
+        session = self._prepared.session_of(model)
+        if session is not None:
+            return weights_of_session(session, names, dtype)
+
+        def tensors() -> Iterable[tuple[str, Tensor]]:
+            own = self._own_tensors(model, names)
+            return own if self._run.processes.rank == 0 else ()
+
+        return all_or_none(lambda: weights_of_module(self.unwrap(model), tensors, dtype))
+
+    def _write_adapters(self, model: nn.Module, state: dict[str, Tensor], folder: Path) -> None:
+        def write() -> None:
+            module: Any = self.unwrap(model)
+            module.save_pretrained(folder, state_dict=state)
+            self._write_record(model, folder)
+
+        on_main(write)
+
+    def _write_record(self, model: nn.Module, folder: Path) -> None:
+        for training in self._prepared.trainings:
+            if training.is_of_model(model):
+                write_record(describe_run(self._run.document, training.resolved, training.facts), folder)
+
+    def save_object(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object on the main process only; see `Accelerator.save`."""
+        if any(hasattr(leaf, "ds_id") and leaf.numel() != leaf.ds_numel for leaf in list_leaves(obj)):
+            raise LoopError(
+                "save() got parameters that ZeRO stage 3 has partitioned: no process has them.\n"
+                "Write accelerator.save(accelerator.get_state_dict(model), …), or use save_model()."
+            )
+        if self._run.processes.rank == 0:
+            write_object(obj, f, safe_serialization=safe_serialization)
+
+    def _named_tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        session = self._prepared.session_of(model)
+        if session is not None:
+            return session.named_tensors(self._saved_names(session.module))
+        return self._own_tensors(model, self._saved_names(self.unwrap(model)))
+
+    def _own_tensors(self, model: nn.Module, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+        """Those of a model that is not prepared."""
+        module = self.unwrap(model)
+        if any(hasattr(p, "ds_id") for p in module.parameters()):
+            raise LoopError(
+                f"the {type(module).__name__} is partitioned, and not prepared; pass the model that prepare() returned."
+            )
+        return stored_values(module, persistent_tensors(module, names))
+
+    def _saved_names(self, module: nn.Module) -> Collection[str] | None:
+        """The tensors of a model that are saved, as the main process sees it; None for all."""
+        if not has_adapters(module):
+            return None
+        names: list[Any] = [adapter_names(module) if self._run.processes.rank == 0 else None]
+        collectives.broadcast_object_list(names)
+        saved: Collection[str] = names[0]
+        return saved
+
+    # ---- weights that the script itself reads and writes -------------------------------------------------------------
+
+    @contextmanager
+    def whole_weights(self, *models: nn.Module) -> Iterator[None]:
+        """Inside, weights can be read and written as in plain torch; see `Accelerator.whole_weights`."""
+        with ExitStack() as stack:
+            self._enter_whole_weights(stack, models)
+            yield
+
+    @collective("whole_weights", meets=True)
+    def _enter_whole_weights(self, stack: ExitStack, models: tuple[nn.Module, ...]) -> None:
+        for model in models:
+            session = self._prepared.session_of(model)
+            if session is None:
+                raise LoopError(f"whole_weights() got a {type(model).__name__} that is not prepared.")
+            stack.enter_context(session.whole_weights())
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def init_model(
+        self, weights: str | os.PathLike[str] | None = None, *, strict: bool = True
+    ) -> AbstractContextManager[list[WeightsReport]]:
+        """A model made inside is never whole in any process at stage 3; see `Accelerator.init_model`."""
+        self._run.follow_configuration()
+        if self._run.document.deepspeed.value("zero_optimization", "stage") is AUTO:
+            _log.info(
+                "zero_optimization.stage is open until prepare(): what init_model() builds is whole in every process; "
+                "`zero-plugin launch --model …` has the plan choose the stage before"
+            )
+        if weights is None:
+            return self._building_with_values()
+        return self._building_empty(Path(weights), strict)
+
+    @contextmanager
+    def _building_with_values(self) -> Iterator[list[WeightsReport]]:
+        with self._run.strategy.init_model():
+            yield []
+
+    @contextmanager
+    def _building_empty(self, weights: Path, strict: bool) -> Iterator[list[WeightsReport]]:
+        all_or_none(lambda: find_weights(weights))
+        reports: list[WeightsReport] = []
+        with (
+            self._run.strategy.load_pretrained(False),
+            _without_initializing(),
+            outermost_modules() as made,
+            init_empty_weights(include_buffers=False),
+        ):
+            yield reports
+        models = [module for module in made if next(persistent_tensors(module), None) is not None]
+        if not models:
+            raise LoopError("init_model(weights=…): no model was made inside.")
+        reports.extend(self.load(model, weights, strict=strict) for model in models)
+
+    @collective("load_weights", meets=True)
+    def load(self, model: nn.Module, weights: Path, *, strict: bool) -> WeightsReport:
+        """Read weights into a model; see `Accelerator.load_weights`."""
+        self._run.follow_configuration()
+        session = self._prepared.session_of(model)
+        module = extract_model(model, keep_torch_compile=False) if session is None else session.module
+        stored = all_or_none(lambda: find_weights(weights))
+        places, report = all_or_none(lambda: match_weights(module, stored, strict=strict))
+
+        def read(fragments: Iterable[Fragment]) -> None:
+            with open_reader(stored.folder) as reader:
+                for fragment in fragments:
+                    if fragment.kind in (WEIGHT, MASTER) and fragment.name in places:
+                        reader.read(places[fragment.name], fragment)
+
+        with torch.no_grad():
+            if session is not None:
+                if session.before_change is not None:
+                    session.before_change()
+                with session.reading():
+                    all_or_none(lambda: read(session_fragments(session, changing=True)))
+            else:
+                all_or_none(lambda: report.initialized.extend(_without_values(module, places)))
+                target = self._run.device if self._run.options.device_placement else torch.device("cpu")
+                if target.type == "cpu":
+                    all_or_none(lambda: self._expect_room(module))
+                self._run.strategy.allot(module, target)
+                all_or_none(lambda: read(self._run.strategy.fragments_to_fill(module, places)))
+                self._initialize(module, report.initialized)
+        if not report.is_complete:
+            _log.info(str(report))
+        return report
+
+    def _expect_room(self, module: nn.Module) -> None:
+        """Raise where host memory does not hold what every process of this machine is about to allot."""
+        empty = {id(slot.tensor): slot.tensor for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
+        parts = self._run.processes.world_size if self._run.strategy.partitions_parameters else 1
+        expect_room_to_load(
+            size // parts,
+            local_processes(self._run.processes),
+            available_cpu_memory(),
+            f"the {type(module).__name__}",
+            "Start fewer processes on this machine, or use ZeRO stage 3, where no process holds all of it.",
+        )
+
+    def _initialize(self, module: nn.Module, names: Collection[str]) -> None:
+        if names:
+            for fragment in self._run.strategy.fragments_to_fill(module, names):
+                fragment.values.fill_(torch.nan)
+            initialize_tensors(module, names, self._run.strategy.whole_tensors)
+
+
+def _without_values(module: nn.Module, places: Collection[str]) -> list[str]:
+    """The parameters that have no values, and get none out of a file.
+
+    Raises:
+        CheckpointError: buffers are so too: nobody can tell what a constructor would have computed.
+    """
+    empty = [(name, t) for name, t in persistent_tensors(module) if t.is_meta and name not in places]
+    lost = [name for name, t in empty if not (isinstance(t, nn.Parameter) and t.is_floating_point())]
+    lost += [slot.name for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta and not slot.is_persistent]
+    if lost:
+        raise CheckpointError(
+            f"{', '.join(lost)}: on the meta device, and not in the file, so that nobody knows their values.\n"
+            "Build the model inside `with accelerator.init_model(weights=…):`, where buffers are computed."
+        )
+    return [name for name, _ in empty]
+
+
+@contextmanager
+def _without_initializing() -> Iterator[None]:
+    """Models of transformers do not initialise weights that are to be read; they still tie them."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        yield
+        return
+    initialize = modeling.PreTrainedModel.initialize_weights
+    modeling.PreTrainedModel.initialize_weights = lambda _: None
+    try:
+        yield
+    finally:
+        modeling.PreTrainedModel.initialize_weights = initialize
