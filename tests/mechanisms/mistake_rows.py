@@ -96,7 +96,7 @@ ROWS = [
         "a loop that expects backward to step",
         "loop/backward.py",
         "        if self._logged or asked or self._backwards",
-        "        if True or self._said or asked or self._backwards",
+        "        if True or self._logged or asked or self._backwards",
         joint_checks("together", "a_loop_that_never_steps", "ddp", "zero2"),
         "optimizer.step() was never called",
     ),
