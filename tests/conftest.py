@@ -27,6 +27,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from forked import run_as_script
 
+from zero_plugin.config.messages import show_messages
 from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 
 _OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
@@ -44,8 +45,13 @@ for op in sys.argv[1:]:
 
 
 def pytest_configure() -> None:
-    """All processes of the tests build C++ ops by one compiler: a build by another is no longer valid for them."""
-    os.environ["CXX"] = str(Path(__file__).with_name("quick-g++"))
+    """Messages appear, and all processes of the tests build C++ ops by one compiler.
+
+    A build by another compiler is no longer valid for them, so it is named without the folder of this checkout.
+    """
+    show_messages()
+    os.environ["CXX"] = "quick-g++"
+    os.environ["PATH"] = f"{Path(__file__).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -231,7 +231,7 @@ def test_what_is_left_out_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert len(loader) == 1
     loader._report_dropped(1)
-    assert "zero_plugin: samples left out: 1 " in capsys.readouterr().err
+    assert "zero_plugin: warning: samples left out: 1 " in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -323,7 +323,8 @@ def test_a_sampler_that_may_learn_is_told_of_while_gradients_accumulate(capsys: 
     assert capsys.readouterr().err == ""
     assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
     assert [loader.end_of_dataloader for _ in loader] == [False] * 3 + [True]
-    assert capsys.readouterr().err.count("zero_plugin: Own: while gradients accumulate, a batch is drawn before") == 1
+    drawn = "zero_plugin: warning: Own: while gradients accumulate, a batch is drawn before"
+    assert capsys.readouterr().err.count(drawn) == 1
 
 
 def test_an_endless_stream_is_read_one_batch_ahead() -> None:
@@ -563,7 +564,7 @@ def test_what_is_left_out_is_told_once_by_the_main_process(capsys: pytest.Captur
     assert capsys.readouterr().err == ""
     loader = alone(DataLoader(Numbers(7), batch_size=2), world_size=3, even_batches=False)
     assert values(loader) == values(loader) == [[0, 1]]
-    assert capsys.readouterr().err.count("zero_plugin: samples left out: 1 ") == 1
+    assert capsys.readouterr().err.count("zero_plugin: warning: samples left out: 1 ") == 1
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_states_go_where_the_parameters_are(fused: bool) -> None:
     adam = torch.optim.Adam([weight])
     adam.param_groups[0]["fused"] = fused
     adam.state[weight] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
-    request: Any = SessionRequest(torch.nn.ParameterList([weight]), adam, cast("Any", None), (), print)
+    request: Any = SessionRequest(torch.nn.ParameterList([weight]), adam, cast("Any", None), ())
     assert torch_optimizer(request) is adam
     devices = {name: state.device.type for name, state in adam.state[weight].items()}
     assert devices == {"step": "meta" if fused else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Final
 
 # Set to 1, it puts the date and time before each message that `show_messages` shows.
@@ -17,7 +18,9 @@ TIMES_VARIABLE: Final = "ZERO_PLUGIN_LOG_TIMES"
 _LOGGER: Final = logging.getLogger("zero_plugin")
 
 
-def show_messages(*, quiet: bool = False, prefix: str = "zero_plugin: ") -> None:
+def show_messages(
+    *, quiet: bool = False, prefix: str = "zero_plugin: ", is_main: Callable[[], bool] | None = None
+) -> None:
     """Show the messages of this package on standard error, unless the user has set up logging.
 
     The logger's level is set to INFO, or with `quiet` to WARNING, where the user has set none. A second call changes
@@ -26,6 +29,8 @@ def show_messages(*, quiet: bool = False, prefix: str = "zero_plugin: ") -> None
     Args:
         quiet: let warnings and errors pass only, as all processes of a run but the first do.
         prefix: stands before each message.
+        is_main: whether the calling thread is the run's first process, whose messages below warnings are shown; for
+            processes that are threads. By default all threads are.
     """
     if _LOGGER.level in (logging.NOTSET, _own_level):
         _set_level(logging.WARNING if quiet else logging.INFO)
@@ -36,6 +41,7 @@ def show_messages(*, quiet: bool = False, prefix: str = "zero_plugin: ") -> None
         handler = _StderrHandler()
         _LOGGER.addHandler(handler)
     handler.prefix = prefix
+    handler.is_main = is_main
 
 
 _own_level: int = logging.NOTSET  # what `show_messages` has set
@@ -56,10 +62,13 @@ class _StderrHandler(logging.Handler):
     """Writes to what `sys.stderr` is at that moment, so that a test's or a notebook's capture receives it."""
 
     prefix = ""
+    is_main: Callable[[], bool] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message, with its level from a warning on; in colour on a terminal."""
         if sys.stderr is None or _user_handles_messages():  # logging was set up after `show_messages`
+            return
+        if record.levelno < logging.WARNING and self.is_main is not None and not self.is_main():
             return
         try:
             self._write(record)

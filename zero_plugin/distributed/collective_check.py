@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import sys
 import threading
@@ -37,6 +38,8 @@ from zero_plugin.distributed.mismatch import (
 )
 from zero_plugin.errors import LoopError
 
+_log = logging.getLogger(__name__)
+
 _LAST_CALLS_S: Final = 10.0
 _last_calls: Final[list[weakref.WeakMethod[Callable[[], None]]]] = []
 
@@ -56,7 +59,7 @@ def make_last_calls() -> None:
 
 def end_process(message: str) -> NoReturn:
     """End this process with exit code 1, from any thread, after its last calls."""
-    print_line(f"error: {message}")
+    _log.error(message)
     make_last_calls()
     sys.stdout.flush()
     os._exit(1)
@@ -71,11 +74,6 @@ def within(seconds: float, *calls: Callable[[], None]) -> bool:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
-
-
-def print_line(line: str) -> None:
-    """Print a line of this package, on whichever process calls it."""
-    print(f"zero_plugin: {line}", file=sys.stderr, flush=True)  # noqa: T201 - before any logging is set up
 
 
 P = ParamSpec("P")
@@ -209,7 +207,7 @@ class CollectiveCheck:
         self._in_script = True
         try:
             if not self._answers(lambda: found.extend(self._find_soon())):
-                print_line(
+                _log.warning(
                     f"{self._here('got no answer')} from the machine of process 0: the connection to it seems lost."
                 )
             if found:
@@ -267,7 +265,7 @@ class CollectiveCheck:
             while not self._stopping.wait(self._patience.tick):
                 now = time.monotonic()
                 awake, before = min(now - before, 2 * self._patience.tick), now
-                self._view.look(awake, lambda line: print_line(f"process {self._rank} {line}"))
+                self._view.look(awake, lambda line: _log.warning(f"process {self._rank} {line}"))
                 self._tell()
                 if self._store.check(["end"]):
                     self._end_with_others()
@@ -345,7 +343,7 @@ class CollectiveCheck:
             # Once, of all that wait.
             if self._store.add(f"warned/{waiting.call.number}/{waiting.warns_at:g}", 1) == 1:
                 until = "" if self._limit == float("inf") else f" ({self._limit:.0f} s)"
-                print_line(
+                _log.warning(
                     f"{self._here('has waited')} for {waiting.seconds:.0f} s: {self._late}. "
                     f"It waits until the process group's time-out{until}."
                 )

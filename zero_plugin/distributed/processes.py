@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import logging
 import os
 import socket
 import sys
@@ -22,12 +23,15 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.config.choices import DistributedType
+from zero_plugin.config.messages import show_messages
 from zero_plugin.distributed.collective_check import collective, end_watching, make_last_calls, start_watching
 from zero_plugin.distributed.replica import find_replica
 from zero_plugin.errors import LaunchError, LoopError, ZeroPluginError
 from zero_plugin.machine.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
 from zero_plugin.machine.scheduler_job import find_place, own_gpu
 from zero_plugin.machine.xla_runtime import check_world_size, find_tpu
+
+_log = logging.getLogger(__name__)
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(minutes=30)
@@ -241,6 +245,7 @@ def start_processes(
             `find_replica`.
         MachineError: see `find_replica`.
     """
+    show_messages(quiet=os.environ.get("RANK", "0") != "0")
     if _finds_xla(cpu) if xla is None else xla:
         return _start_replica(timeout or _TIMEOUT)
     if not dist.is_initialized() and "RANK" not in os.environ and (place := find_place(os.environ)) is not None:
@@ -326,7 +331,7 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
                 with suppress(OSError, ValueError):  # a stream that nobody reads any more
                     sys.stdout.flush()
                     if isinstance(error, ZeroPluginError):
-                        print(f"zero_plugin: error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                        _log.error(error)
                     else:
                         traceback.print_exception(error)
                         sys.stderr.flush()

@@ -8,8 +8,8 @@ Says a line once for the whole run.
 from __future__ import annotations
 
 import errno
+import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import CheckpointError, ZeroPluginError
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -107,9 +109,9 @@ def describe_error(error: Exception) -> str:
 
 
 def announce(line: str, *, by_each: bool = False) -> None:
-    """Print `line` to stderr, on the main process only, or by each process that comes here, with its number."""
+    """Log a warning on the main process only, or by each process that comes here, with its rank."""
     rank = process_index()
     if by_each and num_processes() > 1:
         line = f"process {rank}: {line}"
     if by_each or rank == 0:
-        print(f"zero_plugin: {line}", file=sys.stderr, flush=True)  # noqa: T201 - before any logging is set up
+        _log.warning(line)

@@ -87,7 +87,7 @@ def start_training(
         predicted = predict_memory(model, resolved, stage, facts, processes, activations)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
     left_out = _find_left_out(model, optimizer)
-    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, _log.info, **how), processes)
+    session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, **how), processes)
     session.left_out = left_out
     parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
     training = Training(session, facts, resolved, window, parameters)
@@ -124,7 +124,7 @@ def add_optimizer(
     _log_resolved(document, training.facts, training.resolved, processes, logged)
     real = tuple(s for s in schedules if isinstance(s, LRScheduler))
     training.session.left_out = _find_left_out(model, optimizer)
-    strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real, _log.info))
+    strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real))
 
 
 def begin_steps(

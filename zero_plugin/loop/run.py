@@ -102,7 +102,11 @@ class Run(ProcessCalls):
     def __init__(self, configurations: Configurations, options: Options) -> None:
         self.configurations, self.options = configurations, options
         self.processes = self._processes = self._join_processes()
-        show_messages(quiet=self.processes.rank != 0)
+        by_thread = self.processes.device.type == "xla"  # there the processes of a machine are threads
+        show_messages(
+            quiet=self.processes.rank != 0 and not by_thread,
+            is_main=(lambda: collectives.process_index() == 0) if by_thread else None,
+        )
         self.device = self.processes.device
         self.background = BackgroundWriter(_log.info)
         self.trackers = Trackers(options.project, self.processes.rank)

@@ -73,7 +73,6 @@ class SessionRequest:
         resolved: the configuration without open fields.
         schedules: the learning-rate schedules that were built on `optimizer`. A strategy that replaces the optimizer
             object moves them to the new one.
-        say: prints a line.
         is_placed: whether the model goes to this process' device; else it stays where the script has put it.
         only_evaluates: whether the model is never trained; else one without an optimizer may still get one.
     """
@@ -82,7 +81,6 @@ class SessionRequest:
     optimizer: Optimizer | DummyOptim | None
     resolved: Resolved
     schedules: tuple[Any, ...]
-    say: Callable[[str], None]
     is_placed: bool = True
     only_evaluates: bool = False
 

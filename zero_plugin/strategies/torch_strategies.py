@@ -10,6 +10,7 @@ What a request becomes where no engine trains: weights in fp32, and torch's own 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,6 +34,8 @@ from zero_plugin.strategies.torch_optimizers import build_optimizer
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
 from zero_plugin.strategies.window import AccumulationWindow
 
+_log = logging.getLogger(__name__)
+
 
 def keep_weights_in_fp32(request: SessionRequest) -> None:
     """Turn 16-bit weights that are trained into fp32, aloud: updates below their last bit would be lost.
@@ -52,7 +55,7 @@ def keep_weights_in_fp32(request: SessionRequest) -> None:
         for states, key, value in _states_of(request.optimizer, p):
             if value.dtype in (torch.bfloat16, torch.float16):
                 states[key] = value.float()
-    request.say(
+    _log.info(
         f"{len(chosen)} parameters of the {type(request.model).__name__} came in 16 bits and are trained in fp32, as "
         "under ZeRO; mixed_precision says what they compute in"
     )
@@ -147,7 +150,7 @@ class DdpStrategy(Strategy):
         optimizer = torch_optimizer(request)
         trains = not request.only_evaluates and any(p.requires_grad for p in module.parameters())
         if trains and optimizer is None:
-            request.say(
+            _log.info(
                 f"the {type(module).__name__} came without an optimizer: DDP keeps room for its gradients until one "
                 "comes; prepare_model(model, evaluation_mode=True) does without, and so does a frozen model"
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -25,6 +26,8 @@ from zero_plugin.config.resolve.facts import OptimizerSection, Resolved
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import SessionRequest
 from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer
+
+_log = logging.getLogger(__name__)
 
 # DeepSpeed implements these for ZeRO although their update depends on a tensor's shape or norm.
 _OF_MUP = frozenset({"muadam", "muadamw", "musgd"})  # DeepSpeed takes them from the package mup
@@ -182,10 +185,10 @@ def _expect_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: Sess
         raise ConfigError([Problem(forced.origin.where, _FORCE, message, "Delete the key, or write false.")])
     if not is_theirs and kind in _KERNEL_OPTIONS:
         why = f"{_FORCE} is false" if _forced(resolved) is False else f"DeepSpeed's faster kernel {why}"
-        request.say(f"{name}: torch's own runs on the CPU, since {why}")
+        _log.info(f"{name}: torch's own runs on the CPU, since {why}")
     idle = [option for option in _SPEED_OPTIONS if any(group.get(option) for group in optimizer.param_groups)]
     if kernel is not None and idle:
-        request.say(f"{name}: {', '.join(idle)} has no effect, since DeepSpeed's kernel for the CPU runs")
+        _log.info(f"{name}: {', '.join(idle)} has no effect, since DeepSpeed's kernel for the CPU runs")
     is_adam = kind in (torch.optim.Adam, torch.optim.AdamW) and not left_out
     groups = optimizer.param_groups
     decoupled = is_adam and all(group.get(_DECOUPLED, kind is torch.optim.AdamW) for group in groups)

@@ -44,6 +44,8 @@ from zero_plugin.tensors.compilation import compile_in_place
 from zero_plugin.tensors.fragments import Fragment
 from zero_plugin.tensors.modules import allot_whole
 
+_log = logging.getLogger(__name__)
+
 
 def unused_handlers(handlers: Handlers) -> list[str]:
     """Lines on what a script set and an engine has no use for.
@@ -142,7 +144,7 @@ class DeepSpeedStrategy(Strategy):
         if request.optimizer is None and resolved.zero_stage < 3:
             return self._build_plain_session(request, processes)
         if not request.is_placed:
-            request.say(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
+            _log.info(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
         given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
         described = resolved.optimizer if request.optimizer is not None else None
         kind = type(given).__name__ if given is not None else described.type if described is not None else ""
@@ -308,7 +310,7 @@ class DeepSpeedStrategy(Strategy):
         model = request.model
         if not any(hasattr(p, "ds_id") for p in model.parameters()):
             if is_pretrained(model) and self._settings.zero3_init_flag is not False:
-                request.say(
+                _log.info(
                     f"the {type(model).__name__} was built whole in every process, then partitioned; import "
                     "transformers before Accelerator(), and build the model after it with from_pretrained() or inside "
                     "`with accelerator.init_model():`, and no process ever holds all of it"
@@ -332,7 +334,7 @@ class DeepSpeedStrategy(Strategy):
             set_z3_leaf_module(layer, whole)
         for kind, count in Counter(type(layer).__name__ for layer in layers).items():
             how = "gathered whole, and all its experts are reduced" if whole else "reduced with all its experts"
-            request.say(f"{count} × {kind}: each is {how}, since processes may choose different experts")
+            _log.info(f"{count} × {kind}: each is {how}, since processes may choose different experts")
 
 
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
