@@ -61,11 +61,9 @@ class LoneOptimizer:
         return True
 
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
-        """See `Session.clip`."""
         return torch.nn.utils.clip_grad_norm_(only or self._parameters(), max_norm, norm_type)
 
     def scale_gradients(self, factor: float) -> None:
-        """See `Session.scale_gradients`."""
         for p in self._parameters():
             if p.grad is not None:
                 p.grad.mul_(factor)
@@ -75,7 +73,6 @@ class LoneOptimizer:
         return None
 
     def drop_gradients(self) -> None:
-        """See `Session.drop_gradients`."""
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -122,7 +122,6 @@ class TorchSession(Session):
         self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]  # which torch lets nobody watch
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
-        """See `Session.open_backward`."""
         self._refuse_failed()
         if not self._has_gradients:
             if self._are_spent:
@@ -136,7 +135,6 @@ class TorchSession(Session):
             self._reducer.prepare(loss)
 
     def close_backward(self, *, reached: bool) -> None:
-        """See `Session.close_backward`."""
         self._is_open = False
         if self._scale is not None and reached and not self._has_gradients and not self._has_strays():
             raise LoopError(LOSS_OF_OTHERS)
@@ -153,17 +151,14 @@ class TorchSession(Session):
             raise
 
     def abandon_backward(self, *, reached: bool) -> None:
-        """See `Session.abandon_backward`."""
         self._is_open = False
         if reached and (self._has_gradients or self._has_strays()):
             self._fail()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """See `Session.scale_loss`."""
         return loss if self._scale is None else loss.float() * self._scale.value
 
     def set_loss_scale(self, scale: float) -> None:
-        """See `Session.set_loss_scale`."""
         assert self._scale is not None, "only sessions that scale share a scale"
         if self._has_gradients and not self._unscaled:
             self.scale_gradients(scale / self._scale.value)
@@ -175,7 +170,6 @@ class TorchSession(Session):
             self._reducer.follow(lambda: ends_window() and not self._local_only)
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
-        """See `Session.clip`."""
         self._refuse_failed()
         self._unscale()
         parameters = self._trained_parameters() if only is None else only
@@ -199,12 +193,10 @@ class TorchSession(Session):
         return norm
 
     def scale_gradients(self, factor: float) -> None:
-        """See `Session.scale_gradients`."""
         if gradients := self._gradients():
             torch._foreach_mul_(gradients, factor)
 
     def step(self) -> bool:
-        """See `Session.step`."""
         assert self.optimizer is not None
         self._refuse_failed()
         if any(p.grad is not None for p in self._frozen):
@@ -233,14 +225,12 @@ class TorchSession(Session):
         return applied
 
     def first_nonfinite(self) -> str | None:
-        """See `Session.first_nonfinite`."""
         for name, p in self.module.named_parameters():
             if p.grad is not None and not torch.isfinite(dense(p.grad)).all():
                 return name
         return None
 
     def drop_gradients(self) -> None:
-        """See `Session.drop_gradients`."""
         self._forget_window()
         self._are_spent = False
         assert self.optimizer is not None
@@ -252,7 +242,6 @@ class TorchSession(Session):
         self.failed = False
 
     def drop_strays(self) -> None:
-        """See `Session.drop_strays`."""
         # Looking is cheaper than the optimizer's zero_grad.
         if not self._has_gradients and (self._are_spent or self._has_strays()):
             self.drop_gradients()
@@ -266,58 +255,47 @@ class TorchSession(Session):
             self._local_only = previous
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See `Session.no_sync`."""
         return self._stay_local()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See `Session.named_tensors`."""
         for name, tensor in persistent_tensors(self.module, only):
             yield name, tensor.detach()
 
     def weight_fragments(self) -> Iterator[Fragment]:
-        """See `Session.weight_fragments`."""
         rank, world_size = process_index(), num_processes()
         for name, tensor in persistent_tensors(self.module):
             yield whole_fragment(name, tensor, rank, world_size)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
-        """See `Session.optimized_pieces`."""
         if self.optimizer is None:
             return []
         return whole_pieces(self.optimizer, self.module, process_index(), num_processes())
 
     def reading(self) -> AbstractContextManager[None]:
-        """See `Session.reading`."""
         return nullcontext()
 
     def take_masters_from_weights(self) -> None:
         """See `Session.take_masters_from_weights`: here the weights are the masters."""
 
     def scale_state(self) -> dict[str, float]:
-        """See `Session.scale_state`."""
         return {} if self._scale is None else self._scale.state()
 
     def restore_scale(self, state: Mapping[str, float]) -> None:
-        """See `Session.restore_scale`."""
         if self._scale is not None and state:
             self._scale.restore(state)
 
     def reduction_state(self) -> list[list[str]]:
-        """See `Session.reduction_state`."""
         return [] if self._reducer is None else self._reducer.state()
 
     def restore_reduction(self, state: list[list[str]]) -> None:
-        """See `Session.restore_reduction`."""
         if self._reducer is not None:
             self._reducer.restore(state)
 
     @property
     def loss_scale(self) -> float:
-        """See `Session.loss_scale`."""
         return 1.0 if self._scale is None else self._scale.value
 
     def close(self) -> None:
-        """See `Session.close`."""
         if self._undo_autocast is not None:
             self._undo_autocast()
         if self.recorder is not None:

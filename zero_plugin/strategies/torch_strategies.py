@@ -138,11 +138,9 @@ class DdpStrategy(Strategy):
         self.distributed_type = processes.distributed_type
 
     def refuse(self) -> str | None:
-        """See `Strategy.refuse`."""
         return "only one process runs" if self._processes.world_size == 1 else None
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """See `Strategy.build_session`."""
         keep_weights_in_fp32(request)
         module = request.model.to(processes.device) if request.is_placed else request.model
         for layer in find_expert_layers(module, ()):
@@ -182,7 +180,6 @@ class DdpStrategy(Strategy):
         return (Saving(text, {"gradient_views": True}), *super().savings(resolved))
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-        """See `Strategy.autocast`."""
         return autocast_as(precision, self._processes.device.type, handler)
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
@@ -209,7 +206,6 @@ class DdpStrategy(Strategy):
 
     @contextmanager
     def reduce_next_backward(self, session: Session) -> Iterator[None]:
-        """See `Strategy.reduce_next_backward`."""
         ddp = session.model
         if not isinstance(ddp, DistributedDataParallel):
             yield
@@ -224,7 +220,6 @@ class DdpStrategy(Strategy):
             ddp.require_backward_grad_sync = before
 
     def join(self, joinables: list[Any], *, enable: bool) -> AbstractContextManager[Any]:
-        """See `Strategy.join`."""
         return Join(joinables, enable=enable) if joinables else nullcontext()
 
 
@@ -239,23 +234,19 @@ class SingleStrategy(Strategy):
         self._processes = processes
 
     def refuse(self) -> str | None:
-        """See `Strategy.refuse`."""
         if self._processes.world_size > 1:
             return f"{self._processes.world_size} processes run; one device serves one"
         return None
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """See `Strategy.build_session`."""
         keep_weights_in_fp32(request)
         module = request.model.to(processes.device) if request.is_placed else request.model
         return torch_session(module, request, torch_optimizer(request), self.handlers)
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-        """See `Strategy.autocast`."""
         return autocast_as(precision, self._processes.device.type, handler)
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
-        """See `Strategy.add_optimizer`."""
         keep_weights_in_fp32(request)
         optimizer = torch_optimizer(request)
         assert isinstance(session, TorchSession)

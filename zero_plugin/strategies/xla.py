@@ -38,12 +38,10 @@ class XlaStrategy(Strategy):
         self._processes = processes
 
     def refuse(self) -> str | None:
-        """See `Strategy.refuse`."""
         device = self._processes.device.type
         return None if device == "xla" else f"this run computes on {device}"
 
     def accept(self, handlers: Handlers) -> list[str]:
-        """See `Strategy.accept`."""
         self.handlers = handlers
         ddp = handlers.ddp or DistributedDataParallelKwargs()
         if handlers.compiles:
@@ -80,11 +78,9 @@ class XlaStrategy(Strategy):
         return torch_session(module, request, optimizer, self.handlers, recorder)
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-        """See `Strategy.autocast`."""
         return autocast_as(precision, "xla", handler)
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
-        """See `Strategy.add_optimizer`."""
         keep_weights_in_fp32(request)
         optimizer = torch_optimizer(request)
         assert isinstance(session, TorchSession)
@@ -98,7 +94,6 @@ class XlaStrategy(Strategy):
         return ()
 
     def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
-        """See `Strategy.hold_optimizer`."""
         return LoneOptimizer(optimizer, window, steps=self._processes.world_size == 1)
 
 
@@ -123,7 +118,6 @@ class _Recorder:
         self._refusal: Any = None
 
     def run(self) -> None:
-        """See `Recorder.run`."""
         self._sync()
 
     def end_backward(self, module: nn.Module, *, averages: bool) -> None:
@@ -140,7 +134,6 @@ class _Recorder:
                 self._share_buffers(module)
 
     def close(self) -> None:
-        """See `Recorder.close`."""
         self._undo_forward()
         self.allow_gradients()
 

@@ -113,7 +113,6 @@ class JsonlTracker(KnownTracker):
 
     @on_main_process
     def start(self) -> None:
-        """See `GeneralTracker.start`."""
         self.logging_dir.mkdir(parents=True, exist_ok=True)
         self._file = (self.logging_dir / "metrics.jsonl").open("a", encoding="utf-8", **self.init_kwargs)
 
@@ -124,20 +123,17 @@ class JsonlTracker(KnownTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See `GeneralTracker.store_init_configuration`."""
         text = json.dumps(_json(values), indent=2, ensure_ascii=False)
         (self.logging_dir / "config.json").write_text(text + "\n", encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """See `GeneralTracker.log`."""
         line = {**({} if step is None else {"step": step}), "time": round(time.time(), 3), **_json(values)}
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()  # for who follows the file, and for the end that comes without warning
 
     @on_main_process
     def finish(self) -> None:
-        """See `GeneralTracker.finish`."""
         self._file.close()
 
 
@@ -187,7 +183,6 @@ class MLflowTracker(KnownTracker):
 
     @on_main_process
     def start(self) -> None:
-        """See `GeneralTracker.start`."""
         import mlflow
 
         if self.tracking_uri is not None:
@@ -224,7 +219,6 @@ class MLflowTracker(KnownTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """See `GeneralTracker.finish`."""
         import mlflow
 
         mlflow.end_run()
@@ -251,7 +245,6 @@ class TensorBoardTracker(KnownTracker):
 
     @on_main_process
     def start(self) -> None:
-        """See `GeneralTracker.start`."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer: Any = SummaryWriter(str(self.logging_dir), **self.init_kwargs)
@@ -288,7 +281,6 @@ class TensorBoardTracker(KnownTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """See `GeneralTracker.finish`."""
         self.writer.close()
 
 
@@ -301,7 +293,6 @@ class WandBTracker(KnownTracker):
 
     @on_main_process
     def start(self) -> None:
-        """See `GeneralTracker.start`."""
         import wandb
 
         self.run: Any = wandb.init(project=self.run_name, **self.init_kwargs)
@@ -313,7 +304,6 @@ class WandBTracker(KnownTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """See `GeneralTracker.store_init_configuration`."""
         self.run.config.update(values, allow_val_change=True)
 
     @on_main_process
@@ -345,5 +335,4 @@ class WandBTracker(KnownTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """See `GeneralTracker.finish`."""
         self.run.finish()

@@ -155,26 +155,21 @@ class ReplicatedGradients(EngineGradients):
         """See `EngineGradients.before_backward`."""
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
-        """See `EngineGradients.has_reached`."""
         return parameter.grad is not None
 
     def scale(self, factor: float) -> None:
-        """See `EngineGradients.scale`."""
         if gradients := self._gradients():
             torch._foreach_mul_(gradients, factor)
 
     def finalize(self) -> None:
-        """See `EngineGradients.finalize`."""
         self._measure.cache_clear()
         with _at_boundary(self._engine):
             self._engine.allreduce_gradients()
 
     def norm(self) -> Tensor:
-        """See `EngineGradients.norm`."""
         return _finite_or_inf(self._measure())
 
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `EngineGradients.held`."""
         return parameter.grad
 
     def are_finite(self) -> bool:
@@ -182,12 +177,10 @@ class ReplicatedGradients(EngineGradients):
         return all_finite(self._gradients())
 
     def set_clipping(self, max_norm: float) -> None:
-        """See `EngineGradients.set_clipping`."""
         self._engine._config.gradient_clipping = max_norm  # read at fp32
         self._wrapper.clip_grad = max_norm  # read by the 16-bit wrappers
 
     def drop(self) -> None:
-        """See `EngineGradients.drop`."""
         for p in self._parameters:
             p.grad = None
 
@@ -218,28 +211,23 @@ class Bf16Stage1Gradients(EngineGradients):
         """See `EngineGradients.before_backward`."""
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
-        """See `EngineGradients.has_reached`."""
         group, index = self._places[id(parameter)]
         return bool(self._wrapper.fp32_groups_has_gradients[group][index])
 
     def scale(self, factor: float) -> None:
-        """See `EngineGradients.scale`."""
         torch._foreach_mul_(list(self._wrapper.fp32_groups_gradients_flat), factor)
 
     def finalize(self) -> None:
-        """See `EngineGradients.finalize`."""
         with _at_boundary(self._engine):
             self._engine.allreduce_gradients()
         # The norm and the clipping are of what came on any process, not on this one: it is in the sum.
         self._wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self._wrapper.bf16_groups]
 
     def norm(self) -> Tensor:
-        """See `EngineGradients.norm`."""
         gradients, _ = self._wrapper.get_grads_for_norm()
         return _finite_or_inf(torch.as_tensor(get_global_norm_of_tensors(gradients)))
 
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `EngineGradients.held`."""
         if id(parameter) not in self._places:
             return None
         group, index = self._places[id(parameter)]
@@ -247,11 +235,9 @@ class Bf16Stage1Gradients(EngineGradients):
         return gradient
 
     def set_clipping(self, max_norm: float) -> None:
-        """See `EngineGradients.set_clipping`."""
         self._wrapper.clip_grad = max_norm
 
     def drop(self) -> None:
-        """See `EngineGradients.drop`."""
         self._wrapper.zero_grad(set_to_none=True)
 
 
@@ -272,20 +258,17 @@ class FlatGradients(EngineGradients):
         self._forget_norm = _measure_norm_once(self._wrapper, "scaled_global_norm")
 
     def before_backward(self, micro_batch: int) -> None:
-        """See `EngineGradients.before_backward`."""
         if micro_batch > 0 and self._wrapper.cpu_offload and self._partitioned:
             for param_id in self._sat_out():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
                     kept.zero_()
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
-        """See `EngineGradients.has_reached`."""
         if self._partitioned:
             return self._wrapper.get_param_id(parameter) in self._order.reduced
         return self._wrapper.get_gradient_for_reduction(parameter) is not None
 
     def scale(self, factor: float) -> None:
-        """See `EngineGradients.scale`."""
         wrapper = self._wrapper
         if not self._partitioned:
             gradients = [wrapper.get_gradient_for_reduction(p) for group in wrapper.bit16_groups for p in group]
@@ -305,7 +288,6 @@ class FlatGradients(EngineGradients):
                 torch._foreach_mul_(list(wrapper.all_grad_tensors[i]), factor)
 
     def finalize(self) -> None:
-        """See `EngineGradients.finalize`."""
         wrapper = self._wrapper
         self._forget_norm()
         with _at_boundary(self._engine):
@@ -324,14 +306,12 @@ class FlatGradients(EngineGradients):
                 wrapper.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count).zero_()
 
     def norm(self) -> Tensor:
-        """See `EngineGradients.norm`."""
         norm = _finite_or_inf(self._wrapper.scaled_global_norm() / self._wrapper.loss_scale)
         if self._wrapper.cpu_offload and self._wrapper.dtype == torch.float16 and self._wrapper.local_overflow:
             return torch.full_like(norm, float("inf"))
         return norm
 
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `EngineGradients.held`."""
         mapping: Any = getattr(parameter, "_hp_mapping", None)  # of what lies in this process' partition
         if mapping is None:
             return None
@@ -339,16 +319,13 @@ class FlatGradients(EngineGradients):
         return gradient
 
     def set_clipping(self, max_norm: float) -> None:
-        """See `EngineGradients.set_clipping`."""
         self._wrapper.clip_grad = max_norm
 
     def begin_window(self) -> None:
-        """See `EngineGradients.begin_window`."""
         if self._partitioned:
             self._order.begin_window()
 
     def drop(self) -> None:
-        """See `EngineGradients.drop`."""
         wrapper = self._wrapper
         wrapper.zero_grad(set_to_none=True)
         for buffers in (wrapper.averaged_gradients, wrapper.all_grad_tensors):
@@ -360,7 +337,6 @@ class FlatGradients(EngineGradients):
             wrapper._offload_accumulated_param_ids = set()
 
     def recover(self) -> None:
-        """See `EngineGradients.recover`."""
         wrapper = self._wrapper
         get_accelerator().synchronize()
         for bucket in wrapper.ipg_buckets.values():
@@ -412,7 +388,6 @@ class Stage3Gradients(EngineGradients):
         self._precede_collectives()
 
     def before_backward(self, micro_batch: int) -> None:
-        """See `EngineGradients.before_backward`."""
         # DeepSpeed counts a backward when the next forward begins: a second one before that would overwrite the first.
         self._wrapper.micro_step_id = micro_batch
         if micro_batch > 0:
@@ -423,15 +398,12 @@ class Stage3Gradients(EngineGradients):
         self._order.compare()
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
-        """See `EngineGradients.has_reached`."""
         return parameter.ds_id in self._order.reduced  # type: ignore[attr-defined]
 
     def scale(self, factor: float) -> None:
-        """See `EngineGradients.scale`."""
         self._wrapper.grad_partitions_flat_buffer.mul_(factor)
 
     def finalize(self) -> None:
-        """See `EngineGradients.finalize`."""
         wrapper = self._wrapper
         self._forget_norm()
         self._clear_sat_out()
@@ -442,29 +414,23 @@ class Stage3Gradients(EngineGradients):
             type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
 
     def norm(self) -> Tensor:
-        """See `EngineGradients.norm`."""
         return _finite_or_inf(combine_grad_norm_groups(self._wrapper._get_norm_groups()) / self._wrapper.loss_scale)
 
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        """See `EngineGradients.held`."""
         partitions: dict[int, Tensor] = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         return partitions.get(getattr(parameter, "ds_id", -1))
 
     def set_clipping(self, max_norm: float) -> None:
-        """See `EngineGradients.set_clipping`."""
         self._wrapper.clip_grad = max_norm
 
     def begin_window(self) -> None:
-        """See `EngineGradients.begin_window`."""
         self._order.begin_window()
 
     def drop(self) -> None:
-        """See `EngineGradients.drop`."""
         # The first backward of the next window overwrites what it reaches, and what sits out is cleared.
         self._wrapper._offload_boundary_param_ids = set()
 
     def recover(self) -> None:
-        """See `EngineGradients.recover`."""
         wrapper = self._wrapper
         get_accelerator().synchronize()
         for group in wrapper.fp16_groups:

@@ -73,7 +73,6 @@ class BuildConfig:
         return config
 
     def counted_by_gpu(self) -> AbstractContextManager[None]:
-        """See `Processes.counted_by_gpu`."""
         return self._processes.counted_by_gpu()
 
     def init(self) -> _Init:

@@ -189,7 +189,6 @@ class EngineSession(Session):
             raise LoopError(LOSS_OF_OTHERS)
 
     def explain(self, error: BaseException) -> LoopError | None:
-        """See `Session.explain`."""
         return explain_empty_weights(error, self.module) if self._fetched else None
 
     def _reaches(self, loss: Tensor) -> bool:
@@ -197,7 +196,6 @@ class EngineSession(Session):
         return any(id(leaf) in trained for leaf in find_leaves(loss))
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
-        """See `Session.open_backward`."""
         self._refuse_failed()
         if self._micro_batches:
             refuse_hooks_on_sums(self.module, self._hooked)
@@ -207,7 +205,6 @@ class EngineSession(Session):
         self._enter()
 
     def close_backward(self, *, reached: bool) -> None:
-        """See `Session.close_backward`."""
         engine = self.engine
         if self.optimizer is None:
             engine.optimizer.release_backward_leftovers()  # at stage 3, weights that a backward gathered
@@ -231,14 +228,12 @@ class EngineSession(Session):
                 raise LoopError(LATE_BACKWARD)
 
     def abandon_backward(self, *, reached: bool) -> None:
-        """See `Session.abandon_backward`."""
         self.engine.__dict__["_running_engine_backward"] = False
         if isinstance(self.engine.optimizer, ZeROOptimizer):
             self.engine.optimizer.exit_backward()
         self.failed |= reached
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """See `Session.scale_loss`."""
         if not self._scales:
             return loss
         if isinstance(self.engine.optimizer, ZeROOptimizer):
@@ -258,7 +253,6 @@ class EngineSession(Session):
         return self.engine.scale(loss) is not loss
 
     def set_loss_scale(self, scale: float) -> None:
-        """See `Session.set_loss_scale`."""
         wrapper = self.engine.optimizer
         if self._micro_batches:
             self._watch.mention_changed()
@@ -271,7 +265,6 @@ class EngineSession(Session):
         """See `Session.follow_window`: stages 2 and 3 reduce in every backward, 0 and 1 in the step."""
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
-        """See `Session.clip`."""
         if norm_type != 2.0:
             raise LoopError(f"clip_grad_norm_(norm_type={norm_type}): under ZeRO only the L2 norm (2) is computed.")
         if only is not None:
@@ -295,12 +288,10 @@ class EngineSession(Session):
         engine.zero_grad = routed
 
     def scale_gradients(self, factor: float) -> None:
-        """See `Session.scale_gradients`."""
         self._watch.mention_changed()
         self._gradients.scale(factor)
 
     def step(self) -> bool:
-        """See `Session.step`."""
         self._refuse_failed()
         self._watch.refuse_lost(has_gradients=self._micro_batches > 0)
         if not self._micro_batches:
@@ -327,12 +318,10 @@ class EngineSession(Session):
         return applied
 
     def first_nonfinite(self) -> str | None:
-        """See `Session.first_nonfinite`."""
         self._finalize()
         return first_nonfinite(self.engine, self._gradients)
 
     def drop_gradients(self) -> None:
-        """See `Session.drop_gradients`."""
         self._watch.mention_perturbed()
         if self.failed:
             self._gradients.recover()
@@ -361,32 +350,26 @@ class EngineSession(Session):
         yield from _gathered(batch)
 
     def weight_fragments(self) -> Iterator[Fragment]:
-        """See `Session.weight_fragments`."""
         refuse_unreachable(self.engine)
         return engine_weights(self.engine)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
-        """See `Session.optimized_pieces`."""
         refuse_unreachable(self.engine)
         self._follow_written()
         return engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
-        """See `Session.blocks`."""
         self._follow_written()
         return engine_blocks(self.engine, changing=changing)
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
-        """See `Session.fetched`."""
         return fetched_weights(self.engine, fragments, changing=changing)
 
     def reading(self) -> AbstractContextManager[None]:
-        """See `Session.reading`."""
         self._follow_written()  # now: at the next step it would undo what is read
         return reading_engine(self.engine)
 
     def take_masters_from_weights(self) -> None:
-        """See `Session.take_masters_from_weights`."""
         self._await_copy()
         self._written = False
         self._versions = versions_of(self._watched)
@@ -435,14 +418,12 @@ class EngineSession(Session):
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """See `Session.whole_weights`."""
         self._follow_written()  # what came before: at stage 3 it was written into nothing
         with whole_weights(self.module):
             yield
         self._note_written()
 
     def scale_state(self) -> dict[str, float]:
-        """See `Session.scale_state`."""
         scaler = self._dynamic_scaler()
         if scaler is None:
             return {}
@@ -454,7 +435,6 @@ class EngineSession(Session):
         }
 
     def restore_scale(self, state: Mapping[str, float]) -> None:
-        """See `Session.restore_scale`."""
         scaler = self._dynamic_scaler()
         if scaler is None or not state:
             return
@@ -465,11 +445,9 @@ class EngineSession(Session):
 
     @property
     def loss_scale(self) -> float:
-        """See `Session.loss_scale`."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0))
 
     def close(self) -> None:
-        """See `Session.close`."""
         if self.engine is None:
             return
         for hook in self._hooks:

@@ -103,7 +103,6 @@ def unreachable_by(engine: Any) -> str:
 
 
 def engine_weights(engine: Any) -> Iterator[Fragment]:
-    """See `Session.weight_fragments`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, tensor in persistent_tensors(engine.module):
         if not hasattr(tensor, "ds_id"):
@@ -136,7 +135,6 @@ def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: boo
 
 
 def engine_pieces(engine: Any) -> list[OptimizedPiece]:
-    """See `Session.optimized_pieces`."""
     wrapper, base = engine.optimizer, engine.basic_optimizer
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if base is None:
@@ -210,7 +208,6 @@ def _masters_beside_weights(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]
 
 @contextmanager
 def reading_engine(engine: Any) -> Iterator[None]:
-    """See `Session.reading`."""
     wrapper = engine.optimizer
     offload = getattr(wrapper, "parameter_offload", wrapper)
     partitions = hasattr(offload, "partition_all_parameters")

@@ -97,7 +97,6 @@ class DeepSpeedStrategy(Strategy):
         self._chosen_stage: int | None = None  # for the model prepared last, where the configuration leaves it open
 
     def refuse(self) -> str | None:
-        """See `Strategy.refuse`."""
         if self._processes.device.type not in ("cpu", "cuda"):
             return f"DeepSpeed does not run on {self._processes.device.type}"
         return None
@@ -108,16 +107,13 @@ class DeepSpeedStrategy(Strategy):
         return unused_handlers(handlers)
 
     def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:
-        """See `Strategy.zero_stage`."""
         stage: Literal[0, 1, 2, 3] = resolved.zero_stage  # type: ignore[assignment]  # it has no other
         return stage
 
     def make_room(self, resolved: Resolved, processes: Processes) -> None:
-        """See `Strategy.make_room`."""
         remove_abandoned(resolved.deepspeed_config(), processes)
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:
-        """See `Strategy.savings`."""
         stage, next_stage = resolved.zero_stage, max(2, resolved.zero_stage + 1)
         devices = {what: resolved.offload_device(what) for what in ("optimizer", "param")}
         ways = []
@@ -208,7 +204,6 @@ class DeepSpeedStrategy(Strategy):
 
     @contextmanager
     def init_model(self) -> Iterator[None]:
-        """See `Strategy.init_model`."""
         if not self.partitions_parameters:
             yield
             return
@@ -234,7 +229,6 @@ class DeepSpeedStrategy(Strategy):
             allot_partitions(module, BuildConfig(self._document, self._processes))
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
-        """See `Strategy.fragments_to_fill`."""
         if not any(hasattr(p, "ds_id") for p in module.parameters()):
             return super().fragments_to_fill(module, names)
         from zero_plugin.strategies.deepspeed.states import partitions_to_fill
@@ -242,7 +236,6 @@ class DeepSpeedStrategy(Strategy):
         return partitions_to_fill(module, names)
 
     def whole_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """See `Strategy.whole_tensors`."""
         partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
         if not partitioned:
             return nullcontext()
