@@ -103,6 +103,7 @@ def unreachable_by(engine: Any) -> str:
 
 
 def engine_weights(engine: Any) -> Iterator[Fragment]:
+    """The parameters and buffers of the engine's module, as they lie in this process."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, tensor in persistent_tensors(engine.module):
         if not hasattr(tensor, "ds_id"):
@@ -135,6 +136,7 @@ def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: boo
 
 
 def engine_pieces(engine: Any) -> list[OptimizedPiece]:
+    """The trained parameters, as they lie in what the engine's optimizer steps."""
     wrapper, base = engine.optimizer, engine.basic_optimizer
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if base is None:
@@ -208,6 +210,7 @@ def _masters_beside_weights(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]
 
 @contextmanager
 def reading_engine(engine: Any) -> Iterator[None]:
+    """Inside, weights, fp32 master weights and optimizer states are replaced in their fragments; collective."""
     wrapper = engine.optimizer
     offload = getattr(wrapper, "parameter_offload", wrapper)
     partitions = hasattr(offload, "partition_all_parameters")
