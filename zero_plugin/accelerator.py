@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -120,6 +121,7 @@ class Accelerator:
     is_composable_parallelism_enabled = False
     has_lomo_optimizer = False
     should_save_model = True
+    _triggered = False
 
     def __init__(
         self,
@@ -170,13 +172,7 @@ class Accelerator:
             config,
             choose_plugins(deepspeed_plugin, deepspeed_plugins),
             newest_run(),
-            lambda document: overlay_arguments(
-                document,
-                mixed_precision=mixed_precision,
-                accumulation=options.accumulation,
-                cpu=cpu,
-                scaler=options.handlers.scaler,
-            ),
+            partial(overlay_arguments, mixed_precision=mixed_precision, cpu=cpu, options=options),
         )
         compiler = choose_compiler(dynamo_backend, dynamo_plugin, configurations.document)
         options.handlers = replace(options.handlers, compiler=compiler)
@@ -185,7 +181,6 @@ class Accelerator:
         self._loop = TrainingLoop(self._run, self._prepared)
         self._weights = Weights(self._run, self._prepared)
         self._checkpoints = Checkpoints(self._run, self._prepared, self._weights.collect)
-        self._triggered = False
         self._run.begin(self._prepared)
         self.state, self.gradient_state = show_run(self, options.accumulation.to_kwargs())
 

@@ -187,16 +187,15 @@ def overlay_arguments(
     document: Document,
     *,
     mixed_precision: Any,
-    accumulation: GradientAccumulationPlugin,
     cpu: bool | None,
-    scaler: GradScalerKwargs | None,
+    options: Options,
 ) -> Document:
     """The document with what code says laid over it.
 
     Raises:
         ConfigError: code differs from an explicit value of file or flag; lists every such pair.
     """
-    steps = accumulation.num_steps
+    steps, scaler = options.accumulation.num_steps, options.handlers.scaler
     given: dict[KeyPath, tuple[str, Any]] = {}
     if mixed_precision is not None:
         given[("mixed_precision",)] = (f"Accelerator(mixed_precision={str(mixed_precision)!r})", str(mixed_precision))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.distributed.collective_check import pass_together
-from zero_plugin.distributed.together import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
@@ -28,40 +27,32 @@ from zero_plugin.strategies.base import (
     LOSS_OF_OTHERS,
     Session,
 )
-from zero_plugin.strategies.deepspeed.gradients import engine_gradients
-from zero_plugin.strategies.deepspeed.leftovers import forget_module, loosen
+from zero_plugin.strategies.deepspeed.collective_order import SharedBuffers, preceded
+from zero_plugin.strategies.deepspeed.engine_release import forget_module, loosen
+from zero_plugin.strategies.deepspeed.gradients import allowed_skips, engine_gradients, first_nonfinite
 from zero_plugin.strategies.deepspeed.mistakes import (
     GradientWatch,
     explain_empty_weights,
-    is_looked_at,
     names_with_hooks,
     refuse_engine_backward,
     refuse_engine_step,
     refuse_frozen,
     refuse_hooks_on_sums,
     runs_forward,
-    versions_of,
 )
-from zero_plugin.strategies.deepspeed.nonfinite import allowed_skips, first_nonfinite
 from zero_plugin.strategies.deepspeed.nvme import mend_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
-from zero_plugin.strategies.deepspeed.ranks import SharedBuffers, preceded
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
     engine_weights,
     fetched_weights,
-    find_written_weights,
-    follow_loading,
-    follow_written_weights,
-    precede_setting,
     reading_engine,
-    refuse_lost_weights,
     refuse_partitioned_states,
     refuse_unreachable,
-    unreachable_by,
     whole_weights,
 )
+from zero_plugin.strategies.deepspeed.written_weights import WrittenWeights
 from zero_plugin.strategies.optimizer_only import StepGuard
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
 from zero_plugin.strategies.precision import compute_in
@@ -123,20 +114,8 @@ class EngineSession(Session):
         )
         self._micro_batches = 0  # backwards of the window
         self._finalized = False
-        self._written = False  # the weights, by the script: the masters follow before they are used
-        # Every operation that a script runs on a parameter in place counts its version up; DeepSpeed writes past that.
-        self._watched = (
-            list(engine.module.parameters()) if engine.zero_optimization_partition_weights() else self._trained
-        )
-        self._versions = versions_of(self._watched)
-        self._steps = 0  # that were asked for
-        self._follows = True  # each weight is the rounding of its master, unless the script has written it
-        self._said_lost = False
-        self._has_masters = hasattr(wrapper, "refresh_fp32_params") and not unreachable_by(engine)
-        self._hooks: list[Any] = []
-        if self.optimizer is not None:
-            self._hooks += follow_loading(self.module, self._note_written)
-            self._hooks += precede_setting([wrapper, *self._trained], self._note_set_masters)
+        self._written = WrittenWeights(engine, self._trained, self._await_copy)
+        self._hooks: list[Any] = self._written.watch()
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
         self._hooks.append(self._guard)
@@ -298,8 +277,8 @@ class EngineSession(Session):
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         self._finalize()
         self._buffers.send()
-        self._follow_written()
-        self._mention_lost_weights()
+        self._written.follow()
+        self._written.warn_of_lost()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
             return False
@@ -355,73 +334,29 @@ class EngineSession(Session):
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
         refuse_unreachable(self.engine)
-        self._follow_written()
+        self._written.follow()
         return engine_pieces(self.engine)
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:
-        self._follow_written()
+        self._written.follow()
         return engine_blocks(self.engine, changing=changing)
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
         return fetched_weights(self.engine, fragments, changing=changing)
 
     def reading(self) -> AbstractContextManager[None]:
-        self._follow_written()  # now: at the next step it would undo what is read
+        self._written.follow()  # now: at the next step it would undo what is read
         return reading_engine(self.engine)
 
     def take_masters_from_weights(self) -> None:
-        self._await_copy()
-        self._written = False
-        self._versions = versions_of(self._watched)
-        refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
-        if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
-            refresh()
-
-    def _follow_written(self) -> None:
-        """Have the masters follow what the script has written into the weights since they were last looked at.
-
-        Raises:
-            LoopError: it has written into parameters that were partitioned, which changes nothing.
-        """
-        if self.optimizer is None:
-            return
-        if (versions := versions_of(self._watched)) != self._versions:
-            written = [p for p, old, new in zip(self._watched, self._versions, versions, strict=True) if old != new]
-            self._versions = versions
-            if self.engine.zero_optimization_partition_weights():
-                refuse_lost_weights(self.module, written)
-            self._written = True
-        if self._written:
-            self._await_copy()
-            self._written = False
-            if self._has_masters:
-                follow_written_weights(self.engine)
-            else:
-                self.take_masters_from_weights()
-
-    def _mention_lost_weights(self) -> None:
-        """Before some of the steps: say it once if the script has written weights past autograd, as `p.data` does."""
-        steps, self._steps = self._steps, self._steps + 1
-        follows, self._follows = self._follows, True
-        if self._said_lost or not follows or not is_looked_at(steps):
-            return
-        if not self._has_masters or self.engine.zero_optimization_partition_weights():  # there p.data is empty
-            return
-        if lost := find_written_weights(self.engine):
-            self._said_lost = True
-            announce(
-                f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
-                f"{lost[0]}: ZeRO steps copies of them, so that what was written is lost. Write under torch.no_grad() "
-                "into the parameter itself, or inside `with accelerator.whole_weights(model):`.",
-                by_each=True,
-            )
+        self._written.take_masters()
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        self._follow_written()  # what came before: at stage 3 it was written into nothing
+        self._written.follow()  # what came before: at stage 3 it was written into nothing
         with whole_weights(self.module):
             yield
-        self._note_written()
+        self._written.note()
 
     def scale_state(self) -> dict[str, float]:
         scaler = self._dynamic_scaler()
@@ -467,14 +402,6 @@ class EngineSession(Session):
         """A forward that has to fetch all its weights needs the other processes; one that finds some may not."""
         if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
             pass_together()
-
-    def _note_written(self) -> None:
-        self._written = self.optimizer is not None
-        self._versions = versions_of(self._watched)
-
-    def _note_set_masters(self) -> None:
-        self._await_copy()
-        self._follows = False  # until the next step
 
     def _await_copy(self) -> None:
         if self.before_change is not None:

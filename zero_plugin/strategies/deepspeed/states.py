@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -180,32 +180,6 @@ def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiec
             wrapper._optimizer_states_and_gradient_swap_out(index)
         elif is_swapped:
             wrapper._release_swap_buffers(index)
-
-
-def follow_written_weights(engine: Any) -> None:
-    """Have the masters take over what a script has written into the weights, and nothing else.
-
-    A master whose rounding is what the weight is has not been written: it keeps the digits that 16 bits do not hold.
-    """
-    for _, master, weight in _masters_beside_weights(engine):
-        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
-
-
-def find_written_weights(engine: Any) -> list[str]:
-    """Names of the weights that are not the rounding of this process' masters, as they are after each step."""
-    beside = _masters_beside_weights(engine)
-    return [name for name, master, weight in beside if not torch.equal(master.to(weight.dtype), weight)]
-
-
-def _masters_beside_weights(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, masters and weights, flat, of what this process steps; both where the masters are."""
-    parameters: dict[str, Any] = dict(engine.module.named_parameters())
-    for piece in engine_pieces(engine):
-        parameter = parameters[piece.name]
-        is_partitioned = hasattr(parameter, "ds_id")
-        start, values = (0, parameter.ds_tensor) if is_partitioned else (piece.start, parameter)
-        master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
-        yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
 
 
 @contextmanager
@@ -430,25 +404,6 @@ def refuse_partitioned_states(module: nn.Module) -> list[Any]:
         *(part.register_state_dict_pre_hook(reads) for part in parts),
         *(part.register_load_state_dict_pre_hook(writes) for part in parts),
     ]
-
-
-def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
-    """Raise where a script has written into parameters that were partitioned.
-
-    Args:
-        module: whose they are.
-        written: these parameters.
-
-    Raises:
-        LoopError: always; it names one of them.
-    """
-    names = {id(p): name for name, p in module.named_parameters()}
-    found = [names.get(id(p), "a parameter") for p in written]
-    raise LoopError(
-        f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
-        "ZeRO stage 3 has partitioned: no process had their values, and nothing was changed.\n"
-        "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
-    )
 
 
 @contextmanager

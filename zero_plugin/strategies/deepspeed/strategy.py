@@ -146,8 +146,7 @@ class DeepSpeedStrategy(Strategy):
         kind = type(given).__name__ if given is not None else described.type if described is not None else ""
         deepspeed = _import_deepspeed(processes, resolved.tree, kind.lower())
 
-        from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer, share_groups
-        from zero_plugin.strategies.deepspeed.partitioned_models import sent_in_any_shape
+        from zero_plugin.strategies.deepspeed.optimizers import engine_optimizer
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
         states = None if given is None else take_states(given, request.model, joins_groups=resolved.zero_stage > 0)
@@ -174,7 +173,27 @@ class DeepSpeedStrategy(Strategy):
                 states = None  # it steps the parameters themselves, and keeps its states
             else:
                 given.state.clear()  # else each process would hold on to whole ones
-        with warnings.catch_warnings(), processes.counted_by_gpu(), sent_in_any_shape(), _quiet_construction():
+        engine = self._initialize(deepspeed, request, optimizer, parameters, config)
+        hooks = take_step_hooks(given)  # it runs by partitions, or another in its place
+        session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
+        session.step_hooks = hooks
+        if states is not None:
+            try:
+                session.go_on_from(states)
+            except BaseException:
+                session.close()
+                raise
+        return session
+
+    def _initialize(
+        self, deepspeed: Any, request: SessionRequest, optimizer: Any, parameters: Any, config: dict[str, Any]
+    ) -> Any:
+        """The engine; DeepSpeed builds the optimizer of `parameters` where none is given."""
+        from zero_plugin.strategies.deepspeed.optimizers import share_groups
+        from zero_plugin.strategies.deepspeed.partitioned_models import sent_in_any_shape
+
+        resolved = request.resolved
+        with warnings.catch_warnings(), self._processes.counted_by_gpu(), sent_in_any_shape(), _quiet_construction():
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             engine, *_ = deepspeed.initialize(
                 model=request.model,
@@ -191,16 +210,7 @@ class DeepSpeedStrategy(Strategy):
             _undo_first_step(engine)
         if self.handlers.compiles:
             compile_in_place(engine.module, self.handlers.compiler)
-        hooks = take_step_hooks(given)  # it runs by partitions, or another in its place
-        session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
-        session.step_hooks = hooks
-        if states is not None:
-            try:
-                session.go_on_from(states)
-            except BaseException:
-                session.close()
-                raise
-        return session
+        return engine
 
     @contextmanager
     def init_model(self) -> Iterator[None]:
@@ -246,7 +256,7 @@ class DeepSpeedStrategy(Strategy):
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: the roots and the caches of stage 3."""
         if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
-            from zero_plugin.strategies.deepspeed.leftovers import forget_cached, loosen_stack
+            from zero_plugin.strategies.deepspeed.engine_release import forget_cached, loosen_stack
 
             loosen_stack()
             forget_cached()

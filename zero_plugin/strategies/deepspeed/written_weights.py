@@ -1,0 +1,149 @@
+"""Weights that the script has written between two steps, and the fp32 master weights, which have to follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from zero_plugin.distributed.together import announce
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.deepspeed.mistakes import is_looked_at, versions_of
+from zero_plugin.strategies.deepspeed.states import engine_pieces, follow_loading, precede_setting, unreachable_by
+
+
+class WrittenWeights:
+    """Has an engine train on from what a script writes into the weights between two steps.
+
+    Every operation that a script runs on a parameter in place counts its version up; DeepSpeed writes past that.
+
+    Args:
+        engine: with an optimizer, or at stage 3 without one.
+        trained: the parameters that it trains.
+        before_change: called before master weights change.
+    """
+
+    def __init__(self, engine: Any, trained: Sequence[nn.Parameter], before_change: Callable[[], None]) -> None:
+        self._engine = engine
+        self._trains = engine.basic_optimizer is not None
+        self._is_partitioned = engine.zero_optimization_partition_weights()
+        self._trained = trained
+        self._watched = list(engine.module.parameters()) if self._is_partitioned else trained
+        self._before_change = before_change
+        self._has_masters = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
+        self._is_written = False  # the master weights follow before they are used
+        self._versions = versions_of(self._watched)
+        self._steps = 0  # that were asked for
+        self._are_rounded = True  # each weight is the rounding of its master weight, unless the script has written it
+        self._has_warned = False
+
+    def watch(self) -> list[Any]:
+        """Note what `load_state_dict` and DeepSpeed's setters write; the handles end it."""
+        if not self._trains:
+            return []
+        module, wrapper = self._engine.module, self._engine.optimizer
+        return [*follow_loading(module, self.note), *precede_setting([wrapper, *self._trained], self._note_set_masters)]
+
+    def note(self) -> None:
+        """The weights have been written."""
+        self._is_written = self._trains
+        self._versions = versions_of(self._watched)
+
+    def follow(self) -> None:
+        """Have the master weights follow what the script has written since the weights were last looked at.
+
+        Raises:
+            LoopError: it has written into parameters that were partitioned, which changes nothing.
+        """
+        if not self._trains:
+            return
+        if (versions := versions_of(self._watched)) != self._versions:
+            written = [p for p, old, new in zip(self._watched, self._versions, versions, strict=True) if old != new]
+            self._versions = versions
+            if self._is_partitioned:
+                refuse_lost_weights(self._engine.module, written)
+            self._is_written = True
+        if self._is_written:
+            self._before_change()
+            self._is_written = False
+            if self._has_masters:
+                follow_written_weights(self._engine)
+            else:
+                self.take_masters()
+
+    def take_masters(self) -> None:
+        """The weights were changed otherwise: the master weights become what they are."""
+        self._before_change()
+        self._is_written = False
+        self._versions = versions_of(self._watched)
+        refresh = getattr(self._engine.optimizer, "refresh_fp32_params", None)
+        if refresh is not None:  # a plain torch optimizer, at stage 0, steps the weights themselves
+            refresh()
+
+    def warn_of_lost(self) -> None:
+        """Before some of the steps: warn once if the script has written weights past autograd, as `p.data` does."""
+        steps, self._steps = self._steps, self._steps + 1
+        are_rounded, self._are_rounded = self._are_rounded, True
+        if self._has_warned or not are_rounded or not is_looked_at(steps):
+            return
+        if not self._has_masters or self._is_partitioned:  # at stage 3 p.data is empty
+            return
+        if lost := find_written_weights(self._engine):
+            self._has_warned = True
+            announce(
+                f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
+                f"{lost[0]}: ZeRO steps copies of them, so that what was written is lost. Write under torch.no_grad() "
+                "into the parameter itself, or inside `with accelerator.whole_weights(model):`.",
+                by_each=True,
+            )
+
+    def _note_set_masters(self) -> None:
+        self._before_change()
+        self._are_rounded = False  # until the next step
+
+
+def follow_written_weights(engine: Any) -> None:
+    """Have the masters take over what a script has written into the weights, and nothing else.
+
+    A master whose rounding is what the weight is has not been written: it keeps the digits that 16 bits do not hold.
+    """
+    for _, master, weight in _masters_beside_weights(engine):
+        master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
+
+
+def find_written_weights(engine: Any) -> list[str]:
+    """Names of the weights that are not the rounding of this process' masters, as they are after each step."""
+    beside = _masters_beside_weights(engine)
+    return [name for name, master, weight in beside if not torch.equal(master.to(weight.dtype), weight)]
+
+
+def _masters_beside_weights(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, masters and weights, flat, of what this process steps; both where the masters are."""
+    parameters: dict[str, Any] = dict(engine.module.named_parameters())
+    for piece in engine_pieces(engine):
+        parameter = parameters[piece.name]
+        is_partitioned = hasattr(parameter, "ds_id")
+        start, values = (0, parameter.ds_tensor) if is_partitioned else (piece.start, parameter)
+        master = piece.stepped.detach().view(-1)[piece.offset : piece.offset + piece.count]
+        yield piece.name, master, values.detach().view(-1)[start : start + piece.count].to(master.device)
+
+
+def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
+    """Raise where a script has written into parameters that were partitioned.
+
+    Args:
+        module: whose they are.
+        written: these parameters.
+
+    Raises:
+        LoopError: always; it names one of them.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = [names.get(id(p), "a parameter") for p in written]
+    raise LoopError(
+        f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
+        "ZeRO stage 3 has partitioned: no process had their values, and nothing was changed.\n"
+        "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
+    )
