@@ -1,0 +1,144 @@
+"""docs/architecture.md names the files of five walks through the package, in the order in which they are entered.
+
+`python tests/test_architecture.py` writes the walks anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "zero_plugin"
+DOCUMENT = ROOT / "docs" / "architecture.md"
+_IN_WALK = re.compile(r"\d+\. `|   ")
+
+# Notes the files of the package in the order in which their functions are first called, in the script's own thread.
+_NOTE = """
+import json, os, sys
+package, entered = os.environ["PACKAGE"] + os.sep, {}
+def note(frame, event, argument):
+    code = frame.f_code
+    is_function = code.co_flags & 1  # CO_OPTIMIZED: the body of a module or a class, which an import runs, has it not
+    if event == "call" and is_function and code.co_filename.startswith(package):
+        entered.setdefault(code.co_filename[len(package):].replace(os.sep, "/"))
+def walk(name, function, *arguments, **named):
+    entered.clear()
+    sys.setprofile(note)
+    try:
+        return function(*arguments, **named)
+    finally:
+        sys.setprofile(None)
+        print("WALK", json.dumps([name, list(entered)]), flush=True)
+"""
+_TRAINING = """
+import torch
+from zero_plugin import Accelerator
+torch.manual_seed(0)
+zero2 = {"distributed_type": "DEEPSPEED", "use_cpu": True, "deepspeed_config": {"zero_optimization": {"stage": 2}}}
+setting = zero2 if sys.argv[1] == "key" else {"distributed_type": "NO", "use_cpu": True}
+def make():
+    accelerator = Accelerator(config=setting)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    adam = torch.optim.AdamW(net.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    return accelerator, *accelerator.prepare(net, adam, torch.utils.data.DataLoader(data, batch_size=4))
+if sys.argv[1] == "key":
+    accelerator, model, optimizer, loader = walk("key", make)
+else:
+    accelerator, model, optimizer, loader = make()
+    def step(x, y):
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    for index, (x, y) in enumerate(loader):
+        walk("step", step, x, y) if index == 8 else step(x, y)
+    walk("save", accelerator.save_state, "saved")
+accelerator.end_training()
+"""
+_COMMAND = """
+from zero_plugin.cli.main import main
+def run():
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+name = sys.argv.pop(1)
+walk(name, run)
+"""
+# By the title of each walk: its name, the program that is traced, and the program's arguments.
+WALKS = {
+    "A config key to the engine": ("key", _TRAINING, ["key"]),
+    "A batch through a step": ("step", _TRAINING, ["step"]),
+    "A save": ("save", _TRAINING, ["save"]),
+    "A launch": ("launch", _COMMAND, ["launch", "launch", "--cpu", "--num_processes", "2", "script.py"]),
+    "A plan": ("plan", _COMMAND, ["plan", "plan", "--params", "7B", "--gpu", "A100-80GB", "--gpus", "8"]),
+}
+
+
+def _trace(title: str, folder: Path) -> list[str]:
+    name, program, arguments = WALKS[title]
+    script = folder / "walk.py"
+    script.write_text(_NOTE + program)
+    (folder / "script.py").write_text("print('ran')\n")
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CXX")}
+    environment |= {"PACKAGE": str(PACKAGE), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, cwd=folder, env=environment
+    )
+    walks = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("WALK ")]
+    found = [files for walk, files in walks if walk == name]
+    assert found, done.stdout + done.stderr
+    return found[0]
+
+
+def _lines(files: list[str]) -> list[str]:
+    """The files, those of one room that follow each other in one line."""
+    rooms = groupby(files, key=lambda file: file.rpartition("/")[0])
+    lines = []
+    for number, (room, entered) in enumerate(rooms, 1):
+        names = ", ".join(file.rpartition("/")[2].removesuffix(".py") for file in entered)
+        lines += textwrap.wrap(
+            f"{number}. `{room}/`: {names}" if room else f"{number}. `{names}.py`", 118, subsequent_indent="   "
+        )
+    return lines
+
+
+def _documented(title: str) -> list[str]:
+    section = DOCUMENT.read_text().partition(f"\n### {title}\n")[2].partition("\n#")[0]
+    return [line for line in section.splitlines() if _IN_WALK.match(line)]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("title", WALKS)
+def test_walk(title: str, tmp_path: Path) -> None:
+    """The files of the walk are those that it enters, in this order."""
+    assert _documented(title) == _lines(_trace(title, tmp_path))
+
+
+def main() -> None:
+    """Write the walks anew."""
+    import tempfile
+
+    text = DOCUMENT.read_text()
+    for title in WALKS:
+        with tempfile.TemporaryDirectory() as folder:
+            lines = _lines(_trace(title, Path(folder)))
+        before, heading, rest = text.partition(f"\n### {title}\n")
+        body, following, after = rest.partition("\n#")
+        prose = "\n".join(line for line in body.splitlines() if not _IN_WALK.match(line)).strip("\n")
+        text = before + heading + "\n" + prose + "\n\n" + "\n".join(lines) + "\n" + following + after
+    DOCUMENT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
