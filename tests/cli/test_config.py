@@ -22,7 +22,7 @@ import yaml
 from zero_plugin.cli.config import ask_launch_config
 from zero_plugin.cli.prompts import NumberedLists
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.commented import COMMENTS
+from zero_plugin.config.commented import key_comments
 from zero_plugin.config.read import read_document
 from zero_plugin.machine.hardware import Machine
 
@@ -129,7 +129,7 @@ def written(file: Path) -> dict[str, Any]:
     values: dict[str, Any] = yaml.safe_load(file.read_text())
     sections = ("deepspeed_config", "dynamo_config")
     paths = [*((key,) for key in values), *((name, key) for name in sections for key in values.get(name, {}))]
-    assert [path for path in paths if f"# {COMMENTS[path]}\n" not in file.read_text()] == []
+    assert [path for path in paths if f"# {key_comments()[path]}\n" not in file.read_text()] == []
     return values
 
 

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from zero_plugin.config.document import RENAMED_KEYS, one_spelling
-from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.config.schema import (
     RETIRED_KEYS,
     deepspeed_schema,
@@ -302,21 +301,6 @@ def test_parameters_of_schedules(installed: Mapping[str, Any]) -> None:
         assert set(keys) == set(known[name]), name
         for argument, default in known[name].items():
             assert keys[argument].get("default", "<required>") == default, f"{name}.{argument}"
-
-
-def test_defaults_that_are_written_out() -> None:
-    """The tables of defaults that resolution writes out say what the schema says."""
-    for section, table in (("optimizer", OPTIMIZER_DEFAULTS), ("scheduler", SCHEDULER_DEFAULTS)):
-        described = {name.lower(): keys for name, keys in parameters(section)}
-        for name, defaults in table.items():
-            for argument, default in defaults.items():
-                assert described[name.lower()][argument]["default"] == (
-                    list(default) if isinstance(default, tuple) else default
-                ), f"{name}.{argument}"
-    assert {path for path, key in walk_keys(deepspeed_schema()) if key.get("default") == "auto"} == DEEPSPEED_AUTO
-    for name, needed in SCHEDULER_REQUIRED.items():
-        keys = dict(parameters("scheduler"))[name]
-        assert {argument for argument, key in keys.items() if "default" not in key} == needed
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items(), ids=lambda path: ".".join(path))

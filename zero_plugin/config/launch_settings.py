@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
+from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, dotted
 from zero_plugin.config.validation import did_you_mean, legal, show, validator
@@ -32,56 +33,22 @@ def _gpu_list(value: Any) -> Any:
     return ids.replace(" ", "")
 
 
-_ClassNames = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_names),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string", "not": {"const": "auto"}}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
+def _any_of(*branches: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [*branches]})
+
+
+_TEXT: Final = {"type": "string"}
+_CLASS_NAMES: Final = {"type": "array", "items": {"type": "string", "not": {"const": "auto"}}}
+_BY_WORKER: Final = {"type": "string", "pattern": r"^(\d+:[0-3],?)+$", "examples": ["0:3,1:2"]}
+_SIZE: Final = {"type": "string", "pattern": BYTES_PATTERN, "examples": ["24GiB"]}
+_ClassNames = Annotated[tuple[str, ...], BeforeValidator(_names), _any_of(_TEXT, _CLASS_NAMES, {"type": "null"})]
 _GpuIds = Annotated[
     str,
     BeforeValidator(_gpu_list),
-    WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}
-    ),
+    _any_of(_TEXT, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}),
 ]
-
-
-_Streams = Annotated[
-    str,
-    BeforeValidator(str),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 0, "maximum": 3},
-                {"type": "string", "pattern": r"^(\d+:[0-3],?)+$", "examples": ["0:3,1:2"]},
-            ]
-        }
-    ),
-]
-
-
-_Bytes = Annotated[
-    int,
-    BeforeValidator(read_bytes),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "integer", "minimum": 1},
-                {"type": "string", "pattern": BYTES_PATTERN, "examples": ["24GiB"]},
-            ]
-        }
-    ),
-]
-
-
+_Streams = Annotated[str, BeforeValidator(str), _any_of({"type": "integer", "minimum": 0, "maximum": 3}, _BY_WORKER)]
+_Bytes = Annotated[int, BeforeValidator(read_bytes), _any_of({"type": "integer", "minimum": 1}, _SIZE)]
 _PAIRS = r"^(\s*[^=,\s]+\s*=\s*[^,\s][^,]*(,|$))*\s*$"  # key=value,key=value; torchrun takes no key without a value
 
 
@@ -91,85 +58,79 @@ UNTESTED_LAUNCHERS = ("mvapich", "mpich", "impi")
 
 
 class LaunchSettings(BaseModel):
-    """The launch part of a document. Names and meanings are Accelerate's, but for `debug`; `auto` means the default."""
+    """The launch part of a document. Names and meanings are Accelerate's, but for `debug`; `auto` means the default.
+
+    The sentence below a field describes the key in the schema, and beside it where a configuration is written.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     distributed_type: Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "TPU", "XLA"] | None = None
-    """How the processes work together. Default: found from the flags and the machine."""
+    """DEEPSPEED (ZeRO), MULTI_GPU or MULTI_CPU (DDP), NO (one process), TPU or XLA. Default: by the machine."""
     mixed_precision: Literal["no", "fp16", "bf16", "auto"] | None = None
-    """Computation type; `auto` is settled with the device. Default: what `fp16` and `bf16` sections say, else `no`."""
+    """no (fp32), bf16, fp16, or auto: the best that the device has. Default: as fp16 and bf16 sections say."""
     num_processes: int | None = Field(None, ge=1)
-    """Processes on all machines together. Default: one for each accelerator of the machine."""
+    """Processes on all machines together, 1 or more. Default: one for each accelerator of the machine."""
     num_machines: int = Field(1, ge=1)
-    """Machines that take part. Default: 1."""
+    """Machines that take part, 1 or more. Default: 1."""
     min_machines: int | None = Field(None, ge=1)
-    """With how few of the machines the run begins, or goes on when others are lost, with as much more accumulation.
-    Default: all of them."""
+    """How few go on when others are lost, with more accumulation; needs c10d and max_restarts. Default: all."""
     machine_rank: int = Field(0, ge=0)
-    """Which of the machines this is, counted from 0. Default: 0."""
+    """This machine's number, from 0; another on each machine. Default: 0."""
     main_process_ip: str | None = None
-    """Address of the machine of rank 0. Default: this machine."""
+    """Address of machine 0, as the others reach it. Default: this machine."""
     main_process_port: int | None = Field(None, ge=0, le=65535)
-    """Port of the rendezvous. Default, and for 0: a free one; 29500 with several machines, which must all know it."""
+    """Port on machine 0, up to 65535. Default, and for 0: a free one; 29500 with several machines."""
     rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
-    """How torchrun's agents find each other. Default: `static`."""
+    """How the machines meet: static (each knows its number), c10d, etcd or etcd-v2. Default: static."""
     rdzv_conf: str = Field("", pattern=_PAIRS, examples=["timeout=60,read_timeout=60"])
-    """Further rendezvous settings of torchrun, `key=value,key=value`. Default: none."""
+    """torchrun's options for that: key=value,key=value. Default: none."""
     same_network: bool = False
-    """Whether all machines are in one local network; torchrun has no use for it. Default: false."""
+    """true or false: whether all machines are in one local network; it changes nothing here. Default: false."""
     gpu_ids: _GpuIds = "all"
-    """`all`, or the GPUs to use, e.g. `0,1`, counted among those that the launcher sees. Default: `all`."""
+    """all, or numbers such as "0,1" among the GPUs that the launcher sees. Default: all."""
     use_cpu: bool = False
-    """Train on the CPU although there is an accelerator. Default: false."""
+    """true or false: train on the CPU, also beside GPUs. Default: false."""
     enable_cpu_affinity: bool = False
-    """Bind each process to the cores of the memory near its GPU, or to an even share. Default: false."""
+    """true or false: bind each process to the cores of the memory near its GPU. Default: false."""
     num_cpu_threads_per_process: int | None = Field(None, ge=1)
-    """OMP_NUM_THREADS of each process. Default: cores divided by local processes."""
+    """OMP_NUM_THREADS of each process, 1 or more. Default: cores divided by local processes."""
     max_restarts: int = Field(0, ge=0)
-    """How often torchrun starts the group again after a crash. Default: 0."""
+    """How often all workers start again after a crash, 0 or more. Default: 0."""
     auto_resume: bool = False
-    """Whether `accelerator.resume()` loads the newest complete checkpoint at the first start too, and not only after
-    one of `max_restarts`. Default: false."""
+    """true or false: accelerator.resume() loads the newest checkpoint at the first start too. Default: false."""
     grace_period: float = Field(30.0, ge=0)
-    """Seconds that the processes have to end, and to save, after SIGTERM reached the launcher. Default: 30."""
+    """Seconds that the processes have to save and end after SIGTERM, 0 or more. Default: 30."""
     monitor_interval: float = Field(0.1, gt=0)
-    """Seconds between two looks of torchrun at its workers. Default: 0.1."""
+    """Seconds between two looks of torchrun at its workers, above 0. Default: 0.1."""
     log_dir: str | None = None
-    """Folder for the workers' logs. Default: none are written."""
+    """Folder for a log of each worker. Default: none are written."""
     tee: _Streams | None = None
-    """Which streams of the workers are shown with the worker's number before each line, and logged: 0 none, 1 output,
-    2 errors, 3 both, or by worker, e.g. `0:3,1:2`. Default: 3 with a `log_dir`, else 0."""
+    """Streams to show and log: 0 no, 1 output, 2 errors, 3 both, or 0:3,1:2. Default: 3 with log_dir, else 0."""
     role: str = "default"
-    """torchrun's name for the workers, in their log lines and as `ROLE_NAME`. Default: `default`."""
+    """torchrun's name for the workers, in their log lines and as ROLE_NAME. Default: default."""
     debug: bool = False
-    """Show the launcher's own log. Default: false."""
+    """true or false: show the launcher's own log. Default: false."""
     main_training_function: str = "main"
-    """Function that TPU and notebook launches call. Default: `main`."""
+    """Function that TPU and notebook launches call. Default: main."""
     scheduler_counts: Literal["steps", "processes"] = "processes"
-    """What a prepared schedule counts: applied optimizer steps, or Accelerate's way, one per process and step. Default:
-    `processes`, so that a script moved from Accelerate keeps its curve."""
+    """What a schedule counts: optimizer steps (steps), or one per process and step. Default: processes."""
     deepspeed_hostfile: str | None = None
-    """File that names the hosts for DeepSpeed's own launcher. Default: none."""
+    """File with a line `host slots=GPUS` for each machine, for DeepSpeed's launcher. Default: none."""
     deepspeed_multinode_launcher: str | None = Field(None, pattern=r"^\w[\w-]*$", examples=list(LAUNCHERS))
-    """What starts the other machines: all but `standard` are DeepSpeed's launcher, which reads a hostfile, and is given
-    names that it alone knows. Default: `pdsh` with a hostfile, else `standard` (torchrun on every machine)."""
+    """standard (torchrun on each), pdsh, openmpi, slurm, nossh, …. Default: pdsh with a hostfile, or standard."""
     deepspeed_exclusion_filter: str | None = None
-    """Hosts and slots to leave out, in DeepSpeed's notation. Default: none."""
+    """Hosts and slots to leave out, in DeepSpeed's notation, e.g. host-1@host-2:0,2. Default: none."""
     deepspeed_inclusion_filter: str | None = None
-    """Hosts and slots to use, in DeepSpeed's notation. Default: all."""
+    """Hosts and slots to use, in DeepSpeed's notation, e.g. host-1@host-2:0,2. Default: all."""
     deepspeed_moe_layer_cls_names: _ClassNames | None = None
-    """Classes of mixture-of-experts layers, comma-separated, beside those that are found by their structure: processes
-    may call different experts of such a layer, so ZeRO-3 gathers it whole. Default: none."""
+    """Mixture-of-experts layers, which ZeRO-3 gathers whole, beside those found by structure. Default: none."""
     gpu_memory: _Bytes | None = None
-    """Memory of one device that the plan of `stage: auto` may count on, as bytes or text such as `24GiB`. Default: what
-    is free when the model is prepared."""
+    """Memory of one device that the plan of stage auto may count on, e.g. 24GiB. Default: what is free."""
     host_memory: _Bytes | None = None
-    """Host memory of one machine that the plan of `stage: auto` may count on, for all its processes together, as bytes
-    or text such as `64GiB`. Default: what is free when the model is prepared."""
+    """CPU memory of one machine that the plan of stage auto may count on, e.g. 64GiB. Default: what is free."""
     zero3_init_flag: bool | None = None
-    """Whether ZeRO-3 has transformers' `from_pretrained` and `from_config` build models partitioned from the start.
-    Default: true."""
+    """true or false: at stage 3, transformers' from_pretrained builds models partitioned. Default: true."""
 
 
 @functools.cache
@@ -311,14 +272,21 @@ LAUNCH_KEYS: Final = (*LaunchSettings.model_fields, *WITHOUT_MEANING, *REFUSED_K
 
 _LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
     "backend": {
-        "enum": [
-            *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi"),
-            *("fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm"),
-            *("hpu_backend", "neuron"),
-        ]
+        "enum": [name.lower() for name in DynamoBackend.list()],
+        "description": "no, or torch.compile's compiler: INDUCTOR, CUDAGRAPHS, AOT_EAGER, …",
     },
-    "mode": {"enum": ["default", "reduce-overhead", "max-autotune"]},
-    **{name: {"type": "boolean"} for name in ("use_fullgraph", "use_dynamic", "use_regional_compilation")},
+    "mode": {
+        "enum": ["default", "reduce-overhead", "max-autotune"],
+        "description": "default, reduce-overhead or max-autotune.",
+    },
+    **{
+        name: {"type": "boolean", "description": f"true or false: {what}"}
+        for name, what in {
+            "use_fullgraph": "refuse a model that breaks into several graphs.",
+            "use_dynamic": "compile for changing shapes; without it, torch finds out.",
+            "use_regional_compilation": "compile repeated blocks once for all.",
+        }.items()
+    },
 }
 
 
@@ -343,7 +311,10 @@ def compiler_problems(launch: Tree) -> Iterator[Problem]:
 
 def compiler_schema() -> dict[str, Any]:
     """JSON Schema of the two keys, for editors, which know no capitals."""
-    below = {COMPILER_PREFIX + name: schema if "type" in schema else {} for name, schema in _LEGAL.items()}
+    below = {
+        COMPILER_PREFIX + name: {key: value for key, value in schema.items() if key != "enum"}
+        for name, schema in _LEGAL.items()
+    }
     described = "How models are compiled by torch.compile."
     section = {"description": described, "type": ["object", "null"], "properties": below}
     return {"dynamo_config": section, "dynamo_backend": {"description": described, "deprecated": True}}

@@ -30,7 +30,12 @@ def yaml_schema() -> Mapping[str, Any]:
     ignored = {name: {"description": f"Has no effect here ({why})."} for name, why in WITHOUT_MEANING.items()}
     refused = {name: {"description": fix, "deprecated": True} for name, (_, fix) in REFUSED_KEYS.items()}
     short = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
-    file = {"deepspeed_config_file": {"description": "Path of a DeepSpeed JSON.", "type": ["string", "null"]}}
+    file = {
+        "deepspeed_config_file": {
+            "description": "A DeepSpeed JSON; a relative path starts at this file's folder.",
+            "type": ["string", "null"],
+        }
+    }
     inside = {**deepspeed["properties"], **short, **{name: launch[name] for name in LAUNCH_FIELDS}, **file}
     closed = {"additionalProperties": False, "patternProperties": {"^_": True}}
     training = {

@@ -13,8 +13,8 @@ from typing import Any, Final
 from zero_plugin.config.document import Document
 from zero_plugin.config.overlay import same_value
 from zero_plugin.config.resolve.facts import Facts, Resolved
-from zero_plugin.config.schema import key_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted
+from zero_plugin.config.schema import deepspeed_schema, key_schema, walk_keys
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 
@@ -190,70 +190,16 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# Fields in which DeepSpeed itself understands the word "auto": it must reach DeepSpeed as it is.
-DEEPSPEED_AUTO: Final = frozenset(
-    [
-        ("data_types", "keep_in_fp32_modules"),
-        ("zero_optimization", "zenflow", "select_strategy"),
-        ("zero_optimization", "zenflow", "select_interval"),
-        ("zero_optimization", "zenflow", "update_interval"),
-        ("pipeline", "stages"),
-        ("expert_parallel", "score_apply"),
-        ("expert_parallel", "combine_impl"),
-        ("expert_parallel", "row_weighting_impl"),
-        ("expert_parallel", "score_func"),
-        ("expert_parallel", "top_k"),
-        ("expert_parallel", "routed_scaling_factor"),
-    ]
-)
-
-_ADAM: Final = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-
-# By type in lower case. Adam's and Lion's are those of DeepSpeed's kernels: there an absent weight_decay is 0, where
-# torch.optim.AdamW has 0.01, and Lion's second beta is 0.999, where its paper has 0.99.
-OPTIMIZER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "adam": {**_ADAM, "adam_w_mode": True},
-    "adamw": _ADAM,
-    "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
-    "lamb": {**_ADAM, "bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01},
-    "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
-    "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False},
-    "sgd": {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
-}
-
-_WARMUP: Final = {"warmup_num_steps": 1000, "warmup_type": "log"}
-
-# By type, as DeepSpeed writes it; what has no default is in the table below.
-SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "WarmupLR": {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": None},
-    "WarmupDecayLR": {**_WARMUP, "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3},
-    "WarmupCosineLR": {**_WARMUP, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4},
-    "OneCycle": {
-        "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None,
-        "decay_step_size": 0,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 1e-3,
-        "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False,
-    },
-}
-
-SCHEDULER_REQUIRED: Final[Mapping[str, frozenset[str]]] = {
-    "WarmupLR": frozenset(),
-    "WarmupDecayLR": frozenset(["total_num_steps"]),
-    "WarmupCosineLR": frozenset(["total_num_steps"]),
-    "OneCycle": frozenset(["cycle_min_lr", "cycle_max_lr"]),
-    "LRRangeTest": frozenset(),
+_ADAM: Final = ("lr", "betas", "eps", "weight_decay")
+# What is written out for an optimizer where nobody gives it: by type, the parameters that every implementation has.
+_WRITTEN_OUT: Final = {
+    "Adam": (*_ADAM, "adam_w_mode"),
+    "AdamW": _ADAM,
+    "Adagrad": ("lr", "eps", "weight_decay"),
+    "Lamb": (*_ADAM, "bias_correction", "max_coeff", "min_coeff"),
+    "Lion": ("lr", "betas", "weight_decay"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
 }
 
 
@@ -266,3 +212,29 @@ def deepspeed_default(path: KeyPath, kind: str | None = None) -> tuple[Any] | No
     """
     node = key_schema(path, kind) or {}
     return (node["default"],) if "default" in node else None
+
+
+def _parameters(section: str, kind: str) -> dict[str, Mapping[str, Any]]:
+    """What the schema says of the parameters of a type."""
+    described = key_schema((section, "params"), kind)
+    assert described is not None, kind
+    return {name: key for name, key in described["properties"].items() if name != "last_batch_iteration"}
+
+
+def _defaults(section: str, kind: str) -> dict[str, Any]:
+    return {name: freeze(key["default"]) for name, key in _parameters(section, kind).items() if "default" in key}
+
+
+# DeepSpeed's defaults by type in lower case. Adam's and Lion's are those of its kernels: there an absent weight_decay
+# is 0, where torch.optim.AdamW has 0.01, and Lion's second beta is 0.999, where its paper has 0.99.
+OPTIMIZER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    kind.lower(): {name: _defaults("optimizer", kind)[name] for name in names} for kind, names in _WRITTEN_OUT.items()
+}
+_SCHEDULES: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+# By type, as DeepSpeed writes it: the parameters that have a default, and those that have none.
+SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {kind: _defaults("scheduler", kind) for kind in _SCHEDULES}
+SCHEDULER_REQUIRED: Final[Mapping[str, frozenset[str]]] = {
+    kind: frozenset(_parameters("scheduler", kind).keys() - SCHEDULER_DEFAULTS[kind].keys()) for kind in _SCHEDULES
+}
+# Fields in which DeepSpeed itself understands the word "auto": it must reach DeepSpeed as it is.
+DEEPSPEED_AUTO: Final = frozenset(path for path, key in walk_keys(deepspeed_schema()) if key.get("default") == "auto")
