@@ -23,7 +23,7 @@ from zero_plugin.config.launch_settings import (
     WITHOUT_MEANING,
     LaunchSettings,
 )
-from zero_plugin.config.parse_json import looks_like_json
+from zero_plugin.config.located import looks_like_json
 from zero_plugin.config.read import parse_file, read_document
 from zero_plugin.config.schema import yaml_schema
 from zero_plugin.config.tree import KeyPath, Tree

@@ -19,8 +19,8 @@ from zero_plugin.config.check import check_document
 from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.handover import from_environment
+from zero_plugin.config.located import as_number
 from zero_plugin.config.overlay import overlay_code
-from zero_plugin.config.parse_yaml import as_number
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, Tree
 from zero_plugin.errors import ConfigError, Problem

@@ -16,7 +16,7 @@ from zero_plugin.config.launch_settings import (
     LAUNCH_KEYS,
     launch_schema,
 )
-from zero_plugin.config.parse_yaml import parse_yaml
+from zero_plugin.config.located import parse_yaml
 from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted
 from zero_plugin.config.validation import read_as_wanted, show, validator

@@ -30,9 +30,16 @@ from zero_plugin.config.launch_settings import (
     ignored_keys,
     launch_schema,
 )
+from zero_plugin.config.located import (
+    MAX_DEPTH,
+    Located,
+    leaves,
+    parse_text,
+    sections,
+    syntax_error,
+    text_place,
+)
 from zero_plugin.config.overlay import same_value
-from zero_plugin.config.parse_json import looks_like_json, parse_json
-from zero_plugin.config.parse_yaml import MAX_DEPTH, Located, leaves, parse_yaml, sections, syntax_error
 from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted
 from zero_plugin.config.validation import read_as_wanted, show, validator
@@ -58,7 +65,7 @@ def parse_file(path: Path, problems: list[Problem], content: bytes | None = None
     text = _text(path, _bytes(path) if content is None else content)
     found: list[Problem] = []
     try:
-        root = _parse(text, path, found)
+        root = parse_text(text, str(path), found)
     except ConfigError as error:
         errors = [problem for problem in found if problem.severity == "error"]
         raise ConfigError([*errors, *error.problems]) from None
@@ -87,19 +94,6 @@ def nearest_file(path: Path) -> str:
     return f"Check the path: {folder} holds no such name."
 
 
-def _parse(text: str, path: Path, problems: list[Problem]) -> Located:
-    if not looks_like_json(text):
-        return parse_yaml(text, str(path), problems)
-    if path.suffix not in (".yaml", ".yml"):
-        return parse_json(text, str(path), problems)
-    found: list[Problem] = []
-    try:
-        root = parse_json(text, str(path), found)  # as a rule such a file is JSON, with its tabs and comments
-    except ConfigError:
-        return parse_yaml(text, str(path), problems)
-    return parse_yaml(text, str(path), problems) if found else root
-
-
 def _bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
@@ -118,8 +112,8 @@ def _text(path: Path, data: bytes) -> str:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8-sig", "replace")
-        where = f"{path}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
         message = f"is not UTF-8 text: byte {data[error.start]:#04x}"
+        where = text_place(str(path), before, len(before))
         raise syntax_error(where, message, "Give a text file, saved as UTF-8.") from None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from zero_plugin.config.parse_yaml import as_number
+from zero_plugin.config.located import as_number
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, dotted, freeze
 from zero_plugin.errors import Problem
 
