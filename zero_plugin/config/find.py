@@ -171,7 +171,7 @@ def lay_document(under: Document, own: Document) -> Document:
     if not under.launch and not under.deepspeed:
         return own
     check_document(own)  # its problems are its own, also where `under` overrides nothing of it
-    entries = dict(own.launch.entries) | {("deepspeed", *path): entry for path, entry in own.deepspeed.entries.items()}
+    entries = {**own.launch.entries, **own.deepspeed.under("deepspeed").entries}
     written = {path: entry for path, entry in entries.items() if entry.origin.typed_by_user}
     laid = overlay_code(
         under,

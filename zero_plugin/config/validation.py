@@ -62,7 +62,7 @@ def _strict_validator() -> Any:
 def violations(tree: Tree, by: Validator) -> Iterator[Violation]:
     """Every place where `tree` breaks the validator's schema."""
     error: Any  # typed as a ValidationError, each of its attributes could be unset
-    for error in by.iter_errors(_with_auto_as_text(tree.nested())):
+    for error in by.iter_errors(tree.nested(auto="auto")):
         steps = list(error.absolute_path)
         depth = next((n for n, step in enumerate(steps) if not isinstance(step, str)), len(steps))
         path, index = tuple(str(step) for step in steps[:depth]), tuple(steps[depth:])
@@ -182,11 +182,3 @@ def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
     if kind == "string" and "examples" in schema:
         return f"text such as {schema['examples'][0]}"
     return {"string": "text", "null": "null", "object": "a mapping of keys"}[kind]
-
-
-def _with_auto_as_text(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _with_auto_as_text(child) for key, child in node.items()}
-    if isinstance(node, list):
-        return [_with_auto_as_text(child) for child in node]
-    return "auto" if node is AUTO else node

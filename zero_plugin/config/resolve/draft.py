@@ -74,7 +74,7 @@ class Draft:
             kind: "rule", or "default" for a value that DeepSpeed would have taken too.
             aloud: whether the choice changes training and has to be printed at start.
         """
-        before, value = self.tree.get(*path), frozen(value)
+        before, value = self.tree.get(*path), freeze(value)
         if before is not None and isinstance(before.value, tuple) and holds_auto(before.value):
             template = before.value
             if not isinstance(value, tuple) or len(value) != len(template):
@@ -160,12 +160,7 @@ class Draft:
     @staticmethod
     def _entry(path: KeyPath, value: Any, reason: str, kind: OriginKind) -> Entry:
         where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
-        return Entry(frozen(value), Origin(kind, where, reason))
-
-
-def frozen(value: Any) -> Any:
-    """A list as the tuple that a tree holds, anything else as it is."""
-    return tuple(frozen(child) for child in value) if isinstance(value, list | tuple) else value
+        return Entry(freeze(value), Origin(kind, where, reason))
 
 
 def holds_auto(value: Any) -> bool:

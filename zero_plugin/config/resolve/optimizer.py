@@ -18,12 +18,11 @@ from zero_plugin.config.resolve.draft import (
     Draft,
     agrees,
     deepspeed_default,
-    frozen,
     holds_auto,
 )
 from zero_plugin.config.resolve.facts import OptimizerFacts, SchedulerFacts
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import Tree
+from zero_plugin.config.tree import Tree, freeze
 from zero_plugin.config.validation import show
 
 _PARAMS: Final = ("optimizer", "params")
@@ -118,7 +117,7 @@ def _arguments(kind: str, facts: OptimizerFacts | None, typed: Tree) -> Mapping[
     if facts is None:
         return {}
     own = {*OPTIMIZER_DEFAULTS.get(kind, {}), *(path[0] for path in typed)} - {"adam_w_mode"}
-    return {name: frozen(value) for name, value in facts.given.items() if facts.placeholder or name in own}
+    return {name: freeze(value) for name, value in facts.given.items() if facts.placeholder or name in own}
 
 
 def _check_type(draft: Draft, kind: str, facts: OptimizerFacts) -> bool:
@@ -290,7 +289,7 @@ def _given(draft: Draft, facts: SchedulerFacts | None) -> dict[str, tuple[Any, s
     """The placeholder's arguments with reasons, its step numbers turned into optimizer steps."""
     if facts is None:
         return {}
-    given = {name: (frozen(value), f"from {facts.given_by}") for name, value in facts.given.items()}
+    given = {name: (freeze(value), f"from {facts.given_by}") for name, value in facts.given.items()}
     for name, steps in (("total_num_steps", facts.total_num_steps), ("warmup_num_steps", facts.warmup_num_steps)):
         if steps is not None:
             given[name] = _in_optimizer_steps(draft, steps, facts.given_by)

@@ -22,7 +22,7 @@ from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_schedu
 from zero_plugin.config.resolve.training import settle_batch, settle_clipping, settle_precision
 from zero_plugin.config.resolve.zero import settle_engine, settle_zero
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, dotted, plain
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted, plain
 from zero_plugin.config.validation import legal, show, validator, violations
 from zero_plugin.errors import ConfigError, Problem
 
@@ -257,14 +257,8 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
             values[path] = _value(path, entry.value, resolved.tree)
     if resolved.zero_stage == 3:  # without it Accelerate and the Trainer cannot save a model
         values.setdefault((_ZERO, "stage3_gather_16bit_weights_on_model_save"), True)
-    config: dict[str, Any] = {}
-    for path, value in values.items():
-        if value is not None:
-            section = config
-            for part in path[:-1]:
-                section = section.setdefault(part, {})
-            section[path[-1]] = plain(value)
-    return config
+    origin = Origin("rule", "for scripts")
+    return Tree({path: Entry(value, origin) for path, value in values.items() if value is not None}).nested(auto="auto")
 
 
 def _value(path: KeyPath, asked: Any, resolved: Tree) -> Any:
