@@ -23,15 +23,16 @@ class Draft:
     """The working copy that the rules fill, topic after topic; the document itself never changes.
 
     Attributes:
+        document: what was asked for.
         facts: what the rules may look at besides the values.
         tree, launch: the trees as far as they are settled.
     """
 
     def __init__(self, document: Document, facts: Facts) -> None:
+        self.document = document
         self.facts = facts
         self.tree = document.deepspeed
         self.launch = document.launch
-        self._document = document
         self._problems: list[Problem] = []
         self._missing: dict[KeyPath, str] = {}
         self._refused: set[KeyPath] = set()
@@ -113,11 +114,15 @@ class Draft:
         self._said.append(sentence)
 
     def refuse(self, path: KeyPath, message: str, fix: str) -> None:
-        """Note a problem that no further fact mends; `finish` raises all of them at once."""
+        """Note a problem that no further fact fixes; `finish` raises all of them at once."""
         entry = self.tree.get(*path) or self.launch.get(*path)
         found = entry.origin.where if entry else self._section(path)
-        self._problems.append(Problem(found, dotted(path), message, fix))
+        self.add(Problem(found, dotted(path), message, fix))
         self._refused.add(path)
+
+    def add(self, problem: Problem) -> None:
+        """Note a problem as it was found elsewhere; see `refuse`."""
+        self._problems.append(problem)
 
     def miss(self, path: KeyPath, what: str, fix: str) -> None:
         """Note a field that stays open because a fact is not there: an error in a run, before one only open.
@@ -154,8 +159,8 @@ class Draft:
     def _section(self, path: KeyPath) -> str:
         """Where the innermost written section around an absent key is."""
         prefixes = [("deepspeed", *path[:depth]) for depth in range(len(path) - 1, -1, -1)]
-        places = [self._document.sections[prefix] for prefix in prefixes if prefix in self._document.sections]
-        return next(iter([*places, *self._document.sources]), "the configuration")
+        places = [self.document.sections[prefix] for prefix in prefixes if prefix in self.document.sections]
+        return next(iter([*places, *self.document.sources]), "the configuration")
 
     @staticmethod
     def _entry(path: KeyPath, value: Any, reason: str, kind: OriginKind) -> Entry:

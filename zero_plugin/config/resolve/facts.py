@@ -148,19 +148,16 @@ PLACEMENT: Final[tuple[KeyPath, ...]] = (
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerSection:
-    """A config's `optimizer` section, resolved: `type` as written, `params` with every default written out."""
+class Section:
+    """A config's `optimizer` or `scheduler` section, resolved: `type` as written, `params` with every default written
+    out. A schedule's step numbers are applied optimizer steps."""
 
     type: str
     params: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSection:
-    """A config's `scheduler` section, resolved. Step numbers are applied optimizer steps."""
-
-    type: str
-    params: Mapping[str, Any]
+OptimizerSection = Section
+SchedulerSection = Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +196,14 @@ class Resolved:
         return float(self.tree.value("gradient_clipping") or 0.0) or None
 
     @property
-    def optimizer(self) -> OptimizerSection | None:
+    def optimizer(self) -> Section | None:
         """The optimizer that the configuration describes, None where it describes none."""
-        kind = self.tree.value("optimizer", "type")
-        return None if kind is None else OptimizerSection(kind, self._params("optimizer"))
+        return self._section("optimizer")
 
     @property
-    def scheduler(self) -> SchedulerSection | None:
+    def scheduler(self) -> Section | None:
         """The schedule that the configuration describes, None where it describes none."""
-        kind = self.tree.value("scheduler", "type")
-        return None if kind is None else SchedulerSection(kind, self._params("scheduler"))
+        return self._section("scheduler")
 
     @property
     def scheduler_counts(self) -> Literal["steps", "processes"]:
@@ -233,6 +228,6 @@ class Resolved:
         """
         return self.tree.without("scheduler").nested(auto="auto")
 
-    def _params(self, section: str) -> dict[str, Any]:
-        params: dict[str, Any] | None = self.tree.section(section).nested().get("params")
-        return params or {}
+    def _section(self, name: Literal["optimizer", "scheduler"]) -> Section | None:
+        section = self.tree.section(name).nested()
+        return None if section.get("type") is None else Section(section["type"], section.get("params") or {})

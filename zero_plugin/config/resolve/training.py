@@ -7,14 +7,15 @@ Reconciles `mixed_precision` with the `fp16` and `bf16` sections, and with what 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, Literal
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.resolve.draft import Draft, deepspeed_default
+from zero_plugin.config.resolve.draft import Draft
 from zero_plugin.config.resolve.facts import Facts, MachineFacts
-from zero_plugin.config.rules.training import CASTS_ALL_THE_SAME, idle_keys
+from zero_plugin.config.rules.asked import Asked
+from zero_plugin.config.rules.training import check_one_precision, check_precision
 from zero_plugin.config.tree import AUTO, Entry, KeyPath
-from zero_plugin.config.validation import show
 
 _GLOBAL: KeyPath = ("train_batch_size",)
 MICRO_BATCH: Final[KeyPath] = ("train_micro_batch_size_per_gpu",)
@@ -155,39 +156,25 @@ def settle_precision(draft: Draft) -> None:
     for half, section in typed.items():
         if section is None:
             draft.put((half, "enabled"), half == precision, reason)
-        elif section.value is not (half == precision):
-            if by_flag:  # a flag is there to override the file
-                draft.put((half, "enabled"), half == precision, f"{reason}, which overrides {section.origin.where}")
-            else:
-                _refuse_contradiction(draft, half, section, asked)
+        elif section.value is not (half == precision) and by_flag:  # a flag is there to override the file
+            draft.put((half, "enabled"), half == precision, f"{reason}, which overrides {section.origin.where}")
     if asked is None or asked.value is AUTO:
         draft.put_launch("mixed_precision", precision, reason, aloud=asked is not None)
     _check_device(draft, precision)
-    on = any(entry is not None and entry.value is True for entry in typed.values())
-    if draft.on_deepspeed and not on and not all(typed.values()) and (asked is None or asked.value is AUTO):
-        _check_halves(draft, precision)
+    _check_settled(draft)
     if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):
         draft.put(("bf16", "check_grad_overflow"), True, "a step with non-finite gradients is skipped", "default")
 
 
-def _check_halves(draft: Draft, precision: str) -> None:
-    """Check what belongs to a precision, where no key names one and the document alone could not tell."""
-    for key, why in idle_keys(precision):
-        path = tuple(key.split("."))
-        entry = draft.get(*path)
-        if entry is not None and entry.origin.typed_by_user and (entry.value,) != deepspeed_default(path):
-            draft.say(f"{key} = {show(entry.value)} has no effect: {why}.")
-    if draft.value("fp16", "auto_cast") and precision != "fp16":
-        draft.refuse(("fp16", "auto_cast"), f"{CASTS_ALL_THE_SAME}.", "Delete it, or write fp16.enabled: true.")
-    model = {"no": "fp32"}.get(precision, precision)
-    params, sums = ("data_types", "param_dtype"), ("data_types", "grad_accum_dtype")
-    if draft.value(*params, default=model) != model:
-        fix = f"Delete it: it follows from the precision ({model})."
-        draft.refuse(params, f"{draft.value(*params)}, but the model is in {model}: precision is {precision}.", fix)
-    stage = ("zero_optimization", "stage")
-    if draft.value(*sums, default=model) != model and not draft.is_open(*stage) and not draft.value(*stage):
-        message = f"{draft.value(*sums)} with a model in {model} needs ZeRO, but the stage is 0."
-        draft.refuse(sums, message, f"Write {model}, or choose a stage from 1 to 3.")
+def _check_settled(draft: Draft) -> None:
+    """Hold the precision, with its reason, to the rules that the document was held to before it was settled."""
+    was_open = Asked(draft.document).precision is None
+    check = check_precision if draft.on_deepspeed else check_one_precision
+    for problem in check(Asked(replace(draft.document, launch=draft.launch, deepspeed=draft.tree))):
+        if problem.severity == "error":
+            draft.add(problem)
+        elif was_open:
+            draft.say(f"{problem.key} = {problem.value} {problem.message}.")
 
 
 def _asked(draft: Draft) -> Entry | None:
@@ -218,18 +205,6 @@ def _choose(asked: Entry | None, typed: dict[Half, Entry | None], facts: Facts) 
     if machine.fp16 and "fp16" not in ruled_out:
         return "fp16", f"mixed_precision is auto and {computes} in fp16, not in bf16"
     return "no", f"mixed_precision is auto and {computes} in neither bf16 nor fp16"
-
-
-def _refuse_contradiction(draft: Draft, half: Half, entry: Entry, asked: Entry | None) -> None:
-    shown = str(entry.value).lower()
-    if asked is None or asked.value is AUTO:
-        draft.refuse((half, "enabled"), f"is {shown}, and the other half precision is on too.", "Turn one of them off.")
-        return
-    draft.refuse(
-        (half, "enabled"),
-        f"is {shown}, but mixed_precision is {asked.value} ({asked.origin.where}).",
-        f'Write "auto" for {half}.enabled, or make the two agree.',
-    )
 
 
 def _check_device(draft: Draft, precision: str) -> None:

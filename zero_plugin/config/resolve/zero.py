@@ -104,7 +104,6 @@ def settle_engine(draft: Draft) -> None:
     ):
         if draft.is_unsettled(key):
             draft.put((key,), value, reason)
-    _require_unmanaged(draft)
     _require_gpu(draft)
     _require_whole_expert_groups(draft)
     if draft.get("steps_per_print") is None:
@@ -126,15 +125,6 @@ def settle_engine(draft: Draft) -> None:
         draft.say(
             f"bf16.check_grad_overflow = false has no effect at stage {_stage(draft)} in this DeepSpeed: a step whose "
             "gradients are not finite is skipped all the same."
-        )
-
-
-def _require_unmanaged(draft: Draft) -> None:
-    if draft.value("managed_gradient_accumulation"):
-        draft.refuse(
-            ("managed_gradient_accumulation",),
-            "true, but then DeepSpeed decides inside backward() when parameters change, and gradients would be wrong.",
-            "Remove the key or write false.",
         )
 
 
@@ -210,21 +200,12 @@ def _settle_overlap(draft: Draft) -> None:
         draft.say(f"{_ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
 
 
-def _reduce_bucket(draft: Draft) -> tuple[int, str] | None:
-    return _of_model(draft, choose_bucket, "reduce_bucket_size")
+def _of_model(choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) -> Rule:
+    def rule(draft: Draft) -> tuple[int, str] | None:
+        model = draft.facts.model
+        return (model and choose(model)) or _default_of_run(draft, key)
 
-
-def _prefetch_bucket(draft: Draft) -> tuple[int, str] | None:
-    return _of_model(draft, partial(choose_bucket, share=0.9), "stage3_prefetch_bucket_size")
-
-
-def _persistence_threshold(draft: Draft) -> tuple[int, str] | None:
-    return _of_model(draft, choose_persistence_threshold, "stage3_param_persistence_threshold")
-
-
-def _of_model(draft: Draft, choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) -> tuple[int, str] | None:
-    model = draft.facts.model
-    return (model and choose(model)) or _default_of_run(draft, key)
+    return rule
 
 
 def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
@@ -268,10 +249,10 @@ def _gather_on_save(draft: Draft) -> tuple[bool, str] | None:
 
 
 _RULES: Final[dict[str, Rule]] = {
-    "reduce_bucket_size": _reduce_bucket,
-    "allgather_bucket_size": _reduce_bucket,
-    "stage3_prefetch_bucket_size": _prefetch_bucket,
-    "stage3_param_persistence_threshold": _persistence_threshold,
+    "reduce_bucket_size": _of_model(choose_bucket, "reduce_bucket_size"),
+    "allgather_bucket_size": _of_model(choose_bucket, "reduce_bucket_size"),
+    "stage3_prefetch_bucket_size": _of_model(partial(choose_bucket, share=0.9), "stage3_prefetch_bucket_size"),
+    "stage3_param_persistence_threshold": _of_model(choose_persistence_threshold, "stage3_param_persistence_threshold"),
     "sub_group_size": _sub_group_size,
     "stage3_gather_16bit_weights_on_model_save": _gather_on_save,
     "offload_param.buffer_size": _swap_buffer,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.schema import key_schema
-from zero_plugin.config.tree import AUTO, Entry
+from zero_plugin.config.tree import AUTO, Entry, Tree
 from zero_plugin.config.validation import show
 from zero_plugin.errors import Problem, Severity
 
@@ -37,6 +38,10 @@ class Asked:
         """Whether anything is written at or below the dotted key."""
         return self.document.deepspeed.has_section(*section.split("."))
 
+    def below(self, section: str) -> list[str]:
+        """The dotted keys of all that is written below the dotted key."""
+        return [f"{section}.{'.'.join(path)}" for path in self.document.deepspeed.section(*section.split("."))]
+
     def says_something(self, key: str) -> bool:
         """Whether a person wrote a value that is neither open, nor empty, nor what stands there anyway."""
         entry = self.entry(key)
@@ -55,6 +60,17 @@ class Asked:
     # ---- what nearly every rule asks ------------------------------------------------------------------------------
 
     @property
+    def launch(self) -> Tree:
+        """The launch keys."""
+        return self.document.launch
+
+    @property
+    def on_cpu(self) -> str:
+        """Where `use_cpu` is written to be true; "" where it is not."""
+        entry = self.launch.get("use_cpu")
+        return entry.origin.where if entry is not None and entry.value is True else ""
+
+    @property
     def stage(self) -> int | None:
         """The ZeRO stage, 0 where none is written; None where it is open or no stage."""
         stage = self.value(STAGE, default=0)
@@ -70,7 +86,7 @@ class Asked:
     @property
     def precision(self) -> str | None:
         """`fp16`, `bf16` or `no` where the document settles it; None where the run still may."""
-        asked = self.document.launch.value("mixed_precision")
+        asked = self.launch.value("mixed_precision")
         on = [kind for kind in ("fp16", "bf16") if self.is_on(f"{kind}.enabled")]
         if on:
             return on[0]
@@ -103,6 +119,12 @@ class Asked:
         """A warning that says why the key has no effect."""
         return self._finding(key, f"has no effect: {why}", fix, "warning")
 
+    def idle(self, keys: Iterable[str], why: str, fix: str = "Delete it.") -> Iterator[Problem]:
+        """A warning, as `no_effect`, for each of the keys, or sections, that says something."""
+        for key in keys:
+            if any(map(self.says_something, (key, *self.below(key)))):
+                yield self.no_effect(key, why, fix)
+
     def note(self, key: str, message: str) -> Problem:
         """What a person may like to know."""
         return self._finding(key, message, "", "note")
@@ -118,7 +140,7 @@ class Asked:
             return f"Give --{_FIELDS[key]} {value}"
         if entry is not None and entry.origin.typed_by_user:
             return f"Write {value} at {entry.origin.where}"
-        in_launch_config = bool(len(self.document.launch)) and key in _FIELDS
+        in_launch_config = bool(len(self.launch)) and key in _FIELDS
         return f"Write {_FIELDS[key] if in_launch_config else key}: {value}"
 
     def _finding(self, key: str, message: str, fix: str, severity: Severity) -> Problem:

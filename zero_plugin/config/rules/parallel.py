@@ -28,7 +28,7 @@ def check_parallel(asked: Asked) -> Iterator[Problem]:
 
 
 def _machines(asked: Asked) -> Iterator[Problem]:
-    launch = asked.document.launch
+    launch = asked.launch
     machines = launch.value("num_machines", default=1)
     rank, processes = launch.get("machine_rank"), launch.get("num_processes")
     counted = launch.get("num_machines") is not None or launch.value("deepspeed_hostfile") in (None, AUTO, "", "none")
@@ -57,7 +57,7 @@ def _machines(asked: Asked) -> Iterator[Problem]:
 
 def _fewer_machines(least: Entry, machines: int, asked: Asked) -> Iterator[Problem]:
     """Only agents that can meet anew go on without the others, and only after a failure, which a lost machine is."""
-    launch, where, key = asked.document.launch, least.origin.where, "min_machines"
+    launch, where, key = asked.launch, least.origin.where, "min_machines"
     if least.value > machines:
         message = f"{least.value}, but num_machines is {machines}"
         yield Problem(where, key, message, f"Write at most {machines}.")
@@ -84,7 +84,7 @@ def _launcher(typed: Entry | None) -> Iterator[Problem]:
 
 def _hosts(asked: Asked) -> Iterator[Problem]:
     """Hosts that are named to nobody: torchrun reads no hostfile, and filters filter one."""
-    launch = asked.document.launch
+    launch = asked.launch
     names = [f"deepspeed_{what}" for what in ("hostfile", "inclusion_filter", "exclusion_filter")]
     named = {
         name: entry for name in names if (entry := launch.get(name)) and entry.value not in (None, AUTO, "", "none")
@@ -115,7 +115,7 @@ def _alone(processes: Entry | None, machines: Entry | None) -> Iterator[Problem]
 
 
 def _devices(asked: Asked) -> Iterator[Problem]:
-    launch = asked.document.launch
+    launch = asked.launch
     kind, on_cpu, ids = (launch.get(name) for name in ("distributed_type", "use_cpu", "gpu_ids"))
     if kind is not None and on_cpu is not None and on_cpu.value is True and kind.value == "MULTI_GPU":
         message = f"true, but distributed_type is MULTI_GPU at {kind.origin.where}"

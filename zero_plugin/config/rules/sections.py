@@ -97,21 +97,19 @@ def check_sections(asked: Asked) -> Iterator[Problem]:
     yield from _activation_checkpointing(asked)
     yield from _engine(asked)
     quantized = "weight_quantization.quantized_initialization"
-    if asked.stage in (0, 1, 2) and asked.document.deepspeed.section(*quantized.split(".")).entries:
+    if asked.stage in (0, 1, 2) and asked.below(quantized):
         yield asked.no_effect(quantized, f"only stage 3 reads it, and {asked.stage_said}")
     schedule = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule"
     if asked.is_on(f"{schedule}.enabled"):
         yield asked.error(f"{schedule}.enabled", "true, which DeepSpeed has not implemented", _DELETE)
     else:
-        below = [f"{schedule}.{'.'.join(path)}" for path in asked.document.deepspeed.section(*schedule.split("."))]
-        if first := next((key for key in below if asked.says_something(key)), None):
-            yield asked.no_effect(first, "DeepSpeed has not implemented the schedule")
+        written = list(filter(asked.says_something, asked.below(schedule)))
+        yield from asked.idle(written[:1], "DeepSpeed has not implemented the schedule")
     refused = list(_data_sampling(asked))
     yield from refused
     for key, (why, fix) in _UNREAD.items():
-        below = [f"{key}.{'.'.join(path)}" for path in asked.document.deepspeed.section(*key.split("."))]
-        if any(asked.says_something(one) for one in (key, *below)) and not (refused and key == _SAMPLING):
-            yield asked.no_effect(key, why, fix)
+        if not (refused and key == _SAMPLING):
+            yield from asked.idle([key], why, fix)
 
 
 def _data_sampling(asked: Asked) -> Iterator[Problem]:
@@ -124,20 +122,19 @@ def _data_sampling(asked: Asked) -> Iterator[Problem]:
 
 def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
     for section in _SWITCHED:
-        paths = [f"{section}.{'.'.join(path)}" for path in asked.document.deepspeed.section(*section.split("."))]
-        first = next((path for path in paths if asked.says_something(path)), None)
-        if first and asked.entry(f"{section}.enabled") is None:
-            yield asked.no_effect(first, f"{section}.enabled is not written, and is false then", "Write enabled: true.")
+        if asked.entry(f"{section}.enabled") is None:
+            written = list(filter(asked.says_something, asked.below(section)))
+            why = f"{section}.enabled is not written, and is false then"
+            yield from asked.idle(written[:1], why, "Write enabled: true.")
     for inner, outer in _NESTED:
         if asked.is_on(inner) and asked.value(outer, default=False) is False:
             yield asked.no_effect(inner, f"{outer} is not true", f"Write {outer}: true.")
     for section in ("tensorboard", "csv_monitor"):
         if asked.is_on(f"{section}.enabled") and not asked.value(f"{section}.output_path"):
             yield asked.note(f"{section}.enabled", "without output_path it writes below the working directory")
-    ops = "comms_logger.prof_ops"
-    if asked.says_something(ops) and asked.value("comms_logger.prof_all", default=True) is True:
+    if asked.value("comms_logger.prof_all", default=True) is True:
         why = "comms_logger.prof_all is true, as it is where nothing is written, and logs every operation"
-        yield asked.no_effect(ops, why, "Write prof_all: false beside it, or delete it.")
+        yield from asked.idle(["comms_logger.prof_ops"], why, "Write prof_all: false beside it, or delete it.")
     breakdown = "wall_clock_breakdown"
     if asked.is_on("flops_profiler.enabled") and asked.value(breakdown) is False:
         why = f"flops_profiler is on at {asked.written('flops_profiler.enabled')} and turns it on"
@@ -147,8 +144,7 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
 def _activation_checkpointing(asked: Asked) -> Iterator[Problem]:
     section = "activation_checkpointing"
     key = f"{section}.contiguous_memory_optimization"
-    paths = asked.document.deepspeed.section(section)
-    if any(asked.says_something(f"{section}.{'.'.join(path)}") for path in paths):
+    if any(map(asked.says_something, asked.below(section))):
         counts = "counts where the model calls deepspeed.checkpointing.checkpoint, and nowhere else"
         yield asked.note(section, f"{counts}: torch.utils.checkpoint and transformers' models read none of it")
     if not asked.is_on(key):
@@ -176,6 +172,5 @@ def _engine(asked: Asked) -> Iterator[Problem]:
         fix = "Delete it: optimizer.step() is the one place here. Call torch.compile in the script."
         yield asked.error("compile.deepcompile", message, fix)
         return
-    for path in asked.document.deepspeed.section("compile"):
-        if asked.says_something(key := f"compile.{path[0]}") and key not in _UNREAD:
-            yield asked.no_effect(key, "only compile.deepcompile: true reads it")
+    others = [key for key in asked.below("compile") if key not in _UNREAD]
+    yield from asked.idle(others, "only compile.deepcompile: true reads it")

@@ -24,7 +24,7 @@ def check_batch(asked: Asked) -> Iterator[Problem]:
     parts = {
         "train_micro_batch_size_per_gpu": asked.value("train_micro_batch_size_per_gpu"),
         "gradient_accumulation_steps": asked.value("gradient_accumulation_steps"),
-        "num_processes": asked.document.launch.value("num_processes"),
+        "num_processes": asked.launch.value("num_processes"),
     }
     known = {name: n for name, n in parts.items() if is_count(n)}
     if not is_count(total) or not known:
@@ -55,7 +55,6 @@ _NEVER: Final = {
 def check_optimizing(asked: Asked) -> Iterator[Problem]:
     """Optimizers that ZeRO or offload cannot run, Adam's two spellings, schedules."""
     yield from _optimizer(asked)
-    yield from _adam(asked)
     yield from _schedule(asked)
 
 
@@ -67,9 +66,8 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         yield asked.error("optimizer.type", f"{message}. It would train, and differ", fix)
     if kind in _NEVER:
         yield asked.error("optimizer.type", f"{name} {_NEVER[kind]}", "Write another, such as AdamW.")
-    on_cpu = asked.document.launch.get("use_cpu")
-    if kind == "lamb" and on_cpu is not None and on_cpu.value is True:
-        message = f"{name} needs a GPU, but use_cpu is true at {on_cpu.origin.where}"
+    if kind == "lamb" and asked.on_cpu:
+        message = f"{name} needs a GPU, but use_cpu is true at {asked.on_cpu}"
         yield asked.error("optimizer.type", message, "Write AdamW, or train on a GPU.")
     states = f"{_PARAMS}.fp32_optimizer_states"
     in_halves = any(asked.is_on(f"{kind}.{kind}_master_weights_and_grads") for kind in ("bf16", "fp16"))
@@ -95,13 +93,9 @@ def _optimizer(asked: Asked) -> Iterator[Problem]:
         message = f"false, but DeepSpeed has not tried {name} with ZeRO and refuses it then"
         fix = "Delete it: this package checks by itself that an optimizer works on flat pieces."
         yield asked.error("zero_allow_untested_optimizer", message, fix)
-
-
-def _adam(asked: Asked) -> Iterator[Problem]:
-    if asked.optimizer == "adamw" and asked.value(f"{_PARAMS}.adam_w_mode") is False:
-        message = (
-            f"false, but the type is AdamW at {asked.written('optimizer.type')}, which decays weights as AdamW does"
-        )
+    if kind == "adamw" and asked.value(f"{_PARAMS}.adam_w_mode") is False:
+        where = asked.written("optimizer.type")
+        message = f"false, but the type is AdamW at {where}, which decays weights as AdamW does"
         yield asked.error(f"{_PARAMS}.adam_w_mode", message, "Write type: Adam for L2 decay, or delete it.")
 
 
@@ -120,7 +114,7 @@ def _schedule(asked: Asked) -> Iterator[Problem]:
         yield asked.no_effect(rate, why, f"Write {asked.value(top)}, or auto for warmup_max_lr.")
 
 
-CASTS_ALL_THE_SAME: Final = "true, but fp16 is off, and DeepSpeed rounds the model's inputs to fp16 all the same"
+_CASTS_ALL_THE_SAME: Final = "true, but fp16 is off, and DeepSpeed rounds the model's inputs to fp16 all the same"
 
 _DYNAMIC_SCALING: Final = (
     "initial_scale_power",
@@ -141,18 +135,19 @@ _STATES: Final = "bf16.bf16_optimizer_states"
 
 def check_precision(asked: Asked) -> Iterator[Problem]:
     """fp16 against bf16 against `mixed_precision`, loss scaling, 16-bit master weights, data types."""
-    yield from _one_precision(asked)
+    yield from check_one_precision(asked)
     yield from _of_the_other(asked)
     yield from _loss_scale(asked)
     yield from _master_weights(asked)
     yield from _data_types(asked)
 
 
-def _one_precision(asked: Asked) -> Iterator[Problem]:
+def check_one_precision(asked: Asked) -> Iterator[Problem]:
+    """Whether `mixed_precision` and the two sections name one precision."""
     if asked.is_on("fp16.enabled") and asked.is_on("bf16.enabled"):
         message = f"true, and fp16.enabled is true at {asked.written('fp16.enabled')}"
         yield asked.error("bf16.enabled", message, "Enable one of them.")
-    chosen = asked.document.launch.get("mixed_precision")
+    chosen = asked.launch.get("mixed_precision")
     if chosen is None or chosen.value not in ("no", "fp16", "bf16"):
         return
     for kind in ("fp16", "bf16"):
@@ -167,21 +162,14 @@ def _one_precision(asked: Asked) -> Iterator[Problem]:
             yield asked.error(f"{kind}.enabled", message, fix)
 
 
-def idle_keys(precision: str) -> Iterator[tuple[str, str]]:
-    """The keys that have no effect in a precision, each with why."""
-    for kind, keys in _OF_SECTION.items():
-        if precision != kind:
-            yield from ((f"{kind}.{key}", f"{kind} is off") for key in keys)
-    if precision == "no":
-        yield from ((key, "the model is in fp32, of which DeepSpeed casts nothing") for key in _OF_HALVES)
-
-
 def _of_the_other(asked: Asked) -> Iterator[Problem]:
-    for key, why in idle_keys(asked.precision) if asked.precision else ():
-        if asked.says_something(key):
-            yield asked.no_effect(key, why)
+    for kind, keys in _OF_SECTION.items():
+        if asked.precision not in (None, kind):
+            yield from asked.idle([f"{kind}.{key}" for key in keys], f"{kind} is off")
+    if asked.precision == "no":
+        yield from asked.idle(_OF_HALVES, "the model is in fp32, of which DeepSpeed casts nothing")
     if asked.is_on("fp16.auto_cast") and asked.precision in ("no", "bf16"):
-        yield asked.error("fp16.auto_cast", CASTS_ALL_THE_SAME, "Delete it, or write fp16.enabled: true.")
+        yield asked.error("fp16.auto_cast", _CASTS_ALL_THE_SAME, "Delete it, or write fp16.enabled: true.")
     key = "bf16.immediate_grad_update"
     if asked.precision not in (None, "bf16") or asked.stage is None or not asked.says_something(key):
         return
@@ -202,10 +190,9 @@ def _loss_scale(asked: Asked) -> Iterator[Problem]:
     if not is_number(scale):
         return
     if scale:
-        for key in _DYNAMIC_SCALING:
-            if asked.says_something(f"fp16.{key}"):
-                why = f"fp16.loss_scale is a fixed {show(scale)} at {asked.written('fp16.loss_scale')}"
-                yield asked.no_effect(f"fp16.{key}", why, "Delete it, or write fp16.loss_scale: 0 for a dynamic scale.")
+        why = f"fp16.loss_scale is a fixed {show(scale)} at {asked.written('fp16.loss_scale')}"
+        fix = "Delete it, or write fp16.loss_scale: 0 for a dynamic scale."
+        yield from asked.idle([f"fp16.{key}" for key in _DYNAMIC_SCALING], why, fix)
         return
     for key in ("loss_scale_window", "min_loss_scale"):
         if asked.precision == "fp16" and asked.value(f"fp16.{key}") == 0:

@@ -112,7 +112,7 @@ def _unused_parameters(asked: Asked) -> Iterator[Problem]:
 
 
 def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
-    size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.document.launch.value("num_processes")
+    size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.launch.value("num_processes")
     if is_count(size) and is_count(processes) and asked.stage == 3 and processes % min(size, processes):
         message = f"{size} does not divide num_processes {processes}"
         fix = "Write the processes of one node, so that each node holds one copy of the weights."
@@ -121,12 +121,14 @@ def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
     if asked.stage == 3 and asked.is_on(quantized) and asked.value(f"{_ZERO}.reduce_scatter") is False:
         message = f"true needs reduce_scatter, which is false at {asked.written(f'{_ZERO}.reduce_scatter')}"
         yield asked.error(quantized, message, "Write reduce_scatter: true, or delete one of the two.")
-    on_cpu = asked.document.launch.get("use_cpu")
-    if asked.stage == 3 and on_cpu is not None and on_cpu.value is True:
-        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-            if asked.is_on(f"{_ZERO}.{key}"):
-                message = f"true needs a GPU, but use_cpu is true at {on_cpu.origin.where}"
-                yield asked.error(f"{_ZERO}.{key}", message, "Delete one of the two.")
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if asked.stage == 3 and asked.is_on(f"{_ZERO}.{key}"):
+            yield from _needs_gpu(asked, f"{_ZERO}.{key}", "Delete one of the two.")
+
+
+def _needs_gpu(asked: Asked, key: str, fix: str = "Keep one of the two.") -> Iterator[Problem]:
+    if asked.on_cpu:
+        yield asked.error(key, f"true needs a GPU, but use_cpu is true at {asked.on_cpu}", fix)
 
 
 def _gradient_norm(asked: Asked) -> Iterator[Problem]:
@@ -190,10 +192,9 @@ def _device(asked: Asked, section: str) -> Iterator[Problem]:
 def _idle_keys(asked: Asked, section: str) -> Iterator[Problem]:
     device = asked.value(f"{section}.device", default="none")
     keys = {"cpu": _NVME_ONLY[section], "none": (*_NVME_ONLY[section], *_NOWHERE[section])}
-    for key in keys.get(device, ()) if isinstance(device, str) else ():
-        if asked.says_something(f"{section}.{key}"):
-            where = f" at {asked.written(f'{section}.device')}" if asked.entry(f"{section}.device") else ""
-            yield asked.no_effect(f"{section}.{key}", f"the device is {device}{where}")
+    if isinstance(device, str):
+        where = f" at {asked.written(f'{section}.device')}" if asked.entry(f"{section}.device") else ""
+        yield from asked.idle([f"{section}.{key}" for key in keys.get(device, ())], f"the device is {device}{where}")
 
 
 def _ratio(asked: Asked) -> Iterator[Problem]:
@@ -218,8 +219,8 @@ def _ratio(asked: Asked) -> Iterator[Problem]:
 def _super_offload(asked: Asked) -> Iterator[Problem]:
     key = f"{_OPTIMIZER}.super_offload"
     if not asked.is_on(key):
-        if asked.says_something(f"{_OPTIMIZER}.cpuadam_cores_perc") and asked.offload("optimizer") != "none":
-            yield asked.no_effect(f"{_OPTIMIZER}.cpuadam_cores_perc", "only super_offload: true reads it")
+        if asked.offload("optimizer") != "none":
+            yield from asked.idle([f"{_OPTIMIZER}.cpuadam_cores_perc"], "only super_offload: true reads it")
         return
     if asked.stage is not None and asked.stage < 3:
         fix = f"{asked.how_to_set(STAGE, '3')}, or delete it."
@@ -227,20 +228,17 @@ def _super_offload(asked: Asked) -> Iterator[Problem]:
     elif asked.offload("optimizer") in ("none", "nvme"):
         message = f"true needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
         yield asked.error(key, message, f"Write {_OPTIMIZER}.device: cpu, or delete it.")
-    elif asked.document.launch.value("use_cpu") is True:
-        use_cpu = asked.document.launch.entries["use_cpu",].origin.where
-        yield asked.error(key, f"true needs a GPU, but use_cpu is true at {use_cpu}", "Keep one of the two.")
+    else:
+        yield from _needs_gpu(asked, key)
 
 
 def _aio(asked: Asked) -> Iterator[Problem]:
     devices = [asked.offload(what) for what in ("optimizer", "param")]
     if all(device in ("none", "cpu") for device in devices) and not asked.has("checkpoint.writer"):
-        for key in ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"):
-            if asked.says_something(f"aio.{key}"):
-                yield asked.no_effect(f"aio.{key}", "nothing is offloaded to nvme")
-    elif asked.is_on("aio.use_gds") and asked.document.launch.value("use_cpu") is True:
-        use_cpu = asked.document.launch.entries["use_cpu",].origin.where
-        yield asked.error("aio.use_gds", f"true needs a GPU, but use_cpu is true at {use_cpu}", "Keep one of the two.")
+        keys = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
+        yield from asked.idle([f"aio.{key}" for key in keys], "nothing is offloaded to nvme")
+    elif asked.is_on("aio.use_gds"):
+        yield from _needs_gpu(asked, "aio.use_gds")
 
 
 _FLOW: Final = "zero_optimization.zenflow"
