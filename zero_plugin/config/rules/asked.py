@@ -23,12 +23,14 @@ class Asked:
     document: Document
 
     def entry(self, key: str) -> Entry | None:
-        """The leaf of the training configuration at the dotted `key`."""
-        return self.document.deepspeed.get(*key.split("."))
+        """The leaf at the dotted `key` of the training configuration, or else of the launch keys."""
+        path = key.split(".")
+        return self.document.deepspeed.get(*path) or self.launch.get(*path)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The training configuration's value at the dotted `key`; AUTO for an open one."""
-        return self.document.deepspeed.value(*key.split("."), default=default)
+        """The value at the dotted `key`; AUTO for an open one."""
+        entry = self.entry(key)
+        return default if entry is None else entry.value
 
     def is_on(self, key: str) -> bool:
         """Whether the key is there and true."""
@@ -53,6 +55,8 @@ class Asked:
     def written(self, key: str) -> str:
         """Where a key that is there, or the first key of a section that is, is written."""
         path = tuple(key.split("."))
+        if (entry := self.entry(key)) is not None:
+            return entry.origin.where
         section = self.document.sections.get(("deepspeed", *path))
         entries = self.document.deepspeed.entries
         return section or next(entry.origin.where for at, entry in entries.items() if at[: len(path)] == path)
@@ -67,8 +71,7 @@ class Asked:
     @property
     def on_cpu(self) -> str:
         """Where `use_cpu` is written to be true; "" where it is not."""
-        entry = self.launch.get("use_cpu")
-        return entry.origin.where if entry is not None and entry.value is True else ""
+        return self.written("use_cpu") if self.is_on("use_cpu") else ""
 
     @property
     def stage(self) -> int | None:
@@ -86,7 +89,7 @@ class Asked:
     @property
     def precision(self) -> str | None:
         """`fp16`, `bf16` or `no` where the document settles it; None where the run still may."""
-        asked = self.launch.value("mixed_precision")
+        asked = self.value("mixed_precision")
         on = [kind for kind in ("fp16", "bf16") if self.is_on(f"{kind}.enabled")]
         if on:
             return on[0]

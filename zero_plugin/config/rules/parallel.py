@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from zero_plugin.config.launch_settings import LAUNCHERS, UNTESTED_LAUNCHERS
 from zero_plugin.config.rules.asked import Asked, is_count
-from zero_plugin.config.tree import AUTO, Entry
+from zero_plugin.config.tree import AUTO
 from zero_plugin.config.validation import did_you_mean, show
 from zero_plugin.errors import Problem
 
@@ -17,6 +17,7 @@ _OTHER_DIMENSIONS: Final = (
     "sequence_parallel_size",
     "pipeline.stages",
 )
+_NOTHING: Final = (None, AUTO, "", "none")  # what a host or a file is where none is named
 
 
 def check_parallel(asked: Asked) -> Iterator[Problem]:
@@ -28,110 +29,96 @@ def check_parallel(asked: Asked) -> Iterator[Problem]:
 
 
 def _machines(asked: Asked) -> Iterator[Problem]:
-    launch = asked.launch
-    machines = launch.value("num_machines", default=1)
-    rank, processes = launch.get("machine_rank"), launch.get("num_processes")
-    counted = launch.get("num_machines") is not None or launch.value("deepspeed_hostfile") in (None, AUTO, "", "none")
-    if counted and is_count(machines) and rank is not None and isinstance(rank.value, int) and rank.value >= machines:
-        message = f"{rank.value}, but num_machines is {machines} and ranks count from 0"
-        yield Problem(rank.origin.where, "machine_rank", message, f"Write at most {machines - 1}.")
-    backend = launch.get("rdzv_backend")
-    if rank is not None and rank.value and backend is not None and backend.value in ("c10d", "etcd", "etcd-v2"):
-        why = f"has no effect: {backend.value} at {backend.origin.where} numbers machines as they arrive"
-        fix = "Delete it, or write rdzv_backend: static."
-        yield Problem(rank.origin.where, "machine_rank", why, fix, show(rank.value), "warning")
-    if processes is not None and is_count(machines) and is_count(processes.value) and processes.value % machines:
-        message = f"{processes.value} processes do not divide among {machines} machines"
-        yield Problem(processes.origin.where, "num_processes", message, f"Write a multiple of {machines}.")
-    if (least := launch.get("min_machines")) is not None and is_count(least.value) and is_count(machines):
-        yield from _fewer_machines(least, machines, asked)
-    if launch.value("distributed_type") == "NO":
-        yield from _alone(processes, launch.get("num_machines"))
-    inclusion, exclusion = (launch.get(f"deepspeed_{way}_filter") for way in ("inclusion", "exclusion"))
-    if inclusion is not None and exclusion is not None and inclusion.value and exclusion.value:
-        message = f"stands beside deepspeed_inclusion_filter at {inclusion.origin.where}"
-        yield Problem(exclusion.origin.where, "deepspeed_exclusion_filter", message, "Keep one of the two.")
-    yield from _launcher(launch.get("deepspeed_multinode_launcher"))
+    machines, processes = asked.value("num_machines", default=1), asked.value("num_processes")
+    rank, backend = asked.value("machine_rank"), asked.value("rdzv_backend")
+    counted = asked.entry("num_machines") is not None or asked.value("deepspeed_hostfile") in _NOTHING
+    if counted and is_count(machines) and isinstance(rank, int) and rank >= machines:
+        message = f"{rank}, but num_machines is {machines} and ranks count from 0"
+        yield asked.error("machine_rank", message, f"Write at most {machines - 1}.")
+    if rank and backend in ("c10d", "etcd", "etcd-v2"):
+        why = f"{backend} at {asked.written('rdzv_backend')} numbers machines as they arrive"
+        yield asked.no_effect("machine_rank", why, "Delete it, or write rdzv_backend: static.")
+    if is_count(machines) and is_count(processes) and processes % machines:
+        message = f"{processes} processes do not divide among {machines} machines"
+        yield asked.error("num_processes", message, f"Write a multiple of {machines}.")
+    if is_count(least := asked.value("min_machines")) and is_count(machines):
+        yield from _fewer_machines(asked, least, machines)
+    if asked.value("distributed_type") == "NO":
+        yield from _alone(asked)
+    if asked.value("deepspeed_inclusion_filter") and asked.value("deepspeed_exclusion_filter"):
+        message = f"stands beside deepspeed_inclusion_filter at {asked.written('deepspeed_inclusion_filter')}"
+        yield asked.error("deepspeed_exclusion_filter", message, "Keep one of the two.")
+    yield from _launcher(asked)
     yield from _hosts(asked)
 
 
-def _fewer_machines(least: Entry, machines: int, asked: Asked) -> Iterator[Problem]:
+def _fewer_machines(asked: Asked, least: int, machines: int) -> Iterator[Problem]:
     """Only agents that can meet anew go on without the others, and only after a failure, which a lost machine is."""
-    launch, where, key = asked.launch, least.origin.where, "min_machines"
-    if least.value > machines:
-        message = f"{least.value}, but num_machines is {machines}"
-        yield Problem(where, key, message, f"Write at most {machines}.")
-    elif least.value < machines and launch.value("rdzv_backend") in (None, AUTO, "static"):
-        message = f"{least.value} of {machines}, but the machines of a static rendezvous meet once"
-        yield Problem(where, key, message, "Write rdzv_backend: c10d, with --rdzv_endpoint or main_process_ip.")
-    elif least.value < machines and not launch.value("max_restarts"):
-        message = f"{least.value} of {machines}, but max_restarts is 0, and a lost machine is a failure"
-        yield Problem(where, key, message, "Write max_restarts, how often machines may be lost, on each.")
+    key, of_them = "min_machines", f"{least} of {machines}"
+    if least > machines:
+        yield asked.error(key, f"{least}, but num_machines is {machines}", f"Write at most {machines}.")
+    elif least < machines and asked.value("rdzv_backend") in (None, AUTO, "static"):
+        message = f"{of_them}, but the machines of a static rendezvous meet once"
+        yield asked.error(key, message, "Write rdzv_backend: c10d, with --rdzv_endpoint or main_process_ip.")
+    elif least < machines and not asked.value("max_restarts"):
+        message = f"{of_them}, but max_restarts is 0, and a lost machine is a failure"
+        yield asked.error(key, message, "Write max_restarts, how often machines may be lost, on each.")
 
 
-def _launcher(typed: Entry | None) -> Iterator[Problem]:
+def _launcher(asked: Asked) -> Iterator[Problem]:
     """A name that is none of DeepSpeed's may be of a later release, or misspelt."""
-    if typed is None or not isinstance(typed.value, str) or typed.value in LAUNCHERS:
-        return
     key, known = "deepspeed_multinode_launcher", (*LAUNCHERS, *UNTESTED_LAUNCHERS)
-    if typed.value not in known and (near := did_you_mean(typed.value, known)):
+    name = asked.value(key)
+    if not isinstance(name, str) or name in LAUNCHERS:
+        return
+    if name not in known and (near := did_you_mean(name, known)):
         fix = f"Did you mean {near}? Write {', '.join(known)}, or a name that DeepSpeed's launcher knows."
-        yield Problem(typed.origin.where, key, f"{show(typed.value)} is not legal here", fix)
+        yield asked.error(key, f"{show(name)} is not legal here", fix)
     else:
-        message = f"{typed.value} is untested: it is passed on to DeepSpeed's launcher as it is"
-        yield Problem(typed.origin.where, key, message, "", severity="note")
+        yield asked.note(key, f"{name} is untested: it is passed on to DeepSpeed's launcher as it is")
 
 
 def _hosts(asked: Asked) -> Iterator[Problem]:
     """Hosts that are named to nobody: torchrun reads no hostfile, and filters filter one."""
-    launch = asked.launch
     names = [f"deepspeed_{what}" for what in ("hostfile", "inclusion_filter", "exclusion_filter")]
-    named = {
-        name: entry for name in names if (entry := launch.get(name)) and entry.value not in (None, AUTO, "", "none")
-    }
-    if launch.value("deepspeed_multinode_launcher") == "standard":
+    named = [name for name in names if asked.value(name) not in _NOTHING]
+    if asked.value("deepspeed_multinode_launcher") == "standard":
         why = "has no effect: standard is torchrun, which you start on every machine"
     elif len(named) == 1 and "deepspeed_hostfile" not in named:
         why = "has no effect without deepspeed_hostfile"
     else:
         return
-    for name, entry in named.items():
-        yield Problem(entry.origin.where, name, why, "Delete it.", show(entry.value), "warning")
+    for name in named:
+        yield asked.warning(name, why, "Delete it.")
 
 
-def _alone(processes: Entry | None, machines: Entry | None) -> Iterator[Problem]:
-    for name, entry in {"num_processes": processes, "num_machines": machines}.items():
+def _alone(asked: Asked) -> Iterator[Problem]:
+    for name in ("num_processes", "num_machines"):
+        entry = asked.entry(name)
         if entry is None or not is_count(entry.value) or entry.value == 1:
             continue
         message = f"{entry.value}, but distributed_type NO is one process"
         fix = f"Write {name}: 1, or a distributed_type that has several (MULTI_GPU, MULTI_CPU, DEEPSPEED)."
         if entry.origin.kind == "flag":
-            fix = f"Give --{name} 1, or one of --multi_gpu, --cpu and --use_deepspeed."
-            yield Problem(entry.origin.where, name, message, fix)
+            yield asked.error(name, message, f"Give --{name} 1, or one of --multi_gpu, --cpu and --use_deepspeed.")
         elif name == "num_processes":  # in published files for one GPU; Accelerate runs one process too
-            yield Problem(entry.origin.where, name, f"has no effect: {message}", fix, severity="warning")
+            yield asked.no_effect(name, message, fix)
         else:
-            yield Problem(entry.origin.where, name, message, fix)
+            yield asked.error(name, message, fix)
 
 
 def _devices(asked: Asked) -> Iterator[Problem]:
-    launch = asked.launch
-    kind, on_cpu, ids = (launch.get(name) for name in ("distributed_type", "use_cpu", "gpu_ids"))
-    if kind is not None and on_cpu is not None and on_cpu.value is True and kind.value == "MULTI_GPU":
-        message = f"true, but distributed_type is MULTI_GPU at {kind.origin.where}"
-        yield Problem(on_cpu.origin.where, "use_cpu", message, "Write false, or distributed_type: MULTI_CPU.")
-    asks_for_cpu = (kind is not None and kind.value == "MULTI_CPU") or (on_cpu is not None and on_cpu.value is True)
-    names = _gpu_names(ids.value) if ids is not None else []
-    if ids is not None and names and asks_for_cpu:
+    kind, processes = asked.value("distributed_type"), asked.value("num_processes")
+    if kind == "MULTI_GPU" and asked.on_cpu:
+        message = f"true, but distributed_type is MULTI_GPU at {asked.written('distributed_type')}"
+        yield asked.error("use_cpu", message, "Write false, or distributed_type: MULTI_CPU.")
+    names = _gpu_names(asked.value("gpu_ids"))
+    if names and (kind == "MULTI_CPU" or asked.on_cpu):
         why = "has no effect: the run is on the CPU"
-        yield Problem(ids.origin.where, "gpu_ids", why, "Delete it.", ",".join(names), "warning")
-    processes = launch.get("num_processes")
-    alone = launch.value("num_machines", default=1) == 1
-    if processes is None or not is_count(processes.value) or not names or asks_for_cpu or not alone:
-        return
-    if processes.value > len(names):
-        message = f"{processes.value}, but gpu_ids names {len(names)} GPUs, and each process has one of its own"
-        yield Problem(processes.origin.where, "num_processes", message, f"Write at most {len(names)}.")
+        yield Problem(asked.written("gpu_ids"), "gpu_ids", why, "Delete it.", ",".join(names), "warning")
+    elif names and is_count(processes) and asked.value("num_machines", default=1) == 1 and processes > len(names):
+        message = f"{processes}, but gpu_ids names {len(names)} GPUs, and each process has one of its own"
+        yield asked.error("num_processes", message, f"Write at most {len(names)}.")
 
 
 def _gpu_names(ids: Any) -> list[str]:

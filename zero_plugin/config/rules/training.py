@@ -24,7 +24,7 @@ def check_batch(asked: Asked) -> Iterator[Problem]:
     parts = {
         "train_micro_batch_size_per_gpu": asked.value("train_micro_batch_size_per_gpu"),
         "gradient_accumulation_steps": asked.value("gradient_accumulation_steps"),
-        "num_processes": asked.launch.value("num_processes"),
+        "num_processes": asked.value("num_processes"),
     }
     known = {name: n for name, n in parts.items() if is_count(n)}
     if not is_count(total) or not known:
@@ -147,7 +147,7 @@ def check_one_precision(asked: Asked) -> Iterator[Problem]:
     if asked.is_on("fp16.enabled") and asked.is_on("bf16.enabled"):
         message = f"true, and fp16.enabled is true at {asked.written('fp16.enabled')}"
         yield asked.error("bf16.enabled", message, "Enable one of them.")
-    chosen = asked.launch.get("mixed_precision")
+    chosen = asked.entry("mixed_precision")
     if chosen is None or chosen.value not in ("no", "fp16", "bf16"):
         return
     for kind in ("fp16", "bf16"):

@@ -112,7 +112,7 @@ def _unused_parameters(asked: Asked) -> Iterator[Problem]:
 
 
 def _zero_plus_plus(asked: Asked) -> Iterator[Problem]:
-    size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.launch.value("num_processes")
+    size, processes = asked.value(f"{_ZERO}.zero_hpz_partition_size"), asked.value("num_processes")
     if is_count(size) and is_count(processes) and asked.stage == 3 and processes % min(size, processes):
         message = f"{size} does not divide num_processes {processes}"
         fix = "Write the processes of one node, so that each node holds one copy of the weights."
