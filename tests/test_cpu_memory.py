@@ -1,7 +1,8 @@
-"""CPU memory: one reader, which is right inside nested control groups, for everyone who asks."""
+"""CPU memory and cores: one reader, which is right inside nested control groups, for everyone who asks."""
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,9 @@ from zero_plugin.launch.build import _find_cluster
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.loop.memory_check import find_room
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_shortage
-from zero_plugin.machine import memory
+from zero_plugin.machine import control_groups, memory
 from zero_plugin.machine.device_memory import Meter, memory_available_bytes
+from zero_plugin.machine.hardware import count_cores
 from zero_plugin.plan.constants import measure_cluster
 
 CPU = torch.device("cpu")
@@ -33,9 +35,15 @@ Limits = dict[str, dict[str, int | str]]  # files of a control group, by its fol
 
 
 def machine(
-    tree: Path, monkeypatch: pytest.MonkeyPatch, version: int, own: str, groups: Limits, root: str = ""
+    tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    own: str,
+    groups: Limits,
+    root: str = "",
+    controller: str = "memory",
 ) -> None:
-    """A machine of 512 GiB, of which 500 can be had, whose memory control groups are of one version.
+    """A machine of 512 GiB, of which 500 can be had, and of 16 cores, whose control groups are of one version.
 
     Args:
         tree: where its files are made.
@@ -44,40 +52,46 @@ def machine(
         own: this process' group.
         groups: the groups' files by folder, "" the root.
         root: the group that is mounted, as in a container that sees its own only.
+        controller: of the groups, in version 1: `memory` or `cpu,cpuacct`; the other one's are elsewhere.
     """
     proc, mount = tree / "proc", tree / "cgroup"
     (proc / "self").mkdir(parents=True)
     others = ("Buffers", "Cached", "Shmem", "Active", "Inactive")  # psutil warns without
     sizes = {"MemTotal": 512, "MemFree": 400, "MemAvailable": 500, **dict.fromkeys(others, 1)}
     (proc / "meminfo").write_text("".join(f"{name}: {size * 2**20} kB\n" for name, size in sizes.items()))
-    controllers, kind, options = ("", "cgroup2", "rw") if version == 2 else ("memory", "cgroup", "rw,memory")
-    (proc / "self" / "cgroup").write_text(f"9:cpu,cpuacct:/elsewhere\n4:{controllers}:/{own}\n")
+    other = "memory" if controller == "cpu,cpuacct" else "cpu,cpuacct"
+    controllers, kind, options = ("", "cgroup2", "rw") if version == 2 else (controller, "cgroup", f"rw,{controller}")
+    (proc / "self" / "cgroup").write_text(f"9:{other}:/elsewhere\n4:{controllers}:/{own}\n")
     (proc / "self" / "mountinfo").write_text(
         f"30 20 0:1 / / rw - ext4 /dev/root rw\n31 30 0:2 /{root} {mount} rw,nosuid - {kind} {kind} {options}\n"
-        f"32 30 0:3 / {tree} rw - cgroup cgroup rw,cpu,cpuacct\n"
+        f"32 30 0:3 / {tree} rw - cgroup cgroup rw,{other}\n"
     )
     for group, files in groups.items():
         folder = mount / Path(group).relative_to(root)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / name).write_text(f"{content}\n")
-    monkeypatch.setattr(memory, "_PROC", proc)
+    monkeypatch.setattr(control_groups, "PROC", proc)
+    monkeypatch.setattr(memory, "PROC", proc)
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
 
 
-def group(version: int, limit: int | None, taken: int, cached: int = 0) -> dict[str, int | str]:
-    """Files of a control group: its limit, what it has taken, and what of that is cached."""
+def group(version: int, limit: int | None, taken: int, cached: int = 0, **stat: int) -> dict[str, int | str]:
+    """Files of a control group: its limit, what it has taken, and what of that is cached; more of `memory.stat`."""
+    names = {"inactive_file": cached, **stat}
     if version == 2:
         return {
             "memory.max": "max" if limit is None else limit,
             "memory.high": "max",
             "memory.current": taken,
-            "memory.stat": f"anon 1\nfile {cached}\nactive_file 7\ninactive_file {cached}",
+            "memory.stat": "\n".join(["anon 1", f"file {cached}", *(f"{n} {size}" for n, size in names.items())]),
         }
+    own = [f"{name} 1" for name in ("cache", *names)]  # without what the groups below it have
     return {
         "memory.limit_in_bytes": NO_LIMIT_V1 if limit is None else limit,
         "memory.usage_in_bytes": taken,
-        "memory.stat": f"cache 1\ninactive_file 1\ntotal_inactive_file {cached}",  # the first is without its children's
+        "memory.stat": "\n".join([*own, *(f"total_{n.removeprefix('file_')} {size}" for n, size in names.items())]),
     }
 
 
@@ -141,6 +155,57 @@ def test_the_limit_of_the_own_group(
     machine(tmp_path, monkeypatch, version, "a", {"a": group(version, size, 12 * GIB, 2 * GIB)})
     assert memory.total_cpu_memory() == total * GIB
     assert memory.available_cpu_memory() == left * GIB
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_cached_files_can_be_had(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in use lately too; not those that a disk must have first, nor a RAM disk's, nor what is locked."""
+    stat = {"active_file": 4, "file_dirty": 2, "file_writeback": 1, "shmem": 8, "unevictable": 16, "inactive_anon": 8}
+    files = group(version, 64 * GIB, 60 * GIB, 3 * GIB, **{name: size * GIB for name, size in stat.items()})
+    machine(tmp_path, monkeypatch, version, "a", {"a": files})
+    assert memory.available_cpu_memory() == (64 - 60 + 3 + 4 - 2 - 1) * GIB
+
+
+def quota(version: int, cores: float | None) -> dict[str, int | str]:
+    """Files of a control group whose processes together may use so many cores."""
+    of_period = None if cores is None else int(cores * 100_000)
+    if version == 2:
+        return {"cpu.max": f"{of_period or 'max'} 100000", "cpu.weight": 100}
+    return {"cpu.cfs_quota_us": of_period or -1, "cpu.cfs_period_us": 100_000, "cpu.shares": 1024}
+
+
+@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize(
+    ("quotas", "cores"),
+    [
+        ({"job": 4, "job/step": None}, 4),
+        ({"job": 8, "job/step": 2.5}, 3),
+        ({"job": 2, "job/step": 4}, 2),
+        ({"job": 0.5, "job/step": None}, 1),
+        ({"job": 64, "job/step": None}, 16),
+        ({"job": None, "job/step": None}, 16),
+        ({"job/step": 6}, 6),
+    ],
+)
+def test_the_quotas_of_all_groups_count(
+    version: int,
+    quotas: dict[str, float | None],
+    cores: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of nested groups the least quota holds, rounded up to whole cores; there is one at least."""
+    groups = {name: quota(version, count) for name, count in quotas.items()}
+    machine(tmp_path, monkeypatch, version, "job/step", groups, controller="cpu,cpuacct")
+    assert count_cores() == cores
+
+
+@pytest.mark.parametrize("version", [2, 1])
+def test_the_cores_of_a_container(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own group is mounted as the root; a group beside its own does not count."""
+    groups = {"docker/c": quota(version, 3), "docker/c/other": quota(version, 1)}
+    machine(tmp_path, monkeypatch, version, "docker/c", groups, root="docker/c", controller="cpu,cpuacct")
+    assert count_cores() == 3
 
 
 def test_every_level_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,17 +22,6 @@ def test_cores_are_those_this_process_may_use() -> None:
             "from zero_plugin.machine.hardware import count_cores; print(count_cores())"
         )
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "1"
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1)])
-def test_cores_within_a_container(
-    quota: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU quota counts, rounded up; no quota does not."""
-    whole = count_cores()
-    (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    assert count_cores() == min(whole, cores or whole)
 
 
 def test_gpus_are_counted_by_torch_only_where_a_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from zero_plugin.config.amounts import show_bytes
+from zero_plugin.machine.control_groups import read_mounts
 from zero_plugin.machine.finding import Finding
 
 _NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p", "afs")
@@ -95,16 +96,10 @@ def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> D
 def filesystem_of(folder: Path, mounts: Path) -> str:
     """The kind of file system that a folder lies on, as the kernel's `mountinfo` has it."""
     wanted, kind, longest = str(folder.resolve()), "unknown", -1
-    try:
-        lines = mounts.read_text().splitlines()
-    except OSError:
-        return kind
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = before.split()[4].encode().decode("unicode_escape")
-        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= longest:  # of two on one point, the later covers the other
-            kind, longest = after.split()[0], len(point)
+    for mount in read_mounts(mounts):
+        inside = wanted == mount.folder or wanted.startswith(mount.folder.rstrip("/") + "/")
+        if inside and len(mount.folder) >= longest:  # of two on one folder, the later covers the other
+            kind, longest = mount.kind, len(mount.folder)
     return kind
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_plugin.machine.control_groups import own_groups, read_text
 from zero_plugin.machine.xla_runtime import find_tpu
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under WSL
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,18 @@ def has_gpu_driver() -> bool:
 
 
 def count_cores() -> int:
-    """Logical cores that this process may use: its affinity, cut to the container's CPU quota."""
+    """Logical cores that this process may use: its affinity, cut to the least CPU quota of its control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        allowed = min(allowed, -(-int(quota) // int(period)))
-    return max(1, allowed)
+    return max(1, min([allowed, *_quotas()]))
+
+
+def _quotas() -> Iterator[int]:
+    """Cores that the processes of each of this process' control groups may use together, rounded up to whole ones."""
+    for group in own_groups("cpu"):
+        of_version_1 = (read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, period = (read_text(group / "cpu.max").split() or [*of_version_1])[:2]
+        if quota.isdigit() and period.isdigit():  # else "max" or -1, or no such file
+            yield -(-int(quota) // int(period))
 
 
 def port_is_free(port: int) -> bool:
@@ -62,10 +69,3 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

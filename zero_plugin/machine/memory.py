@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +17,16 @@ from typing import Final
 import psutil
 
 from zero_plugin.config.amounts import show_bytes
+from zero_plugin.machine.control_groups import PROC, own_groups, read_numbers, read_text
 from zero_plugin.machine.finding import Finding, Needs
 
 _LOOK_S: Final = 1.0
-_PROC: Final = Path("/proc")
-# Files of a control group of version 2, then 1: a limit, what is taken, and the part of `memory.stat` that the kernel
-# gives back first. The counts of version 2 include the groups below, those of version 1 where they are `total_…`.
+# Files of a control group of version 2, then 1: a limit, and what is taken; how the counts in `memory.stat` begin that
+# include the groups below it (in version 2 all do).
 _LIMITS: Final = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.high", "memory.current", "inactive_file"),  # above it processes hardly run
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("memory.max", "memory.current", "", "file_"),
+    ("memory.high", "memory.current", "", "file_"),  # above it processes hardly run
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "total_"),
 )
 
 
@@ -41,7 +42,7 @@ def total_cpu_memory() -> int:
 def available_cpu_memory() -> int:
     """Bytes that could be taken now without swapping: the kernel's estimate, or the least that a limit leaves.
 
-    See `total_cpu_memory`. Cached files that nobody has looked at lately are not taken.
+    See `total_cpu_memory`. Of what a limit counts as taken, `_reclaimable` can be had.
     """
     return max(0, min([int(psutil.virtual_memory().available), *(limit - taken for limit, taken in _limits())]))
 
@@ -85,71 +86,52 @@ class MemoryWatch:
 
 def count_memory_kills() -> int | None:
     """Processes that the kernel has ever killed here for want of memory; None where it does not tell."""
-    for folder in _own_groups():
-        for name in ("memory.events", "memory.oom_control"):
-            for number in _numbers(folder / name, "oom_kill"):
-                return number
-    return next(iter(_numbers(_PROC / "vmstat", "oom_kill")), None)  # of the whole machine
+    files = [folder / name for folder in own_groups("memory") for name in ("memory.events", "memory.oom_control")]
+    counts = (read_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat"))  # the last: the whole machine's
+    return next((count for count in counts if count is not None), None)
 
 
 def largest_processes(count: int) -> list[tuple[int, int, str]]:
     """Bytes in memory, id and name of the largest processes that can be seen here, without this one; largest first."""
-    numbers = [int(entry.name) for entry in _PROC.glob("[0-9]*")]
+    numbers = [int(entry.name) for entry in PROC.glob("[0-9]*")]
     sizes = sorted(((_resident_bytes(pid), pid) for pid in numbers if pid != os.getpid()), reverse=True)
-    return [(size, pid, _text(_PROC / str(pid) / "comm")) for size, pid in sizes[:count]]
+    return [(size, pid, read_text(PROC / str(pid) / "comm")) for size, pid in sizes[:count]]
 
 
 def _limits() -> Iterator[tuple[int, int]]:
     """Every limit of this process' memory, and how many bytes of it are taken; no limit may be a huge number."""
-    for group in _own_groups():
-        for limit, taken, cached in _LIMITS:
-            size = _text(group / limit)
+    for group in own_groups("memory"):
+        for limit, taken, lists, writes in _LIMITS:
+            size = read_text(group / limit)
             if size.isdigit():  # else "max", or no such file
-                given_back = sum(_numbers(group / "memory.stat", cached))
-                yield int(size), int(_text(group / taken) or 0) - given_back
+                yield int(size), int(read_text(group / taken) or 0) - _reclaimable(group, lists, writes)
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if address_space != resource.RLIM_INFINITY:
         yield address_space, int(psutil.Process().memory_info().vms)
 
 
-def _own_groups() -> Iterator[Path]:
-    """Folders of this process' memory control groups of either version, its own first, then those above it."""
-    own = {}
-    for line in _text(_PROC / "self" / "cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        own.update(dict.fromkeys(controllers.split(","), group))
-    for line in _text(_PROC / "self" / "mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        root, point = before.split()[3:5]
-        kind, options = after.split()[0], after.split()[-1].split(",")
-        controller = {"cgroup2": "", "cgroup": "memory"}.get(kind)
-        if controller in own and (kind == "cgroup2" or "memory" in options):
-            inside = Path(own[controller])  # of a container the own group may be mounted as the root
-            folder = Path(point, inside.relative_to(root) if inside.is_relative_to(root) else "")
-            yield from (group for group in (folder, *folder.parents) if group.is_relative_to(point))
+def _reclaimable(group: Path, lists: str, writes: str) -> int:
+    """Bytes that a control group is charged for and that the kernel frees before a process is refused memory.
+
+    These are the pages of files on its two lists for reclaim. It prefers the inactive list, but moves pages over from
+    the active one as soon as it needs them, so that both can be had, as in the kernel's own `MemAvailable`. A page that
+    was written and is not on the disk yet cannot be freed before it is, and such pages are on the same lists: they are
+    taken off. What else a group counts as `file` is on other lists: pages of tmpfs and of shared memory have no file to
+    be read from again, and are among the anonymous ones; what a process has locked is unevictable.
+    """
+    stat = Counter(read_numbers(group / "memory.stat"))
+    on_lists = stat[f"{lists}inactive_file"] + stat[f"{lists}active_file"]
+    return max(0, on_lists - stat[f"{writes}dirty"] - stat[f"{writes}writeback"])
 
 
 def _children() -> list[int]:
     """Processes that any thread of this one has started."""
-    return [int(pid) for task in _PROC.glob("self/task/*/children") for pid in _text(task).split()]
+    return [int(pid) for task in PROC.glob("self/task/*/children") for pid in read_text(task).split()]
 
 
 def _resident_bytes(pid: int) -> int:
-    pages = _text(_PROC / str(pid) / "statm").split()[1:2]
+    pages = read_text(PROC / str(pid) / "statm").split()[1:2]
     return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
-
-
-def _numbers(file: Path, name: str) -> list[int]:
-    """What follows `name` in a file of lines `name number …`."""
-    words = (line.split() for line in _text(file).splitlines())
-    return [int(line[1]) for line in words if len(line) > 1 and line[0] == name]
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
 
 
 _SHARED = "/dev/shm"  # noqa: S108 - the check's name
@@ -223,9 +205,7 @@ def check_host_memory(total: int, available: int, needs: Needs) -> Finding:
 def lockable_bytes() -> int | None:
     """What a process may lock, as `ulimit -l` says; None without a limit, as for root, or CAP_IPC_LOCK."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    try:
-        held = next(line for line in _STATUS.read_text().splitlines() if line.startswith("CapEff:"))
-    except (OSError, StopIteration):  # not Linux
-        held = "CapEff: 0"
+    lines = read_text(_STATUS).splitlines()  # none where this is not Linux
+    held = next((line for line in lines if line.startswith("CapEff:")), "CapEff: 0")
     has_capability = int(held.split()[1], 16) >> _CAP_IPC_LOCK & 1
     return None if limit == resource.RLIM_INFINITY or has_capability else limit
