@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from zero_plugin.cli.doctor_checks.finding import Needs, find_needs
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.machine.finding import Needs, find_needs
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 NVME = {"device": "nvme", "nvme_path": "/data"}

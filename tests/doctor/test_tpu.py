@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from zero_plugin.cli.doctor_checks.finding import Level
 from zero_plugin.cli.doctor_checks.places import check_tpu
-from zero_plugin.machine.finding import Level
 
 CHIPS = "4 TPU chips on the PCI bus"
 MISSING = "a TPU needs torch_xla, which is not installed: pip install 'zero-plugin[tpu]'"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from zero_plugin.cli.doctor_checks.examine import examine
-from zero_plugin.cli.output import Verdict, print_verdicts
+from zero_plugin.cli.output import print_findings
 from zero_plugin.launch.flags import document_from_flags
 
 
@@ -41,5 +41,5 @@ def doctor(
         report = {"healthy": healthy, "files": list(document.sources), "findings": [asdict(f) for f in findings]}
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        print_verdicts([Verdict(f.level, f.check, f.found, f.fix) for f in findings])
+        print_findings(findings)
     raise typer.Exit(0 if healthy else 1)

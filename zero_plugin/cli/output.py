@@ -1,4 +1,4 @@
-"""Tables, progress bars and verdicts that commands print.
+"""Tables, progress bars and findings that commands print.
 
 Prints resolved values by section: a table that fits the terminal, or aligned plain lines for a pipe.
 
@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
+from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.config.document import Document
 from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.resolve.facts import Facts, Resolved
@@ -222,48 +223,30 @@ def progress_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]
         yield lambda count: progress.advance(task, count)
 
 
-Mark = Literal["ok", "warning", "wrong", "left out"]
-_MARK_STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "bold red", "left out": "dim"}
+_LEVEL_STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "bold red", "left out": "dim"}
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One line of the table, and the one that mends it.
-
-    Attributes:
-        mark: what the check came to.
-        name: what was looked at.
-        said: what was found.
-        fix: a command or an edit; empty where nothing is to be done.
-    """
-
-    mark: Mark
-    name: str
-    said: str
-    fix: str = ""
-
-
-def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
     """Print to a terminal in colour and within its width; to a pipe one line each, so that they can be searched."""
-    marks = max((len(verdict.mark) for verdict in verdicts), default=0)
-    names = max((len(verdict.name) for verdict in verdicts), default=0)
+    levels = max((len(finding.level) for finding in findings), default=0)
+    names = max((len(finding.check) for finding in findings), default=0)
     if not sys.stdout.isatty():
-        for verdict in verdicts:
-            print(f"{verdict.mark:{marks}}  {verdict.name:{names}}  {verdict.said}")
-            for line in verdict.fix.splitlines():
-                print(f"{'':{marks}}  {'':{names}}  → {line}")
+        for finding in findings:
+            print(f"{finding.level:{levels}}  {finding.check:{names}}  {finding.found}")
+            for line in finding.fix.splitlines():
+                print(f"{'':{levels}}  {'':{names}}  → {line}")
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    for verdict in verdicts:
-        style, dim = _MARK_STYLES[verdict.mark], "dim" if verdict.mark == "left out" else ""
+    for finding in findings:
+        style, dim = _LEVEL_STYLES[finding.level], "dim" if finding.level == "left out" else ""
         row = Table.grid(padding=(0, 2, 0, 0))
-        for width in (marks, names, None):
+        for width in (levels, names, None):
             row.add_column(min_width=width, overflow="fold")
-        row.add_row(Text(verdict.mark, style), Text(verdict.name, dim), Text(verdict.said, dim))
+        row.add_row(Text(finding.level, style), Text(finding.check, dim), Text(finding.found, dim))
         console.print(row)
-        for line in verdict.fix.splitlines():  # never broken, so that it can be copied
-            console.print(Text(f"{'':{marks}}  → {line}", style), soft_wrap=True)
+        for line in finding.fix.splitlines():  # never broken, so that it can be copied
+            console.print(Text(f"{'':{levels}}  → {line}", style), soft_wrap=True)

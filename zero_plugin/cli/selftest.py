@@ -12,8 +12,9 @@ from typing import Annotated, Any, Final
 import typer
 
 from zero_plugin.cli import selftest_checks as package
+from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
-from zero_plugin.cli.output import Mark, Verdict, print_verdicts
+from zero_plugin.cli.output import print_findings
 from zero_plugin.cli.selftest_checks.outcome import Outcome, document_of_test, read_outcomes
 from zero_plugin.launch.build import build_spec, fill_from_job
 from zero_plugin.launch.command import shell_script
@@ -23,7 +24,6 @@ from zero_plugin.launch.spec import Program
 from zero_plugin.machine.hardware import look_at_machine
 
 _WORKER: Final = Path(package.__file__).parent / "worker.py"
-_MARKS: Final[dict[str, Mark]] = {"ok": "ok", "wrong": "wrong", "begun": "wrong", "left out": "left out"}
 
 
 @with_launch_flags("module", "no_python", "model", "sequence_length")  # the program is the self-test's
@@ -81,23 +81,23 @@ def _show(outcomes: list[Outcome], code: int, *, as_json: bool) -> None:
     Raises:
         Exit: always.
     """
-    verdicts = [_verdict(outcome, code) for outcome in outcomes]
-    passed = not code and all(verdict.mark != "wrong" for verdict in verdicts)
+    findings = [_finding(outcome, code) for outcome in outcomes]
+    passed = not code and all(finding.level != "wrong" for finding in findings)
     if as_json:
         rows = [
-            {"check": v.name, "result": v.mark, "said": v.said, "fix": v.fix, "seconds": round(o.seconds, 3)}
-            for v, o in zip(verdicts, outcomes, strict=True)
+            {"check": f.check, "result": f.level, "said": f.found, "fix": f.fix, "seconds": round(o.seconds, 3)}
+            for f, o in zip(findings, outcomes, strict=True)
         ]
         print(
             json.dumps({"passed": passed, "exit_code_of_workers": code, "checks": rows}, indent=2, ensure_ascii=False)
         )
     else:
-        print_verdicts(verdicts)
+        print_findings(findings)
     raise typer.Exit(0 if passed else 1)
 
 
-def _verdict(outcome: Outcome, code: int) -> Verdict:
-    said = outcome.said
+def _finding(outcome: Outcome, code: int) -> Finding:
     if outcome.status == "begun":
         said = f"the processes ended within it, with exit code {code}; their own words are above"
-    return Verdict(_MARKS[outcome.status], outcome.check, said, outcome.fix)
+        return Finding(outcome.check, "wrong", said, outcome.fix)
+    return Finding(outcome.check, outcome.status, outcome.said, outcome.fix)

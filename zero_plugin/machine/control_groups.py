@@ -12,7 +12,7 @@ PROC: Final = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A line of `mountinfo`: which part of a file system is seen at a folder, and the file system's kind and options."""
+    """A line of `mountinfo`: which part of a file system is seen at which folder, its kind and its options."""
 
     root: str
     folder: str

@@ -7,18 +7,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from zero_plugin.config.amounts import show_bytes
 from zero_plugin.machine.control_groups import read_mounts
-from zero_plugin.machine.finding import Finding
 
-_NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p", "afs")
-_SLOW: Final = 0.5e9  # bytes per second: a step would wait for the disk most of the time
-_LITTLE: Final = 20e9  # bytes
 _BLOCK: Final = 8 << 20
 _SECONDS: Final = 0.4  # each of writing and reading
 _MOST: Final = 512 << 20
@@ -33,44 +27,6 @@ class Disk:
     direct: bool
     write: float | None = None
     read: float | None = None
-
-
-def check_disk(folder: str, disk: Disk | None) -> Iterator[Finding]:
-    """Findings on one folder.
-
-    Args:
-        folder: as the configuration names it.
-        disk: what was measured; None where no file can be made there.
-    """
-    name = f"NVMe {folder}"
-    elsewhere = "Write a folder on a local NVMe disk (xfs, ext4) for nvme_path; `lsblk -o NAME,ROTA,MOUNTPOINT` lists."
-    if disk is None:
-        yield Finding(name, "wrong", "no file can be made there", f"mkdir -p {folder} && chmod u+rwx {folder}")
-        return
-    if disk.filesystem in ("tmpfs", "ramfs"):
-        yield Finding(
-            name, "wrong", f"{disk.filesystem}: a RAM disk, which takes the memory that it is to save", elsewhere
-        )
-    elif disk.filesystem in _NETWORK:
-        yield Finding(
-            name, "warning", f"{disk.filesystem}: over the network, for every weight at every step", elsewhere
-        )
-    elif not disk.direct:
-        yield Finding(
-            name, "wrong", f"{disk.filesystem} refuses O_DIRECT, by which DeepSpeed reads and writes", elsewhere
-        )
-    else:
-        yield Finding(name, "ok", f"{disk.filesystem}, takes O_DIRECT")
-    found = f"{show_bytes(disk.free)} free"
-    if disk.free < _LITTLE:
-        fix = "Make room: 12 bytes for each parameter with Adam, 2 more for weights in 16 bits."
-        yield Finding(f"{name} room", "warning", found, fix)
-    else:
-        yield Finding(f"{name} room", "ok", found)
-    if disk.write is not None and disk.read is not None:
-        found = f"writes {disk.write / 1e9:.2g} GB/s, reads {disk.read / 1e9:.2g} GB/s"
-        slow = min(disk.write, disk.read) < _SLOW
-        yield Finding(f"{name} speed", "warning" if slow else "ok", found, elsewhere if slow else "")
 
 
 def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk | None:

@@ -16,11 +16,11 @@ from typing import Final
 
 import psutil
 
-from zero_plugin.config.amounts import show_bytes
 from zero_plugin.machine.control_groups import PROC, own_groups, read_numbers, read_text
-from zero_plugin.machine.finding import Finding, Needs
 
 _LOOK_S: Final = 1.0
+_STATUS: Final = Path("/proc/self/status")
+_CAP_IPC_LOCK: Final = 14  # linux/capability.h
 # Files of a control group of version 2, then 1: a limit, and what is taken; how the counts in `memory.stat` begin that
 # include the groups below it (in version 2 all do).
 _LIMITS: Final = (
@@ -132,74 +132,6 @@ def _children() -> list[int]:
 def _resident_bytes(pid: int) -> int:
     pages = read_text(PROC / str(pid) / "statm").split()[1:2]
     return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
-
-
-_SHARED = "/dev/shm"  # noqa: S108 - the check's name
-_SMALL_LOCKED = 1 << 30  # bytes: a swapped gradient or weight of a model that needs NVMe
-_SMALL_SHARED = 1 << 30  # bytes; docker gives 64 MiB unless told otherwise
-_UNLIMITED = (
-    "ulimit -l unlimited   (as root: two lines `* soft memlock unlimited`, `* hard memlock unlimited` in "
-    "/etc/security/limits.conf; docker run --ulimit memlock=-1)"
-)
-_STATUS: Final = Path("/proc/self/status")
-_CAP_IPC_LOCK: Final = 14  # linux/capability.h
-_LITTLE_LEFT = 4 << 30  # bytes for a process that offloads to host memory
-
-
-def check_locked_memory(limit: int | None, needs: Needs) -> Finding:
-    """`ulimit -l` against what NVMe offload locks.
-
-    Args:
-        limit: bytes that a process may lock, None for no limit.
-        needs: `locked_bytes` is of all processes; the limit is of each.
-    """
-    each = needs.locked_bytes // needs.processes
-    if limit is None:
-        return Finding("locked memory", "ok", "no limit")
-    if each > limit:
-        found = f"{show_bytes(limit)} per process, and the swap buffers of offload_param lock {show_bytes(each)}"
-        return Finding("locked memory", "wrong", found, _UNLIMITED)  # DeepSpeed gets no buffer at all
-    if needs.nvme_folders:
-        found = (
-            f"{show_bytes(limit)} per process; NVMe offload locks its buffers, as much as the model's largest weights"
-        )
-        scarce = limit < _SMALL_LOCKED
-        return Finding("locked memory", "warning" if scarce else "ok", found, _UNLIMITED if scarce else "")
-    return Finding("locked memory", "ok", f"{show_bytes(limit)} per process; only NVMe offload locks more")
-
-
-def check_shared_memory(size: int | None, free: int, needs: Needs) -> Finding:
-    """The file system by which loaders' workers, and NCCL, hand over batches and buffers.
-
-    Args:
-        size: bytes of the file system, None where there is none.
-        free: bytes of it that are not used.
-        needs: of the run.
-    """
-    fix = "mount -o remount,size=8G /dev/shm   (docker run --shm-size=8g, or --ipc=host)"
-    if size is None:
-        return Finding(_SHARED, "wrong" if needs.processes > 1 else "warning", "is not there", fix)
-    found = f"{show_bytes(free)} of {show_bytes(size)} free"
-    if free < _SMALL_SHARED:
-        found += "; a worker of a DataLoader that finds it full dies of SIGBUS"
-        return Finding(_SHARED, "warning", found, fix if size < _SMALL_SHARED else "ls -lS /dev/shm, and remove.")
-    return Finding(_SHARED, "ok", found)
-
-
-def check_host_memory(total: int, available: int, needs: Needs) -> Finding:
-    """What is left for weights and optimizer states in host memory.
-
-    Args:
-        total: bytes that the run may have.
-        available: bytes that could be taken now.
-        needs: of the run.
-    """
-    processes = f"{needs.processes} process{'es' * (needs.processes > 1)}"
-    found = f"{show_bytes(available)} of {show_bytes(total)} free, for {processes}"
-    if needs.offloads_to_host and available < _LITTLE_LEFT * needs.processes:
-        found += "; offload to the CPU keeps 12 bytes there for each parameter with Adam"
-        return Finding("host memory", "warning", found, "Stop what else runs, or offload to nvme in place of cpu.")
-    return Finding("host memory", "ok", found)
 
 
 def lockable_bytes() -> int | None:

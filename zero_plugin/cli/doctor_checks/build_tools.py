@@ -23,7 +23,7 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from zero_plugin.machine.finding import Finding, Level
+from zero_plugin.cli.doctor_checks.finding import Finding, Level
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200

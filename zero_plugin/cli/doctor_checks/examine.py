@@ -26,6 +26,13 @@ from zero_plugin.cli.doctor_checks.build_tools import (
     nvcc_version,
     torch_cuda,
 )
+from zero_plugin.cli.doctor_checks.finding import Finding, Needs, find_needs
+from zero_plugin.cli.doctor_checks.memory_and_disks import (
+    check_disk,
+    check_host_memory,
+    check_locked_memory,
+    check_shared_memory,
+)
 from zero_plugin.cli.doctor_checks.places import (
     check_folders,
     check_gpus,
@@ -41,17 +48,9 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.spec import Program
 from zero_plugin.machine.cores import read_nodes
-from zero_plugin.machine.disks import check_disk, look_at_disk
-from zero_plugin.machine.finding import Finding, Needs, find_needs
+from zero_plugin.machine.disks import look_at_disk
 from zero_plugin.machine.hardware import Machine, count_cores, has_gpu_driver
-from zero_plugin.machine.memory import (
-    available_cpu_memory,
-    check_host_memory,
-    check_locked_memory,
-    check_shared_memory,
-    lockable_bytes,
-    total_cpu_memory,
-)
+from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes, total_cpu_memory
 from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 from zero_plugin.machine.xla_runtime import find_tpu
 

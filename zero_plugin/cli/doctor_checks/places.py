@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from zero_plugin.cli.doctor_checks.finding import Finding, Level, Needs
 from zero_plugin.config.packages import installed_version
 from zero_plugin.machine.cores import core_ranges
-from zero_plugin.machine.finding import Finding, Level, Needs
 from zero_plugin.machine.hardware import port_is_free
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_version_problem
 

@@ -1,9 +1,4 @@
-"""What one look at the machine found, and what a configuration needs of it.
-
-What one look at the machine found.
-
-What a configuration needs of the machine that runs it.
-"""
+"""What one check found, and what a configuration needs of the machine that runs it."""
 
 from __future__ import annotations
 
@@ -16,18 +11,18 @@ from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.machine.op_builds import needed_ops
 
-Level = Literal["ok", "warning", "wrong"]
+Level = Literal["ok", "warning", "wrong", "left out"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's table.
+    """One line of the table of `zero-plugin doctor`, or of `zero-plugin test`.
 
     Attributes:
         check: what was looked at.
         level: `wrong` is what the configuration cannot run with; `warning` what will cost time, or may be needed later.
         found: what is there, with its numbers.
-        fix: the command or the edit that mends it; never empty unless `level` is `ok`.
+        fix: the command or the edit that fixes it; never empty where `level` is `warning` or `wrong`.
     """
 
     check: str
