@@ -19,8 +19,8 @@ import pytest
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Plan, search
-from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize
+from zero_plugin.plan.search import Choice, plan
+from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize, Workload
 
 GIB = 2**30
 B = 1_000_000_000
@@ -210,19 +210,19 @@ CASES = (
 )
 
 
-def plan(case: Case) -> Plan:
+def decide(case: Case) -> Choice:
     precision = case.wanted.get("precision", "bf16")
     model = decoder_sizes(parameters=int(case.parameters))
     activations = decoder_activations(model, case.sequence, precision)
     cluster = state_cluster(**case.machine)
     wanted = Wanted(**{"global_batch": 16 * cluster.processes, **case.wanted})
-    return search(model, activations, case.optimizer, cluster, wanted)
+    return plan(Workload(model, activations, case.optimizer), cluster, wanted)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_decision(case: Case) -> None:
     """The choice is the one that the sizes above make certain."""
-    chosen = plan(case).chosen
+    chosen = decide(case).chosen
     if case.expected is None:
         assert chosen is None
         return
@@ -239,7 +239,7 @@ def test_frozen_weights_stay_in_16_bits() -> None:
     frozen = tuple(replace(p, trainable=False) for p in whole.parameters)
     model = replace(whole, parameters=(*frozen, ParameterSize(4096 * 8, 512)))
     activations = decoder_activations(whole, 512)
-    chosen = search(model, activations, OptimizerSizes(), state_cluster(gpu="A100-40GB"), Wanted(global_batch=8)).chosen
+    chosen = plan(Workload(model, activations), state_cluster(gpu="A100-40GB"), Wanted(global_batch=8)).chosen
     assert chosen is not None
     assert (chosen.setup.stage, chosen.setup.offload_optimizer) == (1, "none")
 
@@ -248,10 +248,8 @@ def test_micro_batch_of_a_convolutional_net() -> None:
     """25 million parameters, 150 MB a sample, 13.1 GB to be used: 64 samples are 9.6 GB, 128 are 19.2."""
     model = ModelSizes("CNN", (ParameterSize(250_000, 100),))
     activations = Activations(Affine(0, 150 * 10**6), flops_per_sample=8e9)
-    chosen = search(
-        model,
-        activations,
-        OptimizerSizes("sgd", 1),
+    chosen = plan(
+        Workload(model, activations, OptimizerSizes("sgd", 1)),
         state_cluster(gpu="T4"),
         Wanted(precision="fp16", global_batch=256),
     ).chosen
@@ -264,15 +262,15 @@ def test_locked_memory_forbids_the_disk() -> None:
     case = next(case for case in CASES if case.name == "30B on one A100 with a disk")
     model = decoder_sizes(parameters=30 * B)
     cluster = replace(state_cluster(**case.machine), memlock_bytes=64 * 1024)
-    found = search(model, decoder_activations(model, 2048), OptimizerSizes(), cluster, Wanted(global_batch=16))
+    found = plan(Workload(model, decoder_activations(model, 2048), OptimizerSizes()), cluster, Wanted(global_batch=16))
     assert found.chosen is None
-    assert any("ulimit -l" in candidate.rejected for candidate in found.candidates)
+    assert any("ulimit -l" in candidate.rejected for candidate in found.table)
 
 
 def test_every_rejected_line_says_why() -> None:
     """Of each candidate it is known whether it fits; one that does not names what is short, with both numbers."""
-    found = plan(next(case for case in CASES if case.name == "7B on one RTX 3090"))
-    reasons = [c.rejected for c in found.candidates if c.rejected]
-    assert found.chosen in found.candidates
+    found = decide(next(case for case in CASES if case.name == "7B on one RTX 3090"))
+    reasons = [c.rejected for c in found.table if c.rejected]
+    assert found.chosen in found.table
     assert any("no NVMe disk" in reason for reason in reasons)
     assert any("GiB on the device, 21.6 GiB usable; most is" in reason for reason in reasons)

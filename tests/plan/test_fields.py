@@ -22,8 +22,8 @@ from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.fields import fits_nowhere, fixed_fields, open_fields, planned_values
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Change, search, what_if
-from zero_plugin.plan.situation import OptimizerSizes, asked_optimizer, optimizer_sizes
+from zero_plugin.plan.search import Change, plan, what_if
+from zero_plugin.plan.situation import OptimizerSizes, Workload, asked_optimizer, optimizer_sizes
 
 MACHINE = MachineFacts("cuda", 8, fp16=True)
 STAGE, DEVICE = ("zero_optimization", "stage"), ("zero_optimization", "offload_optimizer", "device")
@@ -89,8 +89,8 @@ def test_reasons_name_what_is_short() -> None:
     """The stage's reason has the bytes; the device's says which way without it would need more than there is."""
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     wanted = replace(FIXED, offload_optimizer=None)
-    plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted)
-    found = planned_values(plan, wanted, cluster, asked(OPEN).deepspeed, ACTIVATIONS)
+    choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted)
+    found = planned_values(choice, wanted, asked(OPEN).deepspeed)
     assert found[DEVICE][0] == "cpu"
     assert "by the plan, since stage 3" in found[DEVICE][1]
     assert "GiB on the device, 21.6 GiB usable" in found[DEVICE][1]
@@ -104,10 +104,10 @@ def test_nothing_fits() -> None:
     """The error is where auto was written; it names the closest way, and what alone would do, as keys to write."""
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
     wanted = FIXED
-    plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted)
-    assert plan.chosen is None
-    changes = what_if(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, wanted).changes
-    error = fits_nowhere(plan, changes, cluster, ACTIVATIONS, "ds.json:3:5")
+    choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted)
+    assert choice.chosen is None
+    changes = what_if(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, wanted).changes
+    error = fits_nowhere(choice, changes, "ds.json:3:5")
     text = str(error)
     assert "ds.json:3:5: zero_optimization: auto, but nothing fits: stage 3" in text
     assert "zero_optimization.offload_optimizer.device: auto instead of none" in text
@@ -125,9 +125,9 @@ def test_nothing_fits() -> None:
 def test_changes_are_keys_to_write(field: str, key: str) -> None:
     """What would do is said in the configuration's words, not in the plan's own."""
     cluster = state_cluster(gpu_memory=24 * 2**30, host_memory=512 * 2**30, gpus=8)
-    plan = search(MODEL, ACTIVATIONS, OptimizerSizes(), cluster, FIXED)
-    change = Change(f"{field} free instead of 7", plan.candidates[0], cluster)
-    assert f"{key}: auto instead of 7" in str(fits_nowhere(plan, [change], cluster, ACTIVATIONS, "ds.json"))
+    choice = plan(Workload(MODEL, ACTIVATIONS, OptimizerSizes()), cluster, FIXED)
+    change = Change(f"{field} free instead of 7", choice.table[0], cluster)
+    assert f"{key}: auto instead of 7" in str(fits_nowhere(choice, [change], "ds.json"))
 
 
 @pytest.mark.parametrize(

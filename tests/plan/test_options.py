@@ -9,9 +9,9 @@ import pytest
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Batch, Wanted, batches, options
-from zero_plugin.plan.search import search
-from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize
+from zero_plugin.plan.options import Wanted, batches, options
+from zero_plugin.plan.search import plan
+from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize, Workload
 
 MODEL = ModelSizes("one", (ParameterSize(1_000_000, 1000),), hidden_size=8192)
 WORK = Activations(Affine(0, 10**6), flops_per_sample=1e12)
@@ -20,7 +20,7 @@ FOUR = state_cluster(gpu="A100-40GB", gpus=4, nvme=10**13)
 
 def setups(wanted: Wanted, **changed: Any) -> list[Any]:
     given = {"optimizer": OptimizerSizes(), "cluster": FOUR, "activations": WORK} | changed
-    found = options(MODEL, given["activations"], given["optimizer"], given["cluster"], wanted)
+    found = options(Workload(MODEL, given["activations"], given["optimizer"]), given["cluster"], wanted)
     return [(option, setup) for option in found for setup in option.setups]
 
 
@@ -37,14 +37,14 @@ def setups(wanted: Wanted, **changed: Any) -> list[Any]:
 )
 def test_batches(wanted: Wanted, expected: list[tuple[int, int]]) -> None:
     """Every micro-batch and accumulation that make the global batch on four processes, the largest first."""
-    assert batches(FOUR, wanted) == [Batch(*pair) for pair in expected]
+    assert batches(FOUR, wanted) == [{"micro_batch": size, "accumulation": steps} for size, steps in expected]
 
 
 def test_any_batch() -> None:
     """Without a global batch the powers of two, with the accumulation that is fixed."""
     found = batches(FOUR, Wanted(accumulation=2))
-    assert found[0] == Batch(4096, 2)
-    assert found[-1] == Batch(1, 2)
+    assert found[0] == {"micro_batch": 4096, "accumulation": 2}
+    assert found[-1] == {"micro_batch": 1, "accumulation": 2}
     assert len(found) == 13
 
 
@@ -104,7 +104,7 @@ def test_whole_offload_before_partial_where_both_are_as_fast() -> None:
     """With a host as fast as can be there is nothing to gain by a ratio."""
     cluster = replace(FOUR, devices=1, memory_bandwidth=1e30, pcie_bandwidth=1e30, adam_bandwidth=1e30)
     wanted = Wanted(stage=3, offload_optimizer="cpu", offload_param="none", micro_batch=1)
-    chosen = search(MODEL, WORK, OptimizerSizes(), cluster, wanted).chosen
+    chosen = plan(Workload(MODEL, WORK, OptimizerSizes()), cluster, wanted).chosen
     assert chosen is not None
     assert chosen.setup.ratio == 1.0
 
@@ -131,7 +131,7 @@ def test_the_largest_parameter_fits_a_swap_buffer() -> None:
     """As resolution has it: DeepSpeed's 1e8 elements where that is more."""
     large = replace(MODEL, parameters=(ParameterSize(3 * 10**8),))
     for model, elements in ((MODEL, 10**8), (large, 3 * 10**8)):
-        found = options(model, WORK, OptimizerSizes(), FOUR, Wanted())
+        found = options(Workload(model, WORK, OptimizerSizes()), FOUR, Wanted())
         assert {setup.param_buffer for option in found for setup in option.setups} == {elements}
 
 

@@ -15,14 +15,14 @@ from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.plot import _worth_drawing, draw_plan
-from zero_plugin.plan.search import Plan, search
-from zero_plugin.plan.situation import Cluster, OptimizerSizes, name_setup
+from zero_plugin.plan.search import Choice, plan
+from zero_plugin.plan.situation import Cluster, Workload, name_setup
 
 
-def planned(gpu_memory: int = 40 * 2**30) -> tuple[Plan, Cluster]:
+def planned(gpu_memory: int = 40 * 2**30) -> tuple[Choice, Cluster]:
     model = decoder_sizes(parameters=7_000_000_000)
     cluster = state_cluster(gpu_memory=gpu_memory, host_memory=512 * 2**30, gpus=8)
-    return search(model, decoder_activations(model, 2048), OptimizerSizes(), cluster, Wanted(global_batch=64)), cluster
+    return plan(Workload(model, decoder_activations(model, 2048)), cluster, Wanted(global_batch=64)), cluster
 
 
 @pytest.fixture
@@ -35,17 +35,17 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
     """The text of an SVG has each way's name, the chosen one in green, the capacity, and the terms."""
     import matplotlib as mpl
 
-    plan, cluster = planned()
+    choice, cluster = planned()
     file = tmp_path / "plan.svg"
     with mpl.rc_context({"svg.fonttype": "none"}):  # letters as text, not as outlines
-        draw_plan(file, plan, cluster, "a model on 8 GPUs", 0.1)
+        draw_plan(file, choice, cluster, "a model on 8 GPUs", 0.1)
     text = file.read_text()
     assert "a model on 8 GPUs" in text
     assert "40 GiB there, 36 usable" in text
-    for candidate in plan.candidates:
+    for candidate in choice.table:
         assert (f">{name_setup(candidate.setup)}  " in text) == (candidate.rejected != "no NVMe disk is stated")
-    assert plan.chosen is not None
-    line = next(line for line in text.splitlines() if f">{name_setup(plan.chosen.setup)}  " in line)
+    assert choice.chosen is not None
+    line = next(line for line in text.splitlines() if f">{name_setup(choice.chosen.setup)}  " in line)
     assert "#1d7a3a" in line
     for term in ("parameters", "optimizer states", "gradients", "activations"):
         assert f">{term}<" in text
@@ -56,23 +56,23 @@ def test_what_is_short_of_locked_memory_alone_is_drawn() -> None:
     model = decoder_sizes(parameters=7_000_000_000)
     roomy = state_cluster(gpu_memory=400 * 2**30, host_memory=2**41, gpus=8, nvme=2**43)
     cluster = replace(roomy, memlock_bytes=1)
-    plan = search(model, decoder_activations(model, 2048), OptimizerSizes(), cluster, Wanted(global_batch=64))
-    locked = [c for c in plan.candidates if "ulimit -l" in c.rejected and "usable" not in c.rejected]
+    choice = plan(Workload(model, decoder_activations(model, 2048)), cluster, Wanted(global_batch=64))
+    locked = [c for c in choice.table if "ulimit -l" in c.rejected and "usable" not in c.rejected]
     assert locked
-    assert all(c in _worth_drawing(plan) for c in locked)
+    assert all(c in _worth_drawing(choice) for c in locked)
     without = replace(roomy, nvme_bytes=0)
-    plan = search(model, decoder_activations(model, 2048), OptimizerSizes(), without, Wanted(global_batch=64))
-    assert not any(c.setup.offload_optimizer == "nvme" for c in _worth_drawing(plan))
+    choice = plan(Workload(model, decoder_activations(model, 2048)), without, Wanted(global_batch=64))
+    assert not any(c.setup.offload_optimizer == "nvme" for c in _worth_drawing(choice))
 
 
 @pytest.mark.usefixtures("_matplotlib")
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
 def test_kinds_of_file(tmp_path: Path, suffix: str, magic: bytes) -> None:
     """The suffix says what is written, also where nothing fits."""
-    plan, cluster = planned(2 * 2**30)
-    assert plan.chosen is None
+    choice, cluster = planned(2 * 2**30)
+    assert choice.chosen is None
     file = tmp_path / f"plan{suffix}"
-    draw_plan(file, plan, cluster, "nothing fits", 0.1)
+    draw_plan(file, choice, cluster, "nothing fits", 0.1)
     assert file.read_bytes().startswith(magic)
 
 
@@ -90,9 +90,9 @@ def test_the_colours_stay_apart_in_grey() -> None:
 
 def test_wrong_names_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another suffix names the legal ones; without matplotlib the message says what to install."""
-    plan, cluster = planned()
+    choice, cluster = planned()
     with pytest.raises(ConfigError, match=r"plan\.png, \.svg or \.pdf"):
-        draw_plan(tmp_path / "plan.jpeg", plan, cluster, "", 0.1)
+        draw_plan(tmp_path / "plan.jpeg", choice, cluster, "", 0.1)
     real = builtins.__import__
 
     def without_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -102,4 +102,4 @@ def test_wrong_names_and_missing_packages(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     with pytest.raises(MachineError, match=r"pip install 'zero-plugin\[pictures\]'"):
-        draw_plan(tmp_path / "plan.png", plan, cluster, "", 0.1)
+        draw_plan(tmp_path / "plan.png", choice, cluster, "", 0.1)

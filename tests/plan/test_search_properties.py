@@ -14,7 +14,7 @@ from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.footprint import footprint
 from zero_plugin.plan.machines import KNOWN_DEVICES, state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Candidate, Plan, scale_model, search, what_if
+from zero_plugin.plan.search import Candidate, Choice, plan, scale_model, what_if
 from zero_plugin.plan.situation import (
     Activations,
     Affine,
@@ -23,6 +23,7 @@ from zero_plugin.plan.situation import (
     OptimizerSizes,
     ParameterSize,
     Setup,
+    Workload,
     highest,
 )
 from zero_plugin.plan.step_time import step_time
@@ -73,9 +74,9 @@ def batch_for(cluster: Cluster, samples: int) -> Wanted:
     return Wanted(global_batch=samples * cluster.processes)
 
 
-def pace(plan: Plan) -> float:
+def pace(choice: Choice) -> float:
     """Seconds per sample of what was chosen; infinite where nothing fits. Equal up to the search's own rounding."""
-    return float("inf") if plan.chosen is None else plan.chosen.seconds_per_sample * (1 - 1e-8)
+    return float("inf") if choice.chosen is None else choice.chosen.seconds_per_sample * (1 - 1e-8)
 
 
 @EXAMPLES
@@ -98,8 +99,8 @@ def test_more_memory_is_never_slower(
     """On the same machines with more of one memory, the plan is as fast or faster."""
     more: dict[str, Any] = {which: int(getattr(cluster, which) * factor) + GIB}
     wanted = batch_for(cluster, samples)
-    before = search(*drawn, optimizer, cluster, wanted)
-    after = search(*drawn, optimizer, replace(cluster, **more), wanted)
+    before = plan(Workload(*drawn, optimizer), cluster, wanted)
+    after = plan(Workload(*drawn, optimizer), replace(cluster, **more), wanted)
     assert pace(after) <= pace(before) * (1 + 1e-7)
 
 
@@ -125,8 +126,8 @@ def test_larger_models_are_shared_as_much_or_more(
             ratio=1.0,
             activation_checkpointing=False,
         )
-        small = search(model, activations, optimizer, cluster, wanted).chosen
-        large = search(larger, kept, optimizer, cluster, wanted).chosen
+        small = plan(Workload(model, activations, optimizer), cluster, wanted).chosen
+        large = plan(Workload(larger, kept, optimizer), cluster, wanted).chosen
         if large is not None:
             assert small is not None
             assert (large.setup.stage or 0) >= (small.setup.stage or 0)
@@ -143,9 +144,9 @@ def test_what_fits_fits(
 ) -> None:
     """Of every candidate: its memory and time are those of its setup, it fits if and only if that has room."""
     total = None if samples is None else samples * cluster.processes
-    plan = search(*drawn, optimizer, cluster, Wanted(global_batch=total, margin=margin))
+    choice = plan(Workload(*drawn, optimizer), cluster, Wanted(global_batch=total, margin=margin))
     usable = replace(cluster, device_bytes=int((1 - margin) * cluster.device_bytes))
-    for candidate in plan.candidates:
+    for candidate in choice.table:
         setup = candidate.setup
         needed = footprint(*drawn, optimizer, setup, usable)
         assert candidate.footprint == needed
@@ -161,11 +162,11 @@ def test_what_fits_fits(
             assert room
         elif "no NVMe disk" not in candidate.rejected and "own Adam" not in candidate.rejected:
             assert not room
-    fitting = [candidate for candidate in plan.candidates if not candidate.rejected]
-    assert (plan.chosen is None) == (not fitting)
-    if plan.chosen is not None:
-        assert plan.chosen in fitting
-        assert pace(plan) <= min(candidate.seconds_per_sample for candidate in fitting)
+    fitting = [candidate for candidate in choice.table if not candidate.rejected]
+    assert (choice.chosen is None) == (not fitting)
+    if choice.chosen is not None:
+        assert choice.chosen in fitting
+        assert pace(choice) <= min(candidate.seconds_per_sample for candidate in fitting)
 
 
 FIXED: dict[str, st.SearchStrategy[Any]] = {
@@ -196,12 +197,12 @@ FIXED: dict[str, st.SearchStrategy[Any]] = {
 def test_what_is_fixed_is_kept(drawn: tuple[ModelSizes, Activations], cluster: Cluster, fixed: dict[str, Any]) -> None:
     """Every candidate has every fixed value, or the question is refused because they exclude each other."""
     try:
-        plan = search(*drawn, OptimizerSizes(), cluster, Wanted(global_batch=12 * cluster.processes, **fixed))
+        choice = plan(Workload(*drawn, OptimizerSizes()), cluster, Wanted(global_batch=12 * cluster.processes, **fixed))
     except ConfigError as error:
         assert "no such way of training" in str(error) or "train_batch_size" in str(error)  # noqa: PT017
         return
-    assert plan.candidates
-    for candidate in plan.candidates:
+    assert choice.table
+    for candidate in choice.table:
         for name, value in fixed.items():
             got = getattr(candidate.setup, name)
             if name == "ratio" and candidate.setup.offload_optimizer == "none":
@@ -218,7 +219,7 @@ def test_same_question_same_answer(
 ) -> None:
     """Searching twice gives equal plans, line by line."""
     wanted = batch_for(cluster, 6)
-    assert search(*drawn, optimizer, cluster, wanted) == search(*drawn, optimizer, cluster, wanted)
+    assert plan(Workload(*drawn, optimizer), cluster, wanted) == plan(Workload(*drawn, optimizer), cluster, wanted)
 
 
 @settings(max_examples=8)
@@ -230,9 +231,9 @@ def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> Non
     can take less.
     """
     wanted = replace(batch_for(cluster, 6), pin_memory=False, ratio=1.0)
-    plan = search(*drawn, OptimizerSizes(), cluster, wanted)
-    answer = what_if(*drawn, OptimizerSizes(), cluster, wanted)
-    assert bool(answer.changes) <= (plan.chosen is None)
+    choice = plan(Workload(*drawn, OptimizerSizes()), cluster, wanted)
+    answer = what_if(Workload(*drawn, OptimizerSizes()), cluster, wanted)
+    assert bool(answer.changes) <= (choice.chosen is None)
     for change in answer.changes:
         assert not change.chosen.rejected
         assert footprint(*drawn, OptimizerSizes(), change.chosen.setup, change.cluster).device_bytes <= (
@@ -241,7 +242,7 @@ def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> Non
     assume(answer.largest_elements > 10**7)  # below, rounding of small tensors counts
     for share, fits in ((0.99, True), (1.01, False)):
         resized = scale_model(*drawn, share * answer.largest_elements / drawn[0].elements)
-        assert (search(*resized, OptimizerSizes(), cluster, wanted).chosen is not None) == fits
+        assert (plan(Workload(*resized, OptimizerSizes()), cluster, wanted).chosen is not None) == fits
 
 
 @EXAMPLES
@@ -262,19 +263,19 @@ def test_simplest_of_equally_fast_ones() -> None:
     cluster = replace(state_cluster(gpu="A100-80GB", nvme=GIB * 1000), memory_bandwidth=1e30, pcie_bandwidth=1e30)
     cluster = replace(cluster, adam_bandwidth=1e30, nvme_read=1e30, nvme_write=1e30)
     activations = Activations(Affine(0, 1000), checkpointed=Affine(0, 10), flops_per_sample=1e12)
-    plan = search(model, activations, OptimizerSizes(), cluster, Wanted(global_batch=4))
-    assert plan.chosen is not None
-    assert plan.chosen.setup.stage is None
-    assert not plan.chosen.setup.activation_checkpointing
-    kinds = {(c.setup.stage, c.setup.offload_optimizer, c.setup.offload_param) for c in plan.candidates}
+    choice = plan(Workload(model, activations, OptimizerSizes()), cluster, Wanted(global_batch=4))
+    assert choice.chosen is not None
+    assert choice.chosen.setup.stage is None
+    assert not choice.chosen.setup.activation_checkpointing
+    kinds = {(c.setup.stage, c.setup.offload_optimizer, c.setup.offload_param) for c in choice.table}
     devices = [("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme")]
     assert kinds == {
         *((stage, "none", "none") for stage in (None, 1, 2, 3)),
         *((stage, "cpu", "none") for stage in (1, 2)),
         *((3, *pair) for pair in devices),
     }
-    assert any(c.setup.ratio < 1 for c in plan.candidates)
-    assert all(isinstance(c, Candidate) for c in plan.candidates)
+    assert any(c.setup.ratio < 1 for c in choice.table)
+    assert all(isinstance(c, Candidate) for c in choice.table)
     assert {f.name for f in fields(Setup)} <= {f.name for f in fields(Wanted)} | {"sub_group_size"}
 
 

@@ -9,8 +9,8 @@ import pytest
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import WhatIf, scale_model, search, what_if
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes
+from zero_plugin.plan.search import WhatIf, plan, scale_model, what_if
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Workload
 
 GIB = 2**30
 ADAM = OptimizerSizes()
@@ -19,11 +19,11 @@ WORK = decoder_activations(MODEL, 2048)
 
 
 def ask(cluster: Cluster, wanted: Wanted) -> WhatIf:
-    return what_if(MODEL, WORK, ADAM, cluster, wanted)
+    return what_if(Workload(MODEL, WORK, ADAM), cluster, wanted)
 
 
 def fits(cluster: Cluster, wanted: Wanted) -> bool:
-    return search(MODEL, WORK, ADAM, cluster, wanted).chosen is not None
+    return plan(Workload(MODEL, WORK, ADAM), cluster, wanted).chosen is not None
 
 
 def test_nothing_to_change_where_it_fits() -> None:
@@ -69,7 +69,7 @@ def test_fewest_nodes() -> None:
     model = decoder_sizes(parameters=3_500_000_000)
     cluster = state_cluster(gpu="RTX-3090", host_memory=8 * GIB)
     wanted = Wanted(micro_batch=1, offload_optimizer="none")
-    changes = what_if(model, decoder_activations(model, 2048), ADAM, cluster, wanted).changes
+    changes = what_if(Workload(model, decoder_activations(model, 2048), ADAM), cluster, wanted).changes
     (nodes,) = (change for change in changes if "nodes" in change.what)
     assert nodes.what == "4 nodes instead of 1"
 
@@ -78,7 +78,7 @@ def test_disk() -> None:
     """Where none is stated, one is offered, with the bytes that it must have."""
     model = decoder_sizes(parameters=30 * 10**9)
     cluster = state_cluster(gpu="A100-40GB", host_memory=300 * GIB)
-    changes = what_if(model, decoder_activations(model, 2048), ADAM, cluster, Wanted(global_batch=4)).changes
+    changes = what_if(Workload(model, decoder_activations(model, 2048), ADAM), cluster, Wanted(global_batch=4)).changes
     (disk,) = (change for change in changes if "NVMe" in change.what)
     assert disk.what.endswith("GiB of NVMe disk instead of none")
     assert disk.chosen.setup.offload_optimizer == "nvme"
@@ -110,4 +110,4 @@ def test_largest_on_one_device() -> None:
 def test_model_without_parameters() -> None:
     """There is nothing to scale."""
     empty = ModelSizes("none", ())
-    assert what_if(empty, WORK, ADAM, state_cluster(gpu="T4"), Wanted(global_batch=1)).largest_elements == 0
+    assert what_if(Workload(empty, WORK, ADAM), state_cluster(gpu="T4"), Wanted(global_batch=1)).largest_elements == 0

@@ -20,8 +20,8 @@ from zero_plugin.plan.activations import trace_activations
 from zero_plugin.plan.live_model import model_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Plan, search
-from zero_plugin.plan.situation import optimizer_sizes
+from zero_plugin.plan.search import Choice, plan
+from zero_plugin.plan.situation import Workload, optimizer_sizes
 
 AUTO: Mapping[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "ds_configs" / "auto.yaml").read_text())
 MICRO = "train_micro_batch_size_per_gpu"
@@ -55,7 +55,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(10)], nn.Linear(1024, 4))
 
 
-def plan_with_room(world: int) -> Plan:
+def plan_with_room(world: int) -> Choice:
     """What every way needs, by the same arithmetic."""
     model = make_model()
     activations = trace_activations(model, [torch.ones(4, 1024)], "no")
@@ -75,7 +75,7 @@ def plan_with_room(world: int) -> Plan:
         pin_memory=False,
     )
     optimizer = optimizer_sizes("adamw")
-    return search(model_sizes(model), activations, optimizer, cluster, wanted)
+    return plan(Workload(model_sizes(model), activations, optimizer), cluster, wanted)
 
 
 def prepare(world: int, memory: int, host: int = ROOM, **zero: Any) -> tuple[Accelerator, list[Any]]:
@@ -101,7 +101,7 @@ def prepare(world: int, memory: int, host: int = ROOM, **zero: Any) -> tuple[Acc
 def check_memory_forces_every_choice(folder: Path) -> None:
     """With just the memory of one way, that way is chosen of all that auto.yaml leaves open, and trains."""
     needs: dict[tuple[Any, str, str], tuple[int, int]] = {}
-    for candidate in plan_with_room(WORLD).candidates:
+    for candidate in plan_with_room(WORLD).table:
         setup, found = candidate.setup, candidate.footprint
         if setup.ratio == 1.0 and (setup.stage, setup.offload_optimizer, setup.offload_param) in WAYS:
             way = (setup.stage, setup.offload_optimizer, setup.offload_param)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.cli.flags import typed_flags, with_launch_flags, with_options
 from zero_plugin.cli.output import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import (
@@ -73,112 +73,108 @@ class _Accelerator(str, Enum):
     cuda = "cuda"
 
 
-_FACTS = "What a run would tell"
-
-
 def _fact(flag: str, text: str, least: float | None = None) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel=_FACTS, min=least, show_default=False)
+    return typer.Option(flag, help=text, rich_help_panel="What a run would tell", min=least, show_default=False)
 
 
-@with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint", "model", "sequence_length")
-def explain(
-    ctx: typer.Context,
-    file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE",
-            help="Launch YAML or DeepSpeed JSON, or - for standard input; default: launch's.",
-            show_default=False,
-        ),
-    ] = None,
+_FILE: Final = "Launch YAML or DeepSpeed JSON, or - for standard input; default: launch's."
+_LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What can be typed beside the launch flags."""
+
+    file: Annotated[str | None, typer.Argument(metavar="FILE", help=_FILE, show_default=False)] = None
     diff: Annotated[
         str | None, typer.Option("--diff", metavar="OTHER", help="Show only what OTHER resolves differently.")
-    ] = None,
+    ] = None
     output: Annotated[
         _Format, typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given.")
-    ] = _Format.table,
-    everything: Annotated[bool, typer.Option("--all", help="Also DeepSpeed's defaults of keys nobody wrote.")] = False,
+    ] = _Format.table
+    everything: Annotated[bool, typer.Option("--all", help="Also DeepSpeed's defaults of keys nobody wrote.")] = False
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file; repeatable.", show_default=False),
-    ] = None,
-    world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None,
+    ] = None
+    world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None
     accelerator: Annotated[
         _Accelerator | None, _fact("--accelerator", "What the workers run on; default: what is here.")
-    ] = None,
-    micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None,
-    lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None,
-    weight_decay: Annotated[float | None, _fact("--weight_decay", "The optimizer's weight decay.", 0)] = None,
-    steps: Annotated[int | None, _fact("--steps", "DummyScheduler's total_num_steps.", 1)] = None,
-    warmup_steps: Annotated[int | None, _fact("--warmup_steps", "DummyScheduler's warmup_num_steps.", 0)] = None,
-    hidden_size: Annotated[int | None, _fact("--hidden_size", "The model's hidden size.", 1)] = None,
+    ] = None
+    micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None
+    lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None
+    weight_decay: Annotated[float | None, _fact("--weight_decay", "The optimizer's weight decay.", 0)] = None
+    steps: Annotated[int | None, _fact("--steps", "DummyScheduler's total_num_steps.", 1)] = None
+    warmup_steps: Annotated[int | None, _fact("--warmup_steps", "DummyScheduler's warmup_num_steps.", 0)] = None
+    hidden_size: Annotated[int | None, _fact("--hidden_size", "The model's hidden size.", 1)] = None
     model: Annotated[
         str | None, _fact("--model", "Folder of a transformers model: config.json, headers of *.safetensors.")
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        _fact("--sequence_length", "Tokens of a sample; default: 2048, or the model's positions if fewer.", 1),
-    ] = None,
-    **_: Any,
-) -> None:
+    ] = None
+    sequence_length: Annotated[int | None, _fact("--sequence_length", _LENGTH, 1)] = None
+
+    @property
+    def facts(self) -> Facts:
+        """What is said of a run; processes of 0 are the document's.
+
+        Raises:
+            ConfigError: the folder holds no model, or tells no size.
+        """
+        given = {"lr": self.lr, "weight_decay": self.weight_decay}
+        given = {name: value for name, value in given.items() if value is not None}
+        optimizer = OptimizerFacts(given=given, placeholder=True, given_by="the command line") if given else None
+        scheduler = SchedulerFacts(True, self.steps, self.warmup_steps, given_by="the command line")
+        return Facts(
+            loop=LoopFacts(self.micro_batch, "--micro_batch" if self.micro_batch else ""),
+            machine=MachineFacts(processes=self.world_size or 0),
+            model=_model_facts(self.model, self.hidden_size),
+            optimizer=optimizer,
+            scheduler=None if self.steps is None and self.warmup_steps is None else scheduler,
+            complete=False,
+        )
+
+
+@with_launch_flags("config_file", "module", "no_python", "dry_run", "rdzv_endpoint", "model", "sequence_length")
+@with_options(Options)
+def explain(ctx: typer.Context, options: Options) -> None:
     """Resolve FILE as far as it can be without a run, and print every value with where it came from.
 
     What only a run can tell is shown as open, with the option that would stand for it here. Contradictions, and fields
     that nothing could ever fill, are errors: exit code 2.
     """
-    if file == diff == "-":
+    if options.file == options.diff == "-":
         raise typer.BadParameter("standard input can be read once; name a file.", param_hint="--diff")
-    facts = Facts(
-        loop=LoopFacts(micro_batch, "--micro_batch" if micro_batch else ""),
-        machine=MachineFacts(processes=world_size or 0),
-        model=_model_facts(model, hidden_size),
-        optimizer=_optimizer_facts(lr, weight_decay),
-        scheduler=_scheduler_facts(steps, warmup_steps),
-        complete=False,
-    )
-    kind: Literal["cpu", "cuda"] | None = None if accelerator is None else accelerator.value
-    flags = typed_flags(ctx)
-    sized = None if model is None else SizedModel(model, sequence_length)
-    ours = explain_file(file, flags, settings or [], facts, kind, sized, everything=everything)
-    if diff is not None:
-        theirs = explain_file(diff, flags, settings or [], facts, kind, sized)
-        print_difference(ours, theirs, as_json=output is _Format.json)
-    elif output is _Format.json:
+    facts, flags = options.facts, typed_flags(ctx)
+    ours = _explain_file(options.file, flags, options, facts)
+    if options.diff is not None:
+        theirs = _explain_file(options.diff, flags, replace(options, everything=False), facts)
+        print_difference(ours, theirs, as_json=options.output is _Format.json)
+    elif options.output is _Format.json:
         print(json.dumps(_as_json(ours), indent=2, ensure_ascii=False))
-    elif output is _Format.deepspeed:
+    elif options.output is _Format.deepspeed:
         print(json.dumps(_deepspeed_config(ours), indent=2))
     else:
         print_table(ours, _OPTIONS)
 
 
-def explain_file(
-    file: str | None,
-    flags: Mapping[str, str | bool],
-    assignments: list[str],
-    facts: Facts,
-    accelerator: Literal["cpu", "cuda"] | None,
-    sized: SizedModel | None = None,
-    *,
-    everything: bool = False,
-) -> Explained:
+def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Options, facts: Facts) -> Explained:
     """Resolve one file against what is known without a run.
 
     Args:
         file: None for what `launch` would use, `-` for standard input.
         flags: launch flags, as `document_from_flags` takes them.
-        assignments: `key=value`, laid over all.
+        options: its accelerator is None for what this machine seems to have; its model is for a plan where one is
+            waited for and the machines' memory is known.
         facts: of the run; processes of 0 are the document's.
-        accelerator: None for what this machine seems to have.
-        sized: the model, for a plan where one is waited for and the machines' memory is known.
-        everything: also list the defaults of keys nobody wrote.
 
     Raises:
         ConfigError: everything that no run could mend.
     """
+    accelerator: Literal["cpu", "cuda"] | None = options.accelerator and options.accelerator.value
+    sized = None if options.model is None else SizedModel(options.model, options.sequence_length)
     content = sys.stdin.buffer.read() if file == "-" else None
     if file is not None:
         flags = {**flags, "config_file": file if content is None else STANDARD_INPUT}
-    document = document_from_flags(flags, assignments, content)
+    document = document_from_flags(flags, options.settings or [], content)
     _check_processes(document, facts.machine.processes)
     settings = launch_settings(document)
     on_tpu = asks_for_tpu(settings)
@@ -195,7 +191,7 @@ def explain_file(
         resolved = resolve(document, facts)
     except ConfigError as error:
         raise error if accelerator or on_tpu else _with_other_machine(document, facts, sized, error) from None
-    rows = [*list_values(document, resolved), *(list_defaults(resolved) if everything else ())]
+    rows = [*list_values(document, resolved), *(list_defaults(resolved) if options.everything else ())]
     return Explained(document, facts, resolved, rows)
 
 
@@ -229,17 +225,6 @@ def _model_facts(folder: str | None, hidden_size: int | None) -> ModelFacts | No
     if hidden_size is None:
         return found
     return ModelFacts(hidden_size, "--hidden_size", found.largest_parameter, found.parameters)
-
-
-def _optimizer_facts(lr: float | None, weight_decay: float | None) -> OptimizerFacts | None:
-    given = {name: value for name, value in (("lr", lr), ("weight_decay", weight_decay)) if value is not None}
-    return OptimizerFacts(given=given, placeholder=True, given_by="the command line") if given else None
-
-
-def _scheduler_facts(steps: int | None, warmup_steps: int | None) -> SchedulerFacts | None:
-    if steps is None and warmup_steps is None:
-        return None
-    return SchedulerFacts(True, steps, warmup_steps, given_by="the command line")
 
 
 def _as_json(explained: Explained) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
@@ -111,6 +112,30 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
         ]
         command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
         return command
+
+    return give
+
+
+def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `ctx` and a dataclass the options that the fields of the dataclass describe.
+
+    Args:
+        record: the dataclass; each field is annotated with its option, and has a default.
+    """
+    hints = get_type_hints(record, include_extras=True)
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(ctx: typer.Context, **values: Any) -> None:
+            command(ctx, record(**{field.name: values[field.name] for field in fields(record)}))
+
+        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        own = [
+            inspect.Parameter(field.name, context.kind, default=field.default, annotation=hints[field.name])
+            for field in fields(record)
+        ]
+        run.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
+        return run
 
     return give
 

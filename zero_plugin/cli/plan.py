@@ -1,15 +1,13 @@
-"""`zero-plugin plan`: what every stage and offload costs in memory and time.
+"""`zero-plugin plan`: what every stage and offload costs in memory and time, and which is the fastest that fits.
 
-`zero-plugin plan`: what every stage and offload costs in memory and time, and which is the fastest that fits.
-
-Prints a plan: a line for every way of training, the chosen one marked and taken apart; or all of it as JSON.
+It prints a line for every setup, the chosen one marked and taken apart; or all of it as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
+from zero_plugin.cli.flags import with_options
 from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import has_gpu_driver
@@ -25,12 +24,11 @@ from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
 from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.plot import check_picture, draw_plan
-from zero_plugin.plan.search import Candidate, Plan, WhatIf, search, what_if
+from zero_plugin.plan.search import Candidate, Choice, WhatIf, what_if
+from zero_plugin.plan.search import plan as make_plan
 from zero_plugin.plan.situation import (
-    Activations,
     Cluster,
-    ModelSizes,
-    OptimizerSizes,
+    Workload,
     is_known,
     name_setup,
     optimizer_sizes,
@@ -51,17 +49,15 @@ class Report:
     """A plan with all that it was made from.
 
     Attributes:
-        model, activations, optimizer, cluster, wanted: what was asked.
-        plan: what was found.
+        work, cluster, wanted: what was asked.
+        choice: what was found.
         what_if: what would change it; None where nobody asked.
     """
 
-    model: ModelSizes
-    activations: Activations
-    optimizer: OptimizerSizes
+    work: Workload
     cluster: Cluster
     wanted: Wanted
-    plan: Plan
+    choice: Choice
     what_if: WhatIf | None = None
 
     @property
@@ -70,8 +66,12 @@ class Report:
         machine = self.cluster.device_name or f"devices of {show_bytes(self.cluster.device_bytes)}"
         count = f"{self.cluster.devices} × {machine}"
         nodes = f", {self.cluster.nodes} nodes" if self.cluster.nodes > 1 else ""
-        length = f", {self.activations.sample_length} tokens per sample" if self.activations.sample_length > 1 else ""
-        return f"{self.model.name}, {show_count(self.model.elements)} parameters{length}, on {count}{nodes}"
+        length = (
+            f", {self.work.activations.sample_length} tokens per sample"
+            if self.work.activations.sample_length > 1
+            else ""
+        )
+        return f"{self.work.model.name}, {show_count(self.work.model.elements)} parameters{length}, on {count}{nodes}"
 
 
 def show_count(count: int) -> str:
@@ -94,7 +94,7 @@ def print_report(report: Report, written: Sequence[Path]) -> None:
         report: what to print.
         written: files that were written.
     """
-    rows = [_row(candidate, report) for candidate in report.plan.candidates]
+    rows = [_row(candidate, report) for candidate in report.choice.table]
     notes = [*_about_chosen(report), *_about_what_if(report), *(f"written: {file}" for file in written)]
     if sys.stdout.isatty():
         _print_wrapped(report, rows, notes)
@@ -109,20 +109,20 @@ def print_report(report: Report, written: Sequence[Path]) -> None:
 
 def as_json(report: Report) -> dict[str, Any]:
     """All numbers: bytes, seconds, elements."""
-    chosen = report.plan.chosen
+    chosen, activations = report.choice.chosen, report.work.activations
     return {
         "model": {
-            "name": report.model.name,
-            "parameters": report.model.elements,
-            "trainable": report.model.trainable,
-            "source": report.model.source,
+            "name": report.work.model.name,
+            "parameters": report.work.model.elements,
+            "trainable": report.work.model.trainable,
+            "source": report.work.model.source,
         },
-        "activations": {"source": report.activations.source, "sample_length": report.activations.sample_length},
-        "optimizer": asdict(report.optimizer),
+        "activations": {"source": activations.source, "sample_length": activations.sample_length},
+        "optimizer": asdict(report.work.optimizer),
         "cluster": {name: _plain(value) for name, value in asdict(report.cluster).items()},
         "margin": report.wanted.margin,
-        "chosen": None if chosen is None else report.plan.candidates.index(chosen),
-        "candidates": [_candidate(candidate) for candidate in report.plan.candidates],
+        "chosen": None if chosen is None else report.choice.table.index(chosen),
+        "candidates": [_candidate(candidate) for candidate in report.choice.table],
         "what_if": None if report.what_if is None else _what_if(report.what_if),
     }
 
@@ -132,7 +132,7 @@ def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
     processes = report.cluster.processes
     samples = setup.micro_batch * setup.accumulation * processes / candidate.time.seconds
     return (
-        _CHOSEN if candidate is report.plan.chosen else "",
+        _CHOSEN if candidate is report.choice.chosen else "",
         name_setup(setup),
         f"{setup.micro_batch} × {setup.accumulation}",
         show_bytes(needed.device_bytes),
@@ -144,7 +144,7 @@ def _row(candidate: Candidate, report: Report) -> tuple[str, ...]:
 
 
 def _about_chosen(report: Report) -> list[str]:
-    chosen, cluster = report.plan.chosen, report.cluster
+    chosen, cluster = report.choice.chosen, report.cluster
     if chosen is None:
         return ["", f"nothing fits with {report.wanted.margin:.0%} of each memory left free"]
     needed = chosen.footprint
@@ -163,7 +163,7 @@ def _about_chosen(report: Report) -> list[str]:
     ]
     seconds = ", ".join(f"{name} {value:.3g} s" for name, value in chosen.time.terms.items())
     lines.append(f"  step: {seconds} = {chosen.time.seconds:.3g} s")
-    lines.append(f"  sizes: {report.model.source}; activations: {report.activations.source}")
+    lines.append(f"  sizes: {report.work.model.source}; activations: {report.work.activations.source}")
     assumed = [f"{name} {source}" for name, source in cluster.sources.items() if source.startswith("assumed")]
     if assumed:
         lines.append(f"  {'; '.join(assumed)}")
@@ -264,174 +264,173 @@ class _Device(str, Enum):
     nvme = "nvme"
 
 
-_MODEL, _MACHINES, _TRAINING, _OUTPUT = "The model", "The machines", "What is fixed", "Output"
+def _panel(panel: str) -> Callable[..., Any]:
+    """What makes an option of one panel of the help; without a default of its own it says none."""
+
+    def option(*flags: str, help: str, **more: Any) -> Any:  # noqa: A002 - typer's word
+        return typer.Option(*flags, help=help, rich_help_panel=panel, **{"show_default": False, **more})
+
+    return option
 
 
-def _option(flag: str, text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel=panel, show_default=False, **more)
+_model, _machines = _panel("The model"), _panel("The machines")
+_training, _output = _panel("What is fixed"), _panel("Output")
+_LENGTH: Final = "Tokens of a sample; default: 2048, or the model's positions if fewer."
+_RECOMPUTE: Final = "Recompute every block in the backward; default: whichever is faster."
+_TRACE: Final = "Trace the model's activations, which imports torch; else by a decoder's formula."
+_SOURCE: Final = "A transformers model's folder or config.json, a folder of *.safetensors, or module:function."
 
 
-def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="A transformers model's folder or config.json, a folder of *.safetensors, or module:function.",
-            show_default=False,
-        ),
-    ] = None,
-    params: Annotated[str | None, _option("--params", "Parameters of a decoder, e.g. 7B.", _MODEL)] = None,
-    hidden_size: Annotated[int | None, _option("--hidden_size", "Its width.", _MODEL, min=1)] = None,
-    layers: Annotated[int | None, _option("--layers", "Its depth.", _MODEL, min=1)] = None,
-    vocabulary: Annotated[int | None, _option("--vocabulary", "Its tokens; default: 32000.", _MODEL, min=1)] = None,
-    heads: Annotated[int | None, _option("--heads", "Default: of 128 each.", _MODEL, min=1)] = None,
-    kv_heads: Annotated[int | None, _option("--kv_heads", "Default: as many as heads.", _MODEL, min=1)] = None,
-    intermediate: Annotated[int | None, _option("--intermediate", "Width of its MLP.", _MODEL, min=1)] = None,
-    sequence_length: Annotated[
-        int | None,
-        _option(
-            "--sequence_length", "Tokens of a sample; default: 2048, or the model's positions if fewer.", _MODEL, min=1
-        ),
-    ] = None,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace/--no_trace",
-            help="Trace the model's activations, which imports torch; else by a decoder's formula.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = True,
-    gpu: Annotated[
-        str | None, _option("--gpu", "A known GPU, e.g. A100-80GB; default: this machine's.", _MACHINES)
-    ] = None,
-    gpu_memory: Annotated[str | None, _option("--gpu_memory", "Of each GPU, e.g. 24GiB.", _MACHINES)] = None,
-    host_memory: Annotated[str | None, _option("--host_memory", "Of each node, e.g. 64GiB.", _MACHINES)] = None,
-    nvme: Annotated[str | None, _option("--nvme", "Free space of each node's NVMe disk, e.g. 2TB.", _MACHINES)] = None,
-    gpus: Annotated[int | None, _option("--gpus", "On each node.", _MACHINES, min=1)] = None,
-    nodes: Annotated[int | None, _option("--nodes", "Machines.", _MACHINES, min=1)] = None,
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What can be typed."""
+
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=_SOURCE, show_default=False)] = None
+    params: Annotated[str | None, _model("--params", help="Parameters of a decoder, e.g. 7B.")] = None
+    hidden_size: Annotated[int | None, _model("--hidden_size", help="Its width.", min=1)] = None
+    layers: Annotated[int | None, _model("--layers", help="Its depth.", min=1)] = None
+    vocabulary: Annotated[int | None, _model("--vocabulary", help="Its tokens; default: 32000.", min=1)] = None
+    heads: Annotated[int | None, _model("--heads", help="Default: of 128 each.", min=1)] = None
+    kv_heads: Annotated[int | None, _model("--kv_heads", help="Default: as many as heads.", min=1)] = None
+    intermediate: Annotated[int | None, _model("--intermediate", help="Width of its MLP.", min=1)] = None
+    sequence_length: Annotated[int | None, _model("--sequence_length", help=_LENGTH, min=1)] = None
+    trace: Annotated[bool, _model("--trace/--no_trace", help=_TRACE, show_default=True)] = True
+    gpu: Annotated[str | None, _machines("--gpu", help="A known GPU, e.g. A100-80GB; default: this machine's.")] = None
+    gpu_memory: Annotated[str | None, _machines("--gpu_memory", help="Of each GPU, e.g. 24GiB.")] = None
+    host_memory: Annotated[str | None, _machines("--host_memory", help="Of each node, e.g. 64GiB.")] = None
+    nvme: Annotated[str | None, _machines("--nvme", help="Free space of each node's NVMe disk, e.g. 2TB.")] = None
+    gpus: Annotated[int | None, _machines("--gpus", help="On each node.", min=1)] = None
+    nodes: Annotated[int | None, _machines("--nodes", help="Machines.", min=1)] = None
     mixed_precision: Annotated[
-        _Precision, typer.Option("--mixed_precision", help="Computation type.", rich_help_panel=_TRAINING)
-    ] = _Precision.bf16,
+        _Precision, _training("--mixed_precision", help="Computation type.", show_default=True)
+    ] = _Precision.bf16
     optimizer: Annotated[
-        str, typer.Option("--optimizer", help="AdamW, Adam, Lion, Adagrad, SGD, …", rich_help_panel=_TRAINING)
-    ] = "AdamW",
+        str, _training("--optimizer", help="AdamW, Adam, Lion, Adagrad, SGD, …", show_default=True)
+    ] = "AdamW"
     global_batch: Annotated[
-        int | None, _option("--global_batch", "Samples of an optimizer step, on all GPUs.", _TRAINING, min=1)
-    ] = None,
-    micro_batch: Annotated[
-        int | None, _option("--micro_batch", "Samples of a GPU and backward.", _TRAINING, min=1)
-    ] = None,
+        int | None, _training("--global_batch", help="Samples of an optimizer step, on all GPUs.", min=1)
+    ] = None
+    micro_batch: Annotated[int | None, _training("--micro_batch", help="Samples of a GPU and backward.", min=1)] = None
     accumulation: Annotated[
-        int | None, _option("--gradient_accumulation_steps", "Micro-batches of a step.", _TRAINING, min=1)
-    ] = None,
+        int | None, _training("--gradient_accumulation_steps", help="Micro-batches of a step.", min=1)
+    ] = None
     zero_stage: Annotated[
-        _Stage, typer.Option("--zero_stage", help="The ZeRO stage; ddp: without ZeRO.", rich_help_panel=_TRAINING)
-    ] = _Stage.auto,
+        _Stage, _training("--zero_stage", help="The ZeRO stage; ddp: without ZeRO.", show_default=True)
+    ] = _Stage.auto
     offload_optimizer: Annotated[
-        _Device, typer.Option("--offload_optimizer_device", help="Of optimizer states.", rich_help_panel=_TRAINING)
-    ] = _Device.auto,
-    offload_param: Annotated[
-        _Device, typer.Option("--offload_param_device", help="Of parameters.", rich_help_panel=_TRAINING)
-    ] = _Device.auto,
-    ratio: Annotated[
-        float | None, _option("--ratio", "Share of the optimizer on the host.", _TRAINING, min=0, max=1)
-    ] = None,
+        _Device, _training("--offload_optimizer_device", help="Of optimizer states.", show_default=True)
+    ] = _Device.auto
+    offload_param: Annotated[_Device, _training("--offload_param_device", help="Of parameters.", show_default=True)] = (
+        _Device.auto
+    )
+    ratio: Annotated[float | None, _training("--ratio", help="Share of the optimizer on the host.", min=0, max=1)] = (
+        None
+    )
     checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            "--activation_checkpointing/--no_activation_checkpointing",
-            help="Recompute every block in the backward; default: whichever is faster.",
-            rich_help_panel=_TRAINING,
-            show_default=False,
-        ),
-    ] = None,
+        bool | None, _training("--activation_checkpointing/--no_activation_checkpointing", help=_RECOMPUTE)
+    ] = None
     margin: Annotated[
-        float,
-        typer.Option(
-            "--margin", help="Share of each memory that stays free.", rich_help_panel=_TRAINING, min=0, max=0.9
-        ),
-    ] = 0.1,
-    as_json_text: Annotated[bool, typer.Option("--json", help="All numbers as JSON.", rich_help_panel=_OUTPUT)] = False,
-    what_if_asked: Annotated[
+        float, _training("--margin", help="Share of each memory that stays free.", min=0, max=0.9, show_default=True)
+    ] = 0.1
+    json: Annotated[bool, _output("--json", help="All numbers as JSON.", show_default=True)] = False
+    what_if: Annotated[
         bool,
-        typer.Option(
-            "--what_if", help="What to change where nothing fits; the largest model that fits.", rich_help_panel=_OUTPUT
-        ),
-    ] = False,
+        _output("--what_if", help="What to change where nothing fits; the largest model that fits.", show_default=True),
+    ] = False
     picture: Annotated[
-        Path | None, _option("--picture", "Draw the memory of every way: FILE.png, .svg or .pdf.", _OUTPUT)
-    ] = None,
+        Path | None, _output("--picture", help="Draw the memory of every way: FILE.png, .svg or .pdf.")
+    ] = None
     output: Annotated[
-        Path | None, _option("--output", "Write the chosen way as a config: FILE.yaml or FILE.json.", _OUTPUT)
-    ] = None,
-    nvme_path: Annotated[str | None, _option("--nvme_path", "Folder for NVMe offload, for --output.", _OUTPUT)] = None,
-) -> None:
+        Path | None, _output("--output", help="Write the chosen way as a config: FILE.yaml or FILE.json.")
+    ] = None
+    nvme_path: Annotated[str | None, _output("--nvme_path", help="Folder for NVMe offload, for --output.")] = None
+
+    @property
+    def source(self) -> ModelSource:
+        """Where the model is, or how large.
+
+        Raises:
+            ConfigError: `--params` is no count.
+        """
+        names = ("hidden_size", "layers", "vocabulary", "heads", "kv_heads", "intermediate")
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return ModelSource(self.model, trace=self.trace, parameters=_count("--params", self.params), **sizes)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is fixed."""
+        return Wanted(
+            stage=_STAGES[self.zero_stage],
+            ddp=self.output is None or self.output.suffix != ".json",
+            precision=self.mixed_precision.value,
+            offload_optimizer=None if self.offload_optimizer is _Device.auto else self.offload_optimizer.value,
+            offload_param=None if self.offload_param is _Device.auto else self.offload_param.value,
+            ratio=self.ratio,
+            micro_batch=self.micro_batch,
+            accumulation=self.accumulation,
+            activation_checkpointing=self.checkpointing,
+            global_batch=self.global_batch,
+            margin=self.margin,
+        )
+
+    def find_cluster(self) -> Cluster:
+        """The machines as stated; this one where no GPU is, and it has one.
+
+        Raises:
+            ConfigError: an amount of memory is none, or nothing tells the memory of a device.
+        """
+        texts = {"gpu_memory": self.gpu_memory, "host_memory": self.host_memory, "nvme": self.nvme}
+        sizes = {name: None if text is None else require_bytes(f"--{name}", text) for name, text in texts.items()}
+        here = None
+        if self.gpu is None and sizes["gpu_memory"] is None and has_gpu_driver():
+            from zero_plugin.plan.constants import measure_cluster  # imports torch
+
+            here = measure_cluster(self.gpus, self.nodes or 1)
+        return state_cluster(gpu=self.gpu, gpus=self.gpus, nodes=self.nodes, here=here, **sizes)
+
+
+_STAGES: Final[Mapping[_Stage, Literal["ddp", 0, 1, 2, 3] | None]] = {
+    _Stage.auto: None,
+    _Stage.ddp: "ddp",
+    _Stage.zero: 0,
+    _Stage.one: 1,
+    _Stage.two: 2,
+    _Stage.three: 3,
+}
+
+
+@with_options(Options)
+def plan(_: typer.Context, options: Options) -> None:
     """Say what every way of training MODEL costs in memory and time, and choose the fastest that fits.
 
     Nothing is trained and no weight is loaded; the machines need not be this one. Exit code: 0 where something fits, 1
     where nothing does, 2 for a wrong input.
     """
-    sizes = {"hidden_size": hidden_size, "layers": layers, "vocabulary": vocabulary, "heads": heads}
-    sizes |= {"kv_heads": kv_heads, "intermediate": intermediate, "parameters": _count("--params", params)}
-    cluster = _cluster(gpu, gpus, nodes, {"gpu_memory": gpu_memory, "host_memory": host_memory, "nvme": nvme})
-    wanted = Wanted(
-        stage=_stage(zero_stage),
-        ddp=output is None or output.suffix != ".json",
-        precision=mixed_precision.value,
-        offload_optimizer=None if offload_optimizer is _Device.auto else offload_optimizer.value,
-        offload_param=None if offload_param is _Device.auto else offload_param.value,
-        ratio=ratio,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        activation_checkpointing=checkpointing,
-        global_batch=global_batch,
-        margin=margin,
-    )
-    if picture is not None:
-        check_picture(picture)  # before the other file is written
-    source = ModelSource(model, trace=trace, **sizes)
-    found, activations = open_model(source, sequence_length, wanted.precision)
-    states = optimizer_sizes(optimizer, fused=True)
-    if not is_known(optimizer):
-        message = f"optimizer {states.name} is not known: taken to keep {states.states} tensors, as Adam"
+    source, cluster, wanted = options.source, options.find_cluster(), options.wanted
+    if options.picture is not None:
+        check_picture(options.picture)  # before the other file is written
+    model, activations = open_model(source, options.sequence_length, wanted.precision)
+    optimizer = optimizer_sizes(options.optimizer, fused=True)
+    if not is_known(options.optimizer):
+        message = f"optimizer {optimizer.name} is not known: taken to keep {optimizer.states} tensors, as Adam"
         print(message, file=sys.stderr)
-    made = search(found, activations, states, cluster, wanted)
-    answers = None
-    if what_if_asked or made.chosen is None:
-        answers = what_if(found, activations, states, cluster, wanted)
-    report = Report(found, activations, states, cluster, wanted, made, answers)
-    if output is not None and made.chosen is not None:
-        write_plan(output, made.chosen, cluster, states.name, nvme_path)
-    if picture is not None:
-        draw_plan(picture, made, cluster, report.headline, margin)
-    if as_json_text:
+    work = Workload(model, activations, optimizer)
+    choice = make_plan(work, cluster, wanted)
+    answers = what_if(work, cluster, wanted) if options.what_if or choice.chosen is None else None
+    report = Report(work, cluster, wanted, choice, answers)
+    written = []
+    if options.output is not None and choice.chosen is not None:
+        write_plan(options.output, choice.chosen, cluster, optimizer.name, options.nvme_path)
+        written.append(options.output)
+    if options.picture is not None:
+        draw_plan(options.picture, choice, cluster, report.headline, options.margin)
+        written.append(options.picture)
+    if options.json:
         print(json.dumps(as_json(report), indent=2, ensure_ascii=False))
     else:
-        print_report(report, [file for file in (output if made.chosen else None, picture) if file is not None])
-    if made.chosen is None:
+        print_report(report, written)
+    if choice.chosen is None:
         raise typer.Exit(1)
-
-
-def _cluster(gpu: str | None, gpus: int | None, nodes: int | None, memories: Mapping[str, str | None]) -> Cluster:
-    """The machines as stated; this one where no GPU is, and it has one."""
-    sizes = {name: None if text is None else require_bytes(f"--{name}", text) for name, text in memories.items()}
-    here = None
-    if gpu is None and sizes["gpu_memory"] is None and has_gpu_driver():
-        from zero_plugin.plan.constants import measure_cluster  # imports torch
-
-        here = measure_cluster(gpus, nodes or 1)
-    return state_cluster(gpu=gpu, gpus=gpus, nodes=nodes, here=here, **sizes)
-
-
-def _stage(asked: _Stage) -> Literal["ddp", 0, 1, 2, 3] | None:
-    stages: dict[_Stage, Literal["ddp", 0, 1, 2, 3]] = {
-        _Stage.ddp: "ddp",
-        _Stage.zero: 0,
-        _Stage.one: 1,
-        _Stage.two: 2,
-        _Stage.three: 3,
-    }
-    return stages.get(asked)
 
 
 def _count(flag: str, text: str | None) -> int | None:

@@ -1,9 +1,4 @@
-"""The strategies that a plan chooses among.
-
-The ways of training that a plan chooses among, under what the user has fixed.
-
-The way of training that a resolved configuration is.
-"""
+"""The setups that a plan chooses among under what the user has fixed, and the setup that a configuration is."""
 
 from __future__ import annotations
 
@@ -12,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from zero_plugin.config.resolve.draft import deepspeed_default
-from zero_plugin.config.resolve.facts import ModelFacts, Precision, Resolved
+from zero_plugin.config.resolve.facts import PLACEMENT, ModelFacts, Precision, Resolved
 from zero_plugin.config.resolve.zero import choose_bucket, choose_persistence_threshold
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.situation import Activations, Cluster, Device, ModelSizes, OptimizerSizes, Setup
+from zero_plugin.plan.situation import Cluster, Device, ModelSizes, OptimizerSizes, Setup, Workload
 from zero_plugin.plan.states import sub_groups_on_device
 
 # Without a global batch, micro-batches are powers of two up to this.
@@ -74,14 +69,6 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples per process and backward, and backwards per optimizer step."""
-
-    micro_batch: int
-    accumulation: int
-
-
-@dataclass(frozen=True, slots=True)
 class Option:
     """One line of a plan: setups that differ only in `ratio`, and in the batch that each then gets.
 
@@ -94,16 +81,14 @@ class Option:
     refused: str = ""
 
 
-def options(
-    model: ModelSizes, activations: Activations, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
-) -> Iterator[Option]:
+def options(work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option]:
     """All of them, the simpler ones first: less offload, a lower stage, no checkpointing.
 
     Raises:
         ConfigError: the fixed stage and offloads exclude each other.
     """
-    base = _base(model, wanted)
-    checkpointing = (False, True) if activations.checkpointed is not None else (False,)
+    base = _base(work.model, wanted)
+    checkpointing = (False, True) if work.activations.checkpointed is not None else (False,)
     if wanted.activation_checkpointing is not None:
         checkpointing = (wanted.activation_checkpointing,)
     found = False
@@ -112,9 +97,8 @@ def options(
             found = True
             setup = _at_stage(base, stage, offloads, wanted)
             for recomputed in checkpointing:
-                yield from _ratios(
-                    replace(setup, activation_checkpointing=recomputed), model, optimizer, cluster, wanted
-                )
+                recomputing = replace(setup, activation_checkpointing=recomputed)
+                yield from _ratios(recomputing, work.model, work.optimizer, cluster, wanted)
     if not found:
         parts = {"stage": wanted.stage, "optimizer to": wanted.offload_optimizer, "parameters to": wanted.offload_param}
         asked = ", ".join(f"{name} {'auto' if value is None else value}" for name, value in parts.items())
@@ -125,8 +109,8 @@ def options(
         raise ConfigError([Problem("plan", "zero_optimization", f"no such way of training: {asked}", fix)])
 
 
-def batches(cluster: Cluster, wanted: Wanted) -> list[Batch]:
-    """Micro-batches and accumulations that give the global batch, the largest micro-batch first.
+def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:
+    """The `micro_batch` and `accumulation` that give the global batch, the largest micro-batch first.
 
     Raises:
         ConfigError: none do.
@@ -135,19 +119,19 @@ def batches(cluster: Cluster, wanted: Wanted) -> list[Batch]:
     if wanted.global_batch is None:
         exponents = range(_LARGEST_MICRO_BATCH.bit_length() - 1, -1, -1)
         sizes = [micro] if micro is not None else [2**exponent for exponent in exponents]
-        return [Batch(size, accumulation or 1) for size in sizes]
+        return [{"micro_batch": size, "accumulation": accumulation or 1} for size in sizes]
     share, rest = divmod(wanted.global_batch, processes)
     sizes = [size for size in range(share, 0, -1) if share % size == 0] if not rest else []
-    found = [Batch(size, share // size) for size in sizes]
-    found = [b for b in found if micro in (None, b.micro_batch) and accumulation in (None, b.accumulation)]
-    if not found:
+    pairs = [(size, share // size) for size in sizes]
+    pairs = [pair for pair in pairs if micro in (None, pair[0]) and accumulation in (None, pair[1])]
+    if not pairs:
         parts = {"micro-batch": micro, "accumulation": accumulation, "processes": processes}
         product = " × ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
         message = f"{wanted.global_batch} is no multiple of {product}"
         if micro and accumulation:
             message = f"{wanted.global_batch} is not {product}"
         raise ConfigError([Problem("plan", "train_batch_size", message, "Change one of them.")])
-    return found
+    return [{"micro_batch": size, "accumulation": steps} for size, steps in pairs]
 
 
 def _base(model: ModelSizes, wanted: Wanted) -> Setup:
@@ -235,8 +219,9 @@ Stage = Literal[0, 1, 2, 3] | None
 _ZERO: Final = "zero_optimization"
 _ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-# The key of a configuration that settles each field of a setup.
+# The key of a configuration that settles each field of a setup; `pin_memory` has two.
 KEYS: Final[Mapping[str, KeyPath]] = {
+    **dict(zip(("stage", "offload_optimizer", "offload_param"), PLACEMENT, strict=True)),
     "ratio": (_ZERO, "offload_optimizer", "ratio"),
     "sub_group_size": (_ZERO, "sub_group_size"),
     "micro_batch": ("train_micro_batch_size_per_gpu",),
@@ -263,6 +248,8 @@ def running_setup(resolved: Resolved, stage: Stage) -> Setup:
     kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Setup)}
     found: dict[str, Any] = {}
     for name, path in KEYS.items():
+        if path in PLACEMENT:
+            continue
         value = tree.value(*path)
         if not isinstance(value, bool | int | float):
             default = deepspeed_default(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.errors import ConfigError, MachineError, Problem
-from zero_plugin.plan.search import Candidate, Plan
+from zero_plugin.plan.search import Candidate, Choice
 from zero_plugin.plan.situation import Cluster, name_setup
 
 _INK, _MUTED, _GREEN, _RED = "#222222", "#8a8a8a", "#1d7a3a", "#c0392b"
@@ -20,12 +20,12 @@ _SUFFIXES: Final = (".png", ".svg", ".pdf")
 _BEYOND: Final = 2.0  # of the capacity; a bar that would be longer is cut there and says its length
 
 
-def draw_plan(file: Path, plan: Plan, cluster: Cluster, title: str, margin: float) -> None:
+def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: float) -> None:
     """Draw a bar of device bytes and one of host bytes per way of training, stacked by term, against the capacity.
 
     Args:
         file: `.png`, `.svg` or `.pdf`.
-        plan: what was found.
+        choice: what was found.
         cluster: the machines.
         title: one line above.
         margin: the share that stays free.
@@ -36,7 +36,7 @@ def draw_plan(file: Path, plan: Plan, cluster: Cluster, title: str, margin: floa
     check_picture(file)
     from matplotlib.figure import Figure  # not pyplot: it would choose a window system and keep the figure alive
 
-    shown = _worth_drawing(plan)
+    shown = _worth_drawing(choice)
     figure = Figure(figsize=(12, 1.9 + 0.34 * len(shown)), dpi=150, layout="constrained")
     device, host = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     colours = _colours([c.footprint.device for c in shown], [c.footprint.host for c in shown])
@@ -46,7 +46,7 @@ def draw_plan(file: Path, plan: Plan, cluster: Cluster, title: str, margin: floa
     device.set_yticks(range(len(shown)), [_label(c) for c in shown], fontsize=9)
     device.set_ylim(len(shown) - 0.4, -0.6)  # the first on top
     for label, candidate in zip(device.get_yticklabels(), shown, strict=True):
-        chosen = candidate is plan.chosen
+        chosen = candidate is choice.chosen
         label.set_color(_GREEN if chosen else _MUTED if candidate.rejected else _INK)
         label.set_fontweight("bold" if chosen else "normal")
     device.set_xlabel("GiB on each device", color=_INK)
@@ -87,9 +87,9 @@ def _label(candidate: Candidate) -> str:
     return f"{name_setup(candidate.setup)}  {candidate.setup.micro_batch}×{candidate.setup.accumulation}{time}"
 
 
-def _worth_drawing(plan: Plan) -> list[Candidate]:
+def _worth_drawing(choice: Choice) -> list[Candidate]:
     """All but those that cannot run whatever the memory."""
-    return [c for c in plan.candidates if c.short or not c.rejected] or list(plan.candidates)
+    return [c for c in choice.table if c.short or not c.rejected] or list(choice.table)
 
 
 def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:

@@ -1,21 +1,16 @@
-"""Finds the fastest strategy that fits, and what would have to change for others.
-
-Finds the fastest way of training that fits, and says of every other one why not.
-
-What would have to change for a model to fit, and how large a model would fit as things are.
-"""
+"""Finds the fastest strategy that fits, says of every other one why not, and what would have to change for others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from zero_plugin.config.amounts import round_up, show_bytes
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.footprint import Footprint, footprint
-from zero_plugin.plan.options import Batch, Option, Wanted, batches, options
-from zero_plugin.plan.situation import Activations, Affine, Cluster, Highest, ModelSizes, OptimizerSizes, Setup
+from zero_plugin.plan.options import Option, Wanted, batches, options
+from zero_plugin.plan.situation import Activations, Affine, Cluster, Highest, ModelSizes, Setup, Workload, name_setup
 from zero_plugin.plan.step_time import StepTime, step_time
 
 
@@ -44,31 +39,43 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All candidates, the simpler ones first, and the fastest that fits; None where none does."""
+class Choice:
+    """The fastest setup that fits, why it is that, and what it was compared with.
 
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate | None
+    Attributes:
+        table: all candidates, the simpler ones first.
+        chosen: the one to train by; None where none fits.
+        reasons: why, by field of its setup.
+        why_not: where none fits, which comes closest, and what it is short of.
+    """
+
+    table: tuple[Candidate, ...]
+    chosen: Candidate | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    why_not: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """What is to be trained, on what, of whose memory the share `margin` stays free."""
+class _Question:
+    """What is to be trained, on what, and what is fixed."""
 
-    model: ModelSizes
-    activations: Activations
-    optimizer: OptimizerSizes
+    work: Workload
     cluster: Cluster
-    margin: float
+    wanted: Wanted
+
+    def usable(self, there: int) -> int:
+        """Of one kind of memory, without the share that stays free."""
+        return int((1 - self.wanted.margin) * there)
 
     def measure(self, setup: Setup) -> Footprint:
-        """The memory of one way of training on devices that have no more than may be used."""
-        usable = replace(self.cluster, device_bytes=int((1 - self.margin) * self.cluster.device_bytes))
-        return footprint(self.model, self.activations, self.optimizer, setup, usable)
+        """The memory of one setup on devices that have no more than may be used."""
+        cluster = replace(self.cluster, device_bytes=self.usable(self.cluster.device_bytes))
+        return footprint(self.work.model, self.work.activations, self.work.optimizer, setup, cluster)
 
-    def time(self, setup: Setup) -> StepTime:
-        """The time of one way of training."""
-        return step_time(self.model, self.activations, self.optimizer, setup, self.cluster)
+    def candidate(self, setup: Setup, rejected: str = "", *, short: bool = False) -> Candidate:
+        """A line of the table."""
+        time = step_time(self.work.model, self.work.activations, self.work.optimizer, setup, self.cluster)
+        return Candidate(setup, self.measure(setup), time, rejected, short)
 
     def shortage(self, needed: Footprint) -> str:
         """What `needed` exceeds, with both numbers; "" where it fits."""
@@ -78,30 +85,31 @@ class Situation:
             (needed.host_bytes, cluster.host_bytes, "in host memory", needed.host),
             (needed.nvme_bytes, cluster.nvme_bytes, "on NVMe", needed.nvme),
         ):
-            usable = int((1 - self.margin) * there)
-            if need > usable:
+            if need > self.usable(there):
                 most = max(terms, key=lambda name: terms[name])
                 found.append(
-                    f"{show_bytes(need)} {where}, {show_bytes(usable)} usable; "
+                    f"{show_bytes(need)} {where}, {show_bytes(self.usable(there))} usable; "
                     f"most is {most}, {show_bytes(terms[most])}"
                 )
         if cluster.memlock_bytes is not None and needed.locked > cluster.memlock_bytes:
             found.append(f"{show_bytes(needed.locked)} locked, `ulimit -l` allows {show_bytes(cluster.memlock_bytes)}")
         return "; ".join(found)
 
+    def excess(self, candidate: Candidate) -> float:
+        """What it needs in shares of what is there, of the kind of memory that is shortest."""
+        needed = candidate.footprint
+        host = needed.host_bytes / max(1, self.cluster.host_bytes)
+        return max(needed.device_bytes / self.cluster.device_bytes, host)
 
-def search(
-    model: ModelSizes, activations: Activations, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
-) -> Plan:
+
+def plan(work: Workload, cluster: Cluster, wanted: Wanted) -> Choice:
     """The fastest setup that keeps what is fixed and fits with the margin.
 
-    Of equally fast ones the simplest: parameters less offloaded, then the optimizer, whole rather than in part, a lower
-    stage, no activation checkpointing, the larger micro-batch. The same question always has the same answer.
+    Of equally fast ones the simplest: parameters less offloaded, then the optimizer, all of it rather than a part, a
+    lower stage, no activation checkpointing, the larger micro-batch. The same question always has the same answer.
 
     Args:
-        model: its sizes.
-        activations: in the wanted precision.
-        optimizer: what it keeps.
+        work: what is trained, in the wanted precision.
         cluster: the machines.
         wanted: the global batch, and whatever else is fixed.
 
@@ -109,71 +117,50 @@ def search(
         ConfigError: what is fixed excludes itself.
         ValueError: a speed of the cluster is not known.
     """
-    situation = Situation(model, activations, optimizer, cluster, wanted.margin)
+    question = _Question(work, cluster, wanted)
     sizes = batches(cluster, wanted)
-    lines = options(model, activations, optimizer, cluster, wanted)
-    candidates = tuple(_best(situation, option, sizes, wanted) for option in lines)
-    fitting = [candidate for candidate in candidates if not candidate.rejected]
-    return Plan(candidates, _fastest(fitting) if fitting else None)
+    table = tuple(_best(question, option, sizes) for option in options(work, cluster, wanted))
+    fitting = [candidate for candidate in table if not candidate.rejected]
+    if fitting:
+        chosen = _fastest(fitting)
+        return Choice(table, chosen, _reasons(question, table, chosen))
+    least = min([c for c in table if c.short] or table, key=question.excess)
+    return Choice(table, why_not=f"{name_setup(least.setup)} needs {least.rejected} ({work.activations.knowledge})")
 
 
-def leanest(situation: Situation, wanted: Wanted) -> Iterator[Footprint]:
-    """The memory of everything that could run, each with its smallest micro-batch: if none of it fits, nothing does.
-
-    Raises:
-        ConfigError: what is fixed excludes itself.
-    """
-    smallest = batches(situation.cluster, wanted)[-1]
-    pins = (True, False) if wanted.pin_memory is None else (wanted.pin_memory,)
-    lines = options(situation.model, situation.activations, situation.optimizer, situation.cluster, wanted)
-    setups = (setup for option in lines if not option.refused for setup in option.setups)
-    for setup in setups:
-        for pin in pins if setup.offload_optimizer != "none" else pins[:1]:
-            yield situation.measure(replace(_with_batch(setup, smallest), pin_memory=pin))
-
-
-def _best(situation: Situation, option: Option, sizes: list[Batch], wanted: Wanted) -> Candidate:
+def _best(question: _Question, option: Option, sizes: list[dict[str, Any]]) -> Candidate:
     """The fastest of an option's setups that fits; else the one that needs the least, with the reason."""
-    setups = [_unpinned_if_needed(situation, _with_batch(setup, sizes[-1]), wanted) for setup in option.setups]
+    setups = [_unpinned_if_needed(question, replace(setup, **sizes[-1])) for setup in option.setups]
     if option.refused:
-        return _candidate(situation, setups[0], option.refused)
-    largest = ((setup, _largest_batch(situation, setup, sizes)) for setup in setups)
-    fitting = [_candidate(situation, _with_batch(setup, batch)) for setup, batch in largest if batch]
+        return question.candidate(setups[0], option.refused)
+    largest = ((setup, _largest_batch(question, setup, sizes)) for setup in setups)
+    fitting = [question.candidate(replace(setup, **batch)) for setup, batch in largest if batch]
     if fitting:
         return _fastest(fitting)
-    return replace(_candidate(situation, setups[0], situation.shortage(situation.measure(setups[0]))), short=True)
+    return question.candidate(setups[0], question.shortage(question.measure(setups[0])), short=True)
 
 
-def _largest_batch(situation: Situation, setup: Setup, sizes: list[Batch]) -> Batch | None:
+def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first of `sizes`, which fall, that fits: a larger micro-batch is never slower."""
 
-    def fits(batch: Batch) -> bool:
-        return not situation.shortage(situation.measure(_with_batch(setup, batch)))
+    def fits(batch: dict[str, Any]) -> bool:
+        return not question.shortage(question.measure(replace(setup, **batch)))
 
-    if sizes[0].accumulation == 1 and fits(sizes[0]):
+    if sizes[0]["accumulation"] == 1 and fits(sizes[0]):
         return sizes[0]  # apart: a window of one backward carries no gradients into it
-    low, high = 0, len(sizes)  # the answer's index lies in [low, high]
+    low, high = 0, len(sizes)  # the answer's index is in [low, high]
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(sizes[middle]) else (middle + 1, high)
     return sizes[low] if low < len(sizes) else None
 
 
-def _unpinned_if_needed(situation: Situation, setup: Setup, wanted: Wanted) -> Setup:
+def _unpinned_if_needed(question: _Question, setup: Setup) -> Setup:
     """Without page-locked memory where host memory is short: torch rounds each locked tensor up to a power of two."""
-    if wanted.pin_memory is not None or situation.measure(setup).host_bytes <= (
-        (1 - situation.margin) * situation.cluster.host_bytes
-    ):
+    if question.wanted.pin_memory is not None:
         return setup
-    return replace(setup, pin_memory=False)
-
-
-def _candidate(situation: Situation, setup: Setup, rejected: str = "") -> Candidate:
-    return Candidate(setup, situation.measure(setup), situation.time(setup), rejected)
-
-
-def _with_batch(setup: Setup, batch: Batch) -> Setup:
-    return replace(setup, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+    fits = question.measure(setup).host_bytes <= (1 - question.wanted.margin) * question.cluster.host_bytes
+    return setup if fits else replace(setup, pin_memory=False)
 
 
 def _fastest(candidates: Iterable[Candidate]) -> Candidate:
@@ -193,6 +180,41 @@ def _complexity(setup: Setup) -> tuple[float, ...]:
         setup.activation_checkpointing,
         -setup.micro_batch,
     )
+
+
+def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidate) -> dict[str, str]:
+    """Why each field of the chosen setup is what it is."""
+    cluster, setup, needed = question.cluster, chosen.setup, chosen.footprint
+    fits = f"{show_bytes(needed.device_bytes)} of {show_bytes(cluster.device_bytes)} on each device"
+    if setup.offload_optimizer != "none":
+        fits += f", {show_bytes(needed.host_bytes)} of {show_bytes(cluster.host_bytes)} in host memory"
+
+    def closest(candidates: Iterable[Candidate]) -> str:
+        """Of those that are short of memory the one that needs the least, and what it is short of."""
+        least = min((c for c in candidates if c.short), key=question.excess, default=None)
+        return "" if least is None else f"{name_setup(least.setup)} needs {least.rejected}"
+
+    def of_device(name: str) -> str:
+        if getattr(setup, name) == "none":
+            return "the fastest that fits needs none"
+        without = closest(c for c in table if getattr(c.setup, name) == "none")
+        return f", since {without}" if without else "the fastest that fits"
+
+    faster = closest(c for c in table if c.seconds_per_sample < chosen.seconds_per_sample)
+    knowledge = f"({question.work.activations.knowledge})"
+    groups = "one group is updated at a time" if setup.ratio == 1.0 else "small enough for the ratio to act"
+    if setup.offload_optimizer == "nvme":
+        groups = "buffers are of the largest sub-group"
+    reasons = {
+        "stage": f"the fastest that fits, with {fits}{f'; {faster}' if faster else ''} {knowledge}",
+        "offload_optimizer": of_device("offload_optimizer"),
+        "offload_param": of_device("offload_param"),
+        "ratio": "the whole optimizer is on one side" if setup.ratio == 1.0 else "the rest fits on the device",
+        "micro_batch": f"the largest that fits, with {fits} {knowledge}",
+        "sub_group_size": f": {groups}",
+        "pin_memory": ": page-locked tensors are rounded up, and host memory is short",
+    }
+    return {name: f"by the plan{why if why[0] in ',:' else f' {why}'}" for name, why in reasons.items()}
 
 
 # What stays as the user has it: another batch or number type trains another model.
@@ -232,24 +254,19 @@ class WhatIf:
     largest_elements: int
 
 
-def what_if(
-    model: ModelSizes, activations: Activations, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
-) -> WhatIf:
+def what_if(work: Workload, cluster: Cluster, wanted: Wanted) -> WhatIf:
     """The nearest configurations that fit, each with one thing changed, and the largest model that fits.
 
     Args:
-        model: its sizes.
-        activations: in the wanted precision.
-        optimizer: what it keeps.
+        work: what is trained, in the wanted precision.
         cluster: the machines.
         wanted: what is fixed.
 
     Raises:
         ConfigError: what is fixed excludes itself.
     """
-    situation = Situation(model, activations, optimizer, cluster, wanted.margin)
-    changes = () if _fits(situation, wanted) else tuple(_changes(situation, wanted))
-    return WhatIf(changes, _largest(situation, wanted))
+    question = _Question(work, cluster, wanted)
+    return WhatIf(() if _fits(question) else tuple(_changes(question)), _largest(question))
 
 
 def scale_model(model: ModelSizes, activations: Activations, factor: float) -> tuple[ModelSizes, Activations]:
@@ -288,78 +305,93 @@ def scale_model(model: ModelSizes, activations: Activations, factor: float) -> t
     return larger, scaled(activations)
 
 
-def _changes(situation: Situation, wanted: Wanted) -> Iterator[Change]:
-    for field in fields(Wanted):
-        value = getattr(wanted, field.name)
-        if field.name not in _KEPT and value is not None:
-            freed: dict[str, Any] = {field.name: None}
-            yield from _tried(situation, replace(wanted, **freed), f"{field.name} free instead of {value}")
+def _changes(question: _Question) -> Iterator[Change]:
+    wanted, cluster = question.wanted, question.cluster
+    for name in (known.name for known in fields(Wanted)):
+        value = getattr(wanted, name)
+        if name not in _KEPT and value is not None:
+            yield from _tried(question, f"{name} free instead of {value}", wanted={name: None})
     if not wanted.ddp and wanted.stage is None:
-        yield from _tried(situation, replace(wanted, ddp=True), "training without ZeRO")
+        yield from _tried(question, "training without ZeRO", wanted={"ddp": True})
     if wanted.stage == "ddp" and not wanted.gradient_views:
         views = "DistributedDataParallelKwargs(gradient_as_bucket_view=True), for gradients without a copy"
-        yield from _tried(situation, replace(wanted, gradient_views=True), views)
-    cluster = situation.cluster
+        yield from _tried(question, views, wanted={"gradient_views": True})
     for name, where in _MEMORIES.items():
-        least = _least(situation, wanted, name)
+        least = _least(question, name)
         if least is not None:
             instead = show_bytes(getattr(cluster, name)) if getattr(cluster, name) else "none"
-            there = _with_memory(situation, name, least)
-            yield from _tried(there, wanted, f"{show_bytes(least)} {where} instead of {instead}")
+            yield from _tried(question, f"{show_bytes(least)} {where} instead of {instead}", cluster={name: least})
     nodes = 2 * cluster.nodes
     while nodes <= _MOST_NODES:
-        more = replace(situation, cluster=replace(cluster, nodes=nodes))
-        found = tuple(_tried(more, wanted, f"{nodes} nodes instead of {cluster.nodes}"))
+        found = tuple(_tried(question, f"{nodes} nodes instead of {cluster.nodes}", cluster={"nodes": nodes}))
         if found:
             yield from found
             return
         nodes *= 2
 
 
-def _tried(situation: Situation, wanted: Wanted, what: str) -> Iterator[Change]:
+def _changed(question: _Question, **changes: Mapping[str, Any]) -> _Question:
+    """The question with other fields of what is wanted, or of the cluster."""
+    parts = {name: replace(getattr(question, name), **fields) for name, fields in changes.items()}
+    return replace(question, **parts)
+
+
+def _tried(question: _Question, what: str, **changes: Mapping[str, Any]) -> Iterator[Change]:
     """The change, if something fits by it."""
+    changed = _changed(question, **changes)
     try:
-        if not _fits(situation, wanted):
+        if not _fits(changed):
             return
-        plan = search(situation.model, situation.activations, situation.optimizer, situation.cluster, wanted)
+        choice = plan(changed.work, changed.cluster, changed.wanted)
     except ConfigError:  # the batch cannot be divided so
         return
-    if plan.chosen is not None:
-        yield Change(what, plan.chosen, situation.cluster)
+    if choice.chosen is not None:
+        yield Change(what, choice.chosen, changed.cluster)
 
 
-def _least(situation: Situation, wanted: Wanted, name: str) -> int | None:
+def _least(question: _Question, name: str) -> int | None:
     """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
-    roomy = _with_memory(situation, name, _PLENTY)
+    roomy = _changed(question, cluster={name: _PLENTY})
     # On a device without room DeepSpeed makes its flat copy in host memory.
-    needed = leanest(_with_memory(situation, name, 1) if name == "device_bytes" else roomy, wanted)
+    needed = _leanest(_changed(question, cluster={name: 1}) if name == "device_bytes" else roomy)
     fitting = (found for found in needed if not roomy.shortage(found))
-    least = min((int(getattr(found, name) / (1 - wanted.margin)) + 1 for found in fitting), default=None)
+    least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)
     return least and round_up(least)
 
 
-def _with_memory(situation: Situation, name: str, size: int) -> Situation:
-    changed: dict[str, Any] = {name: size}
-    return replace(situation, cluster=replace(situation.cluster, **changed))
+def _fits(question: _Question) -> bool:
+    return any(not question.shortage(found) for found in _leanest(question))
 
 
-def _fits(situation: Situation, wanted: Wanted) -> bool:
-    return any(not situation.shortage(found) for found in leanest(situation, wanted))
+def _leanest(question: _Question) -> Iterator[Footprint]:
+    """The memory of everything that could run, each with its smallest micro-batch: if none of it fits, nothing does.
+
+    Raises:
+        ConfigError: what is fixed excludes itself.
+    """
+    work, cluster, wanted = question.work, question.cluster, question.wanted
+    smallest = batches(cluster, wanted)[-1]
+    pins = (True, False) if wanted.pin_memory is None else (wanted.pin_memory,)
+    possible = (option for option in options(work, cluster, wanted) if not option.refused)
+    for setup in (setup for option in possible for setup in option.setups):
+        for pin in pins if setup.offload_optimizer != "none" else pins[:1]:
+            yield question.measure(replace(setup, **smallest, pin_memory=pin))
 
 
-def _largest(situation: Situation, wanted: Wanted) -> int:
-    """By halving the interval in which the factor lies, to a thousandth."""
+def _largest(question: _Question) -> int:
+    """By halving the interval in which the factor is, to a thousandth."""
+    work = question.work
 
     def fits(factor: float) -> bool:
-        model, activations = scale_model(situation.model, situation.activations, factor)
-        return _fits(replace(situation, model=model, activations=activations), wanted)
+        model, activations = scale_model(work.model, work.activations, factor)
+        return _fits(replace(question, work=replace(work, model=model, activations=activations)))
 
-    if not situation.model.elements:
+    if not work.model.elements:
         return 0
-    low, high = 1 / situation.model.elements, _MOST_ELEMENTS / situation.model.elements
+    low, high = 1 / work.model.elements, _MOST_ELEMENTS / work.model.elements
     if not fits(low):
         return 0
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return int(low * situation.model.elements)
+    return int(low * work.model.elements)

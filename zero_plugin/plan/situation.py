@@ -1,10 +1,6 @@
-"""What the plan is made of.
+"""What the plan is made of: a model's sizes, its activations, its optimizer, the machines, and a setup to train by.
 
-What the plan is made of: a model's sizes, its activations, the machines, and one way of training on them.
-
-Names ways of training in a few words, for tables, pictures and messages.
-
-What optimizers keep for each parameter, by the name that a configuration gives them.
+What optimizers keep for each parameter is looked up by the name that a configuration gives them.
 """
 
 from __future__ import annotations
@@ -160,6 +156,15 @@ class OptimizerSizes:
     name: str = "adamw"
     states: int = 2
     step_copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained: a model, what its forward keeps in the precision of the training, and its optimizer."""
+
+    model: ModelSizes
+    activations: Activations
+    optimizer: OptimizerSizes = OptimizerSizes()
 
 
 @dataclass(frozen=True, slots=True)
