@@ -25,7 +25,6 @@ WARM = {
     "zero_plugin.cli.selftest_checks.worker",
     "zero_plugin.machine.device_memory",
     "zero_plugin.plan.activations",  # these read live models, or build some
-    "zero_plugin.plan.build_model",
     "zero_plugin.plan.constants",
     "zero_plugin.plan.live_model",
     "zero_plugin.plan.run_facts",

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.model_facts import probe_model_folder
+from zero_plugin.plan.model_source import probe_model_folder
 
 
 def test_config_and_weights(tmp_path: Path) -> None:
@@ -69,5 +69,5 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 
 def test_no_torch() -> None:
     """The command line reads a folder in milliseconds."""
-    code = "import sys, zero_plugin.plan.model_facts; sys.exit('torch' in sys.modules)"
+    code = "import sys, zero_plugin.plan.model_source; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

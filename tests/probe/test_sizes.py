@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero_plugin.plan.live_model import model_sizes, repeated_blocks
-from zero_plugin.plan.model_facts import is_expert
+from zero_plugin.plan.model_source import is_expert
 from zero_plugin.plan.situation import ParameterSize
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.model_facts import common_width, stated_width
+from zero_plugin.plan.model_source import common_width, stated_width
 
 
 @pytest.mark.parametrize(

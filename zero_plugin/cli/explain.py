@@ -37,7 +37,7 @@ from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.build import SizedModel, with_plan
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.machine.hardware import has_gpu_driver
-from zero_plugin.plan.model_facts import probe_model_folder
+from zero_plugin.plan.model_source import probe_model_folder
 
 # Which option brings what a run would, by the key that waits for it; any other waits for --set.
 _OPTIONS: Mapping[str, str] = {
@@ -169,7 +169,7 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     Raises:
         ConfigError: everything that no run could mend.
     """
-    accelerator: Literal["cpu", "cuda"] | None = options.accelerator and options.accelerator.value
+    accelerator: Literal["cpu", "cuda"] | None = None if options.accelerator is None else options.accelerator.value
     sized = None if options.model is None else SizedModel(options.model, options.sequence_length)
     content = sys.stdin.buffer.read() if file == "-" else None
     if file is not None:

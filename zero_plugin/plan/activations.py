@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -17,12 +17,10 @@ from torch.func import functional_call
 
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.live_model import repeated_blocks
+from zero_plugin.plan.live_model import Example, repeated_blocks
 from zero_plugin.plan.situation import Activations, Affine, Highest, highest
 from zero_plugin.plan.traced_bytes import DeviceKernels, LiveBytes, watch_blocks
 from zero_plugin.tensors.nested import list_leaves, map_leaves, to_fp32
-
-Example = Mapping[str, Any] | Sequence[Any] | Tensor
 
 _SAMPLES: Final = (2, 3)  # not 1, which some operations and models treat apart
 _TYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,13 +1,8 @@
-"""A decoder-only language model by closed formulas.
-
-A decoder-only language model's sizes and activations by closed formulas, from its widths alone.
-
-How many tokens a sample has, where nobody says it.
-"""
+"""A decoder-only language model's sizes and activations by closed formulas, and how many tokens a sample has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -223,6 +218,10 @@ def usual_length(config: Any = None) -> int:
         text: Any = config.get("text_config") or config
     else:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    stated = (text.get(name) if isinstance(text, Mapping) else getattr(text, name, None) for name in _POSITIONS)
-    found = (n for n in stated if isinstance(n, int) and not isinstance(n, bool) and n > 0)
-    return min(DEFAULT_LENGTH, next(found, DEFAULT_LENGTH))
+    return min(DEFAULT_LENGTH, stated_number(text, _POSITIONS) or DEFAULT_LENGTH)
+
+
+def stated_number(config: Any, names: Iterable[str]) -> int | None:
+    """The first number above 0 that a configuration, an object or a mapping, has under one of `names`."""
+    found = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)

@@ -1,27 +1,31 @@
-"""The model that is planned for, by its configuration, its weights' headers, a function, or a few numbers."""
+"""The model that is planned for, by its configuration, its weights' headers, a function, or a few numbers.
+
+Without torch, but where a model is to be built and traced.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.packages import installed_version
-from zero_plugin.config.resolve.facts import Precision
+from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.decoder import DEFAULT_LENGTH, decoder_activations, decoder_sizes, usual_length
+from zero_plugin.plan.decoder import DEFAULT_LENGTH, decoder_activations, decoder_sizes, stated_number, usual_length
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
+from zero_plugin.tensors.model_folder import read_header, read_keys, weight_files
 
+_AGAIN: Final = "Download the file again."
 _FUNCTION: Final = re.compile(r"[\w.]+:\w+")
 _EMBEDDING: Final = re.compile(r"embed|wte|lm_head")
 _LAYER: Final = re.compile(r"\.(\d+)\.")
 _GATED: Final = ("silu", "swish", "gelu_pytorch_tanh")  # Llama's, Gemma's; others have no gate
-_KEYS: Final = {  # how configurations call what the formula needs
+KEYS: Final = {  # how configurations call what the formula needs
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "kv_heads": ("num_key_value_heads",),
@@ -88,14 +92,14 @@ def open_model(
         )
     if config.is_file():
         if source.trace and installed_version("transformers"):
-            from zero_plugin.plan.build_model import build_model, example_inputs
+            from zero_plugin.plan.live_model import build_model, example_inputs
 
             model = build_model(config)
             length = sequence_length or usual_length(model.config)
             return _traced(model, example_inputs(model, length), precision, str(config))
         return _from_config(config, sequence_length, precision)
     if _FUNCTION.fullmatch(source.model):
-        from zero_plugin.plan.build_model import call_function
+        from zero_plugin.plan.live_model import call_function
 
         return _traced(*call_function(source.model, sequence_length), precision, source.model)
     raise _error(
@@ -120,20 +124,10 @@ def _by_formula(
 
 def _from_config(file: Path, sequence_length: int | None, precision: Precision) -> tuple[ModelSizes, Activations]:
     """By the decoder's formula, with the sizes that a configuration states, and those of the weights beside it."""
-    from zero_plugin.plan.model_facts import stated_width
-
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise _error(f"{file} cannot be read: {error}", "Give a transformers model's config.json.") from None
-    if not isinstance(config, dict):
-        raise _error(f"{file} holds no keys", "Give a transformers model's config.json.")
+    config = _read_config(file, "plan", "Give a transformers model's config.json.")
     text = config.get("text_config") or config
-    numbers = {
-        name: value
-        for name, keys in _KEYS.items()
-        if (value := next((text[key] for key in keys if isinstance(text.get(key), int)), None))
-    }
+    stated = {name: stated_number(text, keys) for name, keys in KEYS.items()}
+    numbers = {name: number for name, number in stated.items() if number}
     other = next((f"its {key}" for key in _NO_DECODER if config.get(key)), None)
     if other or "vocabulary" not in numbers:
         what = f"by {other or 'having no vocabulary'}, {file} is no plain decoder's"
@@ -155,8 +149,6 @@ def _from_weights(
     folder: Path, source: ModelSource, sequence_length: int, precision: Precision
 ) -> tuple[ModelSizes, Activations]:
     """From the headers of a folder of safetensors: every tensor's shape, and by its name which layer it is of."""
-    from zero_plugin.plan.model_facts import common_width, is_expert, weight_shapes
-
     shapes = weight_shapes(folder, "plan")
     if not shapes:
         raise _error(f"{folder} holds neither config.json nor *.safetensors", "Name the folder of a model.")
@@ -182,5 +174,148 @@ def _flag(number: str) -> str:
     return "--params" if number == "parameters" else f"--{number}"
 
 
-def _error(message: str, fix: str) -> ConfigError:
-    return ConfigError([Problem("plan", "", message, fix)])
+# The names under which configurations keep the width of the residual stream. `dim` before `hidden_dim`, which is the
+# feed-forward width where both are there (DistilBERT).
+_WIDTHS: Final = (
+    *("hidden_size", "hidden_sizes", "d_model", "n_embd", "n_embed", "emb_dim", "embed_dim", "model_dim"),
+    *("dim", "d_latents", "hidden_dim"),
+)
+# The parts that hold the language model, where a configuration nests several: the first that states a width counts.
+_LANGUAGE: Final = (
+    *("text_config", "llm_config", "language_config", "thinker_config", "llm_cfg", "lm_config", "language_model"),
+    *("decoder", "decoder_config", "generator", "text_encoder"),
+)
+_DEEPEST: Final = 4
+
+
+def stated_width(config: Any, path: str) -> tuple[int | None, str]:
+    """The hidden size that a configuration states, itself or in a nested one, and where.
+
+    The language part of several comes first, as in transformers' `get_text_config`; of the other parts the widest.
+
+    Args:
+        config: an object or a mapping; None states nothing.
+        path: what to call it in the reason, e.g. `model.config`.
+    """
+    return _search(config, path, 0)
+
+
+def common_width(shapes: Iterable[tuple[int, ...]]) -> tuple[int | None, str]:
+    """The most common dimension of the matrices among `shapes`, the larger one of equals; None without a matrix."""
+    counts = Counter(length for shape in shapes if len(shape) == 2 for length in set(shape))
+    if not counts:
+        return None, ""
+    width = max(counts, key=lambda length: (counts[length], length))
+    return width, f"the most common dimension of the model's matrices ({counts[width]} of them)"
+
+
+def _search(config: Any, path: str, depth: int) -> tuple[int | None, str]:
+    if config is None or depth > _DEEPEST:
+        return None, ""
+    for name in _WIDTHS:
+        value = _member(config, name)
+        if isinstance(value, list | tuple) and value and all(map(_counts, value)):
+            return max(value), f"the largest of {path}.{name}"
+        if _counts(value):
+            return value, f"{path}.{name}"
+    for name in _LANGUAGE:
+        found = _search(_member(config, name), f"{path}.{name}", depth + 1)
+        if found[0] is not None:
+            return found
+    others = [_search(part, f"{path}.{name}", depth + 1) for name, part in _parts(config)]
+    return max(others, key=lambda found: found[0] or 0, default=(None, ""))
+
+
+def _member(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _parts(config: Any) -> Iterator[tuple[str, Any]]:
+    """The nested configurations: members that are mappings, or objects of some configuration class."""
+    members = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    for name, part in list(members.items()):
+        if isinstance(part, Mapping) or type(part).__name__.lower().endswith("config"):
+            yield str(name), part
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_EXPERT: Final = re.compile(r"(^|[._])experts([._]|$)")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of this name belongs to a routed expert, e.g. `layers.0.mlp.experts.3.weight`."""
+    return _EXPERT.search(name) is not None
+
+
+def probe_model_folder(folder: str | Path, where: str) -> ModelFacts:
+    """Sizes of the model in a transformers folder; no tensor is read, and neither torch nor transformers imported.
+
+    Without weight files the sizes of the parameters stay unknown (0).
+
+    Args:
+        folder: holds `config.json`, weights as safetensors, or both.
+        where: who named it, for errors, e.g. `--model`.
+
+    Raises:
+        ConfigError: there is no such folder, it holds no model, or a file in it is broken.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise _error(f"{folder} is no folder", "Name the folder of a transformers model.", where)
+    shapes = weight_shapes(folder, where).values()
+    file = folder / "config.json"
+    if not file.is_file() and not shapes:
+        raise _error(f"{folder} holds neither {file.name} nor *.safetensors", "Name the folder of a model.", where)
+    return model_facts(shapes, _read_config(file, where) if file.is_file() else None, file.name)
+
+
+def model_facts(shapes: Iterable[tuple[int, ...]], config: Any, path: str) -> ModelFacts:
+    """What resolution needs to know of a model.
+
+    Args:
+        shapes: of all its parameters.
+        config: its configuration; the hidden size is the one that it states, else the commonest dimension of a matrix.
+        path: what to call that in the reason.
+    """
+    shapes = list(shapes)
+    sizes = [math.prod(shape) for shape in shapes]
+    hidden, reason = stated_width(config, path)
+    if hidden is None:
+        hidden, reason = common_width(shapes)
+    return ModelFacts(hidden, reason, max(sizes, default=0), sum(sizes))
+
+
+def weight_shapes(folder: Path, where: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in a model's folder, by name, from the headers of its safetensors; empty without any.
+
+    Args:
+        folder: of the model.
+        where: who named it, for errors.
+
+    Raises:
+        ConfigError: a file is missing or broken.
+    """
+    file = folder
+    try:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in weight_files(folder)[0]:
+            file = folder / name
+            shapes |= {tensor: stored.shape for tensor, stored in read_header(file)[0].items()}
+    except (OSError, ValueError) as error:
+        what = str(error) if file == folder else f"{file} is no safetensors file: {error}"
+        raise _error(what, _AGAIN, where) from None
+    return shapes
+
+
+def _read_config(file: Path, where: str, fix: str = _AGAIN) -> dict[str, Any]:
+    try:
+        return read_keys(file)
+    except (OSError, ValueError) as error:
+        raise _error(f"{file} cannot be read: {error}", fix, where) from None
+
+
+def _error(message: str, fix: str, where: str = "plan") -> ConfigError:
+    return ConfigError([Problem(where, "", message, fix)])

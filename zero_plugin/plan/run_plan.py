@@ -28,12 +28,11 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.machine.device_memory import memory_available_bytes
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.plan.activations import trace_activations
-from zero_plugin.plan.build_model import example_inputs, forward_arguments
 from zero_plugin.plan.constants import measure_cluster
 from zero_plugin.plan.decoder import decoder_activations, usual_length
 from zero_plugin.plan.fields import BY_FORMULA, TRACED, UNKNOWN, Planned, fill_fields, nvme_folder, open_fields
 from zero_plugin.plan.footprint import Footprint, footprint
-from zero_plugin.plan.live_model import model_sizes
+from zero_plugin.plan.live_model import example_inputs, forward_arguments, model_sizes
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.options import Stage, running_setup
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Setup, asked_optimizer
