@@ -1,9 +1,4 @@
-"""The plan of a run, from its live model, data and machines.
-
-Makes the plan of a run from its model, its data and its machines, the same on every process.
-
-What a run takes by the plan's arithmetic.
-"""
+"""The plan of a run from its model, its data and its machines, the same on every process; and what it predicts."""
 
 from __future__ import annotations
 
@@ -22,6 +17,7 @@ from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.resolve.facts import Facts, Precision, Resolved
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.resolve.training import MICRO_BATCH, unplanned_micro_batch
+from zero_plugin.config.tree import KeyPath
 from zero_plugin.distributed.collectives import broadcast_object_list, gather_object
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError
@@ -64,7 +60,6 @@ def plan_open_fields(
     resolved = resolve(document, replace(facts, complete=False))
     if not (waiting := [path for path in asked if path in resolved.missing]):
         return facts, None  # there is no ZeRO here
-    plan = _plan_micro_batch if waiting == [MICRO_BATCH] else _plan
     peers = gather_object([(free_bytes(model, processes.device), processes.local_rank == 0)])
     free = min(size for size, _ in peers)
     nodes = max(1, sum(is_first for _, is_first in peers))
@@ -72,7 +67,7 @@ def plan_open_fields(
     if processes.rank == 0:
         try:
             measure = partial(_cluster, document, free, len(peers) // nodes, nodes)
-            outcome = [plan(document, resolved, facts, model, peek, measure)]
+            outcome = [_plan(document, resolved, facts, model, peek(), measure, waiting)]
         except ConfigError as error:
             outcome = [error]
     found = broadcast_object_list(outcome)[0]
@@ -87,38 +82,39 @@ def _plan(
     resolved: Resolved,
     facts: Facts,
     model: nn.Module,
-    peek: Callable[[], Any],
+    batch: Any,
     measure: Callable[[], Cluster],
-) -> tuple[Planned, Activations]:
-    sizes = model_sizes(model)
-    if facts.optimizer is None:
-        sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
+    waiting: list[KeyPath],
+) -> tuple[Planned, Activations | None]:
+    """The values of the fields that wait, and what a forward keeps; None of it where the micro-batch alone waits.
+
+    That one is chosen only where something tells what a sample takes, and is as without a plan where nothing fits.
+    """
+    alone = waiting == [MICRO_BATCH]
+    sizes = model_sizes(model) if alone else _trained_sizes(model, facts)
     guesses = facts.loop.micro_batch is None
-    activations, margin = find_activations(model, sizes, peek(), resolved.precision, guesses=guesses)
-    return fill_fields(document, resolved, facts, sizes, activations, measure(), margin=margin), activations
-
-
-def _plan_micro_batch(
-    document: Document,
-    resolved: Resolved,
-    facts: Facts,
-    model: nn.Module,
-    peek: Callable[[], Any],
-    measure: Callable[[], Cluster],
-) -> tuple[Planned, None]:
-    """Chooses the micro-batch where all else is settled; none where nothing tells what a sample takes."""
-    sizes = model_sizes(model)
-    activations, margin = find_activations(model, sizes, peek(), resolved.precision, guesses=True)
-    if not activations.saved.per_sample:
+    activations, margin = find_activations(model, sizes, batch, resolved.precision, guesses=guesses)
+    if alone and not activations.saved.per_sample:
         return {}, None
     try:
-        return fill_fields(document, resolved, facts, sizes, activations, measure(), margin=margin), None
+        planned = fill_fields(document, resolved, facts, sizes, activations, measure(), margin=margin)
     except ConfigError as error:
+        if not alone:
+            raise
         asked = (document.deepspeed.value(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
         total, steps = (value if isinstance(value, int) else None for value in asked)
         without, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
-        told = f"{error.problems[0].message.removeprefix('auto, but ')}. {error.problems[0].fix}"
-        return {MICRO_BATCH: (without, f"as without a plan, by which {told}")}, None
+        reason = f"{error.problems[0].message.removeprefix('auto, but ')}. {error.problems[0].fix}"
+        planned = {MICRO_BATCH: (without, f"as without a plan, by which {reason}")}
+    return planned, None if alone else activations
+
+
+def _trained_sizes(model: nn.Module, facts: Facts) -> ModelSizes:
+    """A model's sizes; without an optimizer nothing of it is trained."""
+    sizes = model_sizes(model)
+    if facts.optimizer is None:
+        return replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
+    return sizes
 
 
 def find_activations(
@@ -213,15 +209,12 @@ def predict_memory(
         processes: this process and its peers.
         activations: what a forward keeps; None leaves them out.
     """
-    sizes = model_sizes(model)
-    if facts.optimizer is None:
-        sizes = replace(sizes, parameters=tuple(replace(p, trainable=False) for p in sizes.parameters))
     on_gpu = processes.device.type == "cuda"
     here = local_processes(processes)
     host = available_cpu_memory()
     device = torch.cuda.get_device_properties(processes.device).total_memory if on_gpu else host // here
     return RunMemory(
-        sizes,
+        _trained_sizes(model, facts),
         activations or Activations(Affine()),
         asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu),
         running_setup(resolved, stage),
