@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.launch.worker import bind_to_cores
-from zero_plugin.machine.cores import choose_cores, core_ranges, find_gpus, read_nodes
+from zero_plugin.machine.hardware import choose_cores, core_ranges, find_gpus, read_nodes
 
 GPUS = ("0000:1b:00.0", "0000:3d:00.0", "0000:9b:00.0")
 

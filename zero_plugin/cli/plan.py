@@ -19,7 +19,7 @@ from zero_plugin.cli.flags import with_options
 from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import has_gpu_driver
-from zero_plugin.plan.config_file import write_plan
+from zero_plugin.plan.fields import write_plan
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
 from zero_plugin.plan.options import Wanted

@@ -34,8 +34,7 @@ from zero_plugin.launch.build_tpu import build_tpu_spec, choose_tpu
 from zero_plugin.launch.command import foreign_variables
 from zero_plugin.launch.report import STATIC_PORT, find_problems, where
 from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Request, Setting
-from zero_plugin.machine.cores import Binding, choose_cores, find_gpus
-from zero_plugin.machine.hardware import Machine, has_gpu_driver, port_is_free
+from zero_plugin.machine.hardware import Binding, Machine, choose_cores, find_gpus, has_gpu_driver, port_is_free
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.machine.network import (
     OWN_ADDRESS,
@@ -46,8 +45,7 @@ from zero_plugin.machine.network import (
     is_own_address,
 )
 from zero_plugin.machine.scheduler_job import Allocation, find_allocation
-from zero_plugin.plan.config_file import lay_plan, plan_before_run, waits_for_plan
-from zero_plugin.plan.fields import nvme_folder
+from zero_plugin.plan.fields import lay_plan, nvme_folder, plan_before_run, waits_for_plan
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource
 from zero_plugin.plan.situation import Cluster

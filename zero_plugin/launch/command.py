@@ -20,7 +20,7 @@ from zero_plugin.config.resolve.facts import PLACEMENT, Resolved
 from zero_plugin.config.tree import AUTO, KeyPath
 from zero_plugin.launch import worker
 from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Setting
-from zero_plugin.machine.cores import core_ranges
+from zero_plugin.machine.hardware import core_ranges
 
 CONFIG_FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 

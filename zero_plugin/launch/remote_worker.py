@@ -25,8 +25,7 @@ from typing import Any, Final
 
 from zero_plugin.launch import worker
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
-from zero_plugin.machine.cores import choose_cores, find_gpus
-from zero_plugin.machine.hardware import count_cores, has_gpu_driver
+from zero_plugin.machine.hardware import choose_cores, count_cores, find_gpus, has_gpu_driver
 from zero_plugin.machine.network import interface_towards
 from zero_plugin.machine.scheduler_job import find_place
 

@@ -6,14 +6,12 @@ import errno
 import ipaddress
 import os
 import socket
-import struct
-from pathlib import Path
 from typing import Final
+
+import psutil
 
 OWN_ADDRESS: Final = "127.0.0.1"  # by which processes of one machine find each other, and nobody else finds them
 _ANY_PORT: Final = 9  # nothing is sent: connecting a datagram socket only asks for the route
-_SIOCGIFADDR: Final = 0x8915
-_IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
 
 
 def address_towards(host: str) -> str | None:
@@ -101,7 +99,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def is_loopback(host: str) -> bool:
     """Whether `host` means, on every machine, that machine itself."""
     found = _resolve(host)
-    return found is not None and ipaddress.ip_address(found[1].partition("%")[0]).is_loopback
+    return found is not None and ipaddress.ip_address(_without_scope(found[1])).is_loopback
 
 
 def _resolve(host: str) -> tuple[socket.AddressFamily, str] | None:
@@ -113,27 +111,13 @@ def _resolve(host: str) -> tuple[socket.AddressFamily, str] | None:
 
 
 def _interface_of(address: str) -> str | None:
-    if ":" in address:
-        return _interface_of_ipv6(address)
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        return None
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            try:
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no IPv4 address
-                continue
-        if socket.inet_ntoa(answer[20:24]) == address:
-            return name
+    wanted = ipaddress.ip_address(_without_scope(address))
+    for name, entries in psutil.net_if_addrs().items():
+        texts = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        if any(ipaddress.ip_address(_without_scope(text)) == wanted for text in texts):
+            return str(name)
     return None
 
 
-def _interface_of_ipv6(address: str) -> str | None:
-    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    try:
-        lines = _IPV6_ADDRESSES.read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split()[-1] for line in lines if line.startswith(wanted)), None)
+def _without_scope(address: str) -> str:
+    return address.partition("%")[0]

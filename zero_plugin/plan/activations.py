@@ -234,30 +234,26 @@ def _training(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-@contextmanager
-def _no_warnings_of_fakes() -> Iterator[None]:
+def _no_warnings_of_fakes() -> AbstractContextManager[None]:
     """Without what torch prints of an operation that meets wrong shapes: the error that comes of it tells."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
+    return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
-@contextmanager
-def _no_packing() -> Iterator[None]:
+def _no_packing() -> AbstractContextManager[None]:
     """Have transformers take samples for one sequence each, which it otherwise reads from the positions' values.
 
     Of a fake tensor it takes the worst, and makes a mask of `tokens²` where a training run has none.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
-    found = getattr(masking, "find_packed_sequence_indices", None)
-    if found is None:
-        yield
-        return
-    masking.find_packed_sequence_indices = lambda *_args, **_kwargs: None
+    name = "find_packed_sequence_indices"
+    return _replaced(masking, name, lambda *_args, **_kwargs: None) if hasattr(masking, name) else nullcontext()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        masking.find_packed_sequence_indices = found
+        setattr(owner, name, before)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from zero_plugin.cli.doctor_checks.finding import Finding, Level, Needs
 from zero_plugin.config.packages import installed_version
-from zero_plugin.machine.cores import core_ranges
-from zero_plugin.machine.hardware import port_is_free
+from zero_plugin.machine.hardware import core_ranges, port_is_free
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_version_problem
 
 
