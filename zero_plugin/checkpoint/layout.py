@@ -1,8 +1,7 @@
-"""Which file holds which tensor, and what a session has to store.
+"""Which file holds which tensor, and where; and the tensors of a session as fragments.
 
-Which file holds which tensor, and where: the same on every process, computed from the tensors' descriptions.
-
-All tensors of a session as fragments: to be written, to be read into, or only described.
+The layout is the same on every process, because it is computed from the tensors' descriptions. A session's fragments
+are written, read into, or only described.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 _SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
+ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the configuration."
+
 
 @dataclass(frozen=True, slots=True)
 class Description:
@@ -50,15 +51,15 @@ class Layout:
 
     Attributes:
         places: (kind, name) → place.
-        heads: file → its first bytes.
+        headers: file → its first bytes.
         sizes: file → bytes.
-        index: text of the weights' index file; None where one file holds all.
+        index: path and text of the weights' index file; None where one file holds all.
     """
 
     places: dict[tuple[str, str], Place] = field(default_factory=dict)
-    heads: dict[str, bytes] = field(default_factory=dict)
+    headers: dict[str, bytes] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    index: str | None = None
+    index: tuple[str, str] | None = None
 
 
 def describe(fragments: Iterable[Fragment]) -> list[Description]:
@@ -104,16 +105,12 @@ def plan_layout(
         weight_map |= dict.fromkeys(names, file)
     if total > 1:
         size = sum(description.size for shard in shards for description in shard)
-        layout.index = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        layout.index = folder + INDEX_NAME, json.dumps(index, indent=2)
     for kind in sorted({description.kind for description in descriptions} - {WEIGHT}):
         file = "masters" if kind == MASTER else kind
         _add_file(layout, f"{folder}optimizer/{file}.safetensors", [d for d in descriptions if d.kind == kind], {})
     return layout
-
-
-def index_file(folder: str) -> str:
-    """Path of the weights' index below the checkpoint's folder."""
-    return folder + INDEX_NAME
 
 
 def is_weight_file(name: str) -> bool:
@@ -135,15 +132,12 @@ def _cut_into_shards(weights: Sequence[Description], limit: int) -> list[list[De
 
 def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadata: Mapping[str, str]) -> None:
     ordered = sorted(tensors, key=lambda tensor: sort_key(tensor.name, tensor.dtype))
-    head, ranges = encode_header(((t.name, t.dtype, t.shape) for t in ordered), metadata)
-    layout.heads[file] = head
-    layout.sizes[file] = max((end for _, end in ranges.values()), default=len(head))
+    header, ranges = encode_header(((t.name, t.dtype, t.shape) for t in ordered), metadata)
+    layout.headers[file] = header
+    layout.sizes[file] = max((end for _, end in ranges.values()), default=len(header))
     for tensor in tensors:
         place = Place(file, DTYPE_NAMES[tensor.dtype], tensor.shape, ranges[tensor.name][0])
         layout.places[tensor.kind, tensor.name] = place
-
-
-ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the configuration."
 
 
 def session_fragments(

@@ -12,19 +12,15 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from zero_plugin.config.resolve.run_record import RECORD_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import write_text
 from zero_plugin.tensors.model_folder import ITEM_BYTES, Place
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 MANIFEST_NAME: Final = "manifest.json"
 _FORMAT: Final = 1
@@ -47,14 +43,6 @@ class StoredModel:
     tied: Mapping[str, str]
     places: Mapping[tuple[str, str], Place]
     sums: Mapping[tuple[str, str], tuple[int, int]]
-
-    @staticmethod
-    def with_sums(
-        kind: str, folder: str, tied: Mapping[str, str], places: Mapping[tuple[str, str], Place], sums: Tensor
-    ) -> StoredModel:
-        """From one row of two sums for each place."""
-        pairs = {key: (first, second) for key, (first, second) in zip(places, sums.tolist(), strict=True)}
-        return StoredModel(kind, folder, tied, places, pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +103,6 @@ def find_wrong_files(folder: Path, manifest: Manifest) -> dict[str, str]:
     """The files that are missing, or of another size, each with a sentence; nothing of them is read."""
     found = {path: _wrong_size(folder / path, size) for path, (size, _) in manifest.files.items()}
     return {path: problem for path, problem in found.items() if problem is not None}
-
-
-def list_files(folder: Path, tensor_files: Collection[str]) -> dict[str, tuple[int, int | None]]:
-    """All files below `folder`, as the manifest has them.
-
-    Args:
-        folder: of a checkpoint that is complete but for its manifest.
-        tensor_files: those whose tensors have checksums of their own.
-    """
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    named = {str(path.relative_to(folder)): path for path in paths}
-    return {
-        name: (path.stat().st_size, None if name in tensor_files else checksum_of_file(path))
-        for name, path in named.items()
-    }
 
 
 def checksum_of_file(path: Path) -> int:

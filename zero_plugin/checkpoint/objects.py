@@ -164,11 +164,6 @@ def encode_nested(tree: Any, *, what: str) -> EncodedTree:
     return EncodedTree(json.dumps(encoded, ensure_ascii=False) + "\n", tensors)
 
 
-def write_nested(tree: Any, stem: Path, *, what: str) -> None:
-    """`encode_nested`, and write it."""
-    encode_nested(tree, what=what).write(stem)
-
-
 def read_nested(stem: Path) -> Any:
     """What `EncodedTree.write` wrote; tensors are on the CPU."""
     encoded = json.loads(stem.with_name(f"{stem.name}.json").read_text(encoding="utf-8"))

@@ -1,8 +1,6 @@
-"""Writes a checkpoint, random number generators included.
+"""Writes a checkpoint: every process its own ranges, then the main process what is small, the manifest and the name.
 
-Writes a checkpoint: every process its own ranges, then the main process what is small, the manifest and the name.
-
-The states of Python's, NumPy's and torch's random number generators, of every process.
+Also the states of Python's, NumPy's and torch's random number generators, of every process.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from zero_plugin.checkpoint.layout import (
     Layout,
     describe,
     described_fragments,
-    index_file,
     placed_fragments,
     plan_layout,
 )
@@ -95,8 +92,9 @@ class OpenCheckpoint:
             CheckpointError: on every process; what was in `target` is as it was.
         """
         try:
-            told = all_or_none(lambda: self._write_ranges(fragments), peers)
-            summed = [peers.sum(part) for part in told]
+            parts = zip(fragments, self.layouts, strict=True)
+            written = all_or_none(lambda: write_fragments(self.draft, parts), peers)
+            summed = [peers.sum(rows) for rows in written]
             all_or_none(lambda: self._complete(summed) if peers.is_main else None, peers)
         except BaseException:
             self.discard(peers)
@@ -107,39 +105,8 @@ class OpenCheckpoint:
         if peers.is_main:
             discard_draft(self.draft)
 
-    def _write_ranges(self, fragments: Iterable[Iterable[Fragment]]) -> list[Tensor]:
-        """For each model one row for each of its places: the checksum and the number of elements that were written."""
-        told = []
-        with open_writer(self.draft) as writer:
-            for of_model, layout in zip(fragments, self.layouts, strict=True):
-                rows = {key: row for row, key in enumerate(layout.places)}
-                part = torch.zeros(len(rows), 3, dtype=torch.int64)
-                for fragment in placed_fragments(of_model, layout):
-                    key = fragment.kind, fragment.name
-                    part[rows[key], :2] += writer.write(fragment, layout.places[key])
-                    part[rows[key], 2] += fragment.written[1] - fragment.written[0]
-                told.append(part)
-            writer.sync()
-        return told
-
-    def _complete(self, summed: Sequence[Tensor]) -> None:
-        for layout, part in zip(self.layouts, summed, strict=True):
-            refuse_gaps(layout, part[:, 2])
-        for stem, tree in self.trees.items():
-            tree.write(self.draft / stem)
-        models = [
-            StoredModel.with_sums(kind, folder, tied, layout.places, part[:, :2])
-            for (kind, folder, tied), layout, part in zip(self.models, self.layouts, summed, strict=True)
-        ]
-        sizes = {file: size for layout in self.layouts for file, size in layout.sizes.items()}
-        files: dict[str, tuple[int, int | None]] = {}
-        for path in sorted(path for path in self.draft.rglob("*") if path.is_file()):
-            name = str(path.relative_to(self.draft))
-            sync_file(path)  # also what hooks and libraries wrote; the manifest may only come when all else is there
-            files[name] = (path.stat().st_size, None if name in sizes else checksum_of_file(path))
-            if name in sizes and files[name][0] != sizes[name]:
-                raise CheckpointError(f"{path} has {files[name][0]:,} bytes instead of {sizes[name]:,}.")
-        Manifest(self.about, models, files).write(self.draft)
+    def _complete(self, written: Sequence[Tensor]) -> None:
+        complete_draft(self.draft, self.about, self.models, zip(self.layouts, written, strict=True), self.trees)
         publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
@@ -187,9 +154,6 @@ def open_checkpoint(
     def begin() -> None:
         create_files(draft, opened.layouts)
         contents = make_draft()
-        for (_, folder, _), layout in zip(models, opened.layouts, strict=True):
-            if layout.index is not None:
-                write_text(draft / index_file(folder), layout.index)
         contents.write_more(draft)
         opened.about = contents.about
         opened.trees = {stem: encode_nested(tree, what=stem) for stem, tree in contents.trees.items()}
@@ -211,8 +175,8 @@ def agree_on(layouts: Sequence[Layout]) -> None:
     Raises:
         CheckpointError: they have not.
     """
-    heads = b"".join(head for layout in layouts for _, head in sorted(layout.heads.items()))
-    digests = collectives.gather_object([hashlib.sha256(heads).hexdigest()])
+    headers = b"".join(header for layout in layouts for _, header in sorted(layout.headers.items()))
+    digests = collectives.gather_object([hashlib.sha256(headers).hexdigest()])
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise CheckpointError(
@@ -244,16 +208,85 @@ def refuse_gaps(layout: Layout, written: Tensor) -> None:
 
 
 def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
-    """Make the tensor files in `draft`, at full size, for `open_writer`."""
+    """Make the tensor files in `draft`, at full size, for `write_fragments`; and the weights' index."""
     for layout in layouts:
-        for file, head in layout.heads.items():
+        for file, header in layout.headers.items():
             path = draft / file
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as opened:
                 # The size first: a client of NFS that writes at a file's end takes the rest of that page to be zeros,
                 # and may write them over what another machine has written there.
                 reserve(opened, layout.sizes[file])
-                opened.write(head)
+                opened.write(header)
+        if layout.index is not None:
+            name, text = layout.index
+            write_text(draft / name, text)
+
+
+def write_fragments(
+    draft: Path, parts: Iterable[tuple[Iterable[Fragment], Layout]], *, summed: bool = True
+) -> list[Tensor]:
+    """Write what of some models' fragments is this process' to write; the disk has it at the return.
+
+    Args:
+        draft: the folder, with the tensor files.
+        parts: of each model, its fragments and their layout.
+        summed: whether checksums are computed; else they are zeros.
+
+    Returns:
+        For each model one row for each of its places: the two sums (`sum_words`) and the number of elements of what was
+        written.
+    """
+    written = []
+    with open_writer(draft) as writer:
+        for fragments, layout in parts:
+            rows = {key: row for row, key in enumerate(layout.places)}
+            table = torch.zeros(len(rows), 3, dtype=torch.int64)
+            for fragment in placed_fragments(fragments, layout):
+                key = fragment.kind, fragment.name
+                table[rows[key], :2] += writer.write(fragment, layout.places[key], summed=summed)
+                table[rows[key], 2] += fragment.written[1] - fragment.written[0]
+            written.append(table)
+        writer.sync()
+    return written
+
+
+def complete_draft(
+    draft: Path,
+    about: Mapping[str, Any],
+    models: Sequence[tuple[str, str, Mapping[str, str]]],
+    written: Iterable[tuple[Layout, Tensor]],
+    trees: Mapping[str, EncodedTree],
+) -> None:
+    """Write what is small, and the manifest last, into a draft that has the models' tensors.
+
+    Args:
+        draft: the folder.
+        about: for the manifest.
+        models: class, folder and tied names of each.
+        written: of each model, its layout and what all processes wrote, as `write_fragments` returns it.
+        trees: file's path without ending → what goes into it.
+
+    Raises:
+        CheckpointError: the tensors are not complete.
+    """
+    stored = []
+    sizes: dict[str, int] = {}
+    for (kind, folder, tied), (layout, table) in zip(models, written, strict=True):
+        refuse_gaps(layout, table[:, 2])
+        sums = {key: (plain, placed) for key, (plain, placed, _) in zip(layout.places, table.tolist(), strict=True)}
+        stored.append(StoredModel(kind, folder, tied, layout.places, sums))
+        sizes |= layout.sizes
+    for stem, tree in trees.items():
+        tree.write(draft / stem)
+    files: dict[str, tuple[int, int | None]] = {}
+    for path in sorted(path for path in draft.rglob("*") if path.is_file()):
+        name, size = str(path.relative_to(draft)), path.stat().st_size
+        sync_file(path)  # also what hooks and libraries wrote; the manifest may only come when all else is there
+        if size != sizes.get(name, size):
+            raise CheckpointError(f"{path} has {size:,} bytes instead of {sizes[name]:,}.")
+        files[name] = size, None if name in sizes else checksum_of_file(path)
+    Manifest(about, stored, files).write(draft)
 
 
 def random_state() -> dict[str, Any]:

@@ -1,10 +1,6 @@
-"""Writes a model's weights as a Hugging Face model folder.
+"""Writes a model's weights as a Hugging Face model folder: every process its own ranges, no process all of them.
 
-Writes a model's weights as a Hugging Face model folder: every process its own ranges, no process all of them.
-
-What `save_model` writes of a model: which tensors, of which type, and where in this process they are.
-
-What transformers and PEFT models need for `from_pretrained` beside, or instead of, their weights.
+And what transformers and PEFT models need for `from_pretrained` beside, or instead of, their weights.
 """
 
 from __future__ import annotations
@@ -21,13 +17,12 @@ from torch import Tensor, nn
 
 from zero_plugin.checkpoint.folders import discard_draft, open_draft
 from zero_plugin.checkpoint.layout import INDEX_NAME, Description, Layout, describe, is_weight_file, plan_layout
-from zero_plugin.checkpoint.ranges import open_writer
-from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps
+from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps, write_fragments
 from zero_plugin.checkpoint.shared_folder import is_one_folder
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
-from zero_plugin.machine.durable_files import sync_file, sync_folder, write_text
+from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.fragments import WEIGHT, Fragment
 from zero_plugin.tensors.modules import persistent_tensors, shared_names
@@ -63,8 +58,7 @@ class SavedWeights:
             if not self.in_ranges:
                 yield fragment
                 continue
-            begin, end = fragment.written
-            values = collectives.gather(fragment.values.reshape(-1)[begin:end])  # their order is that of the ranges
+            values = collectives.gather(fragment.part_to_write())  # their order is that of the ranges
             yield replace(fragment, start=0, values=values, written=(0, values.numel() if is_main else 0))
 
 
@@ -240,30 +234,18 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
     return plan_layout(weights.descriptions, "", max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
-def _write(draft: Path, fragments: Iterable[Fragment], layout: Layout) -> Tensor:
+def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout) -> Tensor:
     """For each place, the elements that this process wrote."""
-    rows = {key: row for row, key in enumerate(layout.places)}
-    counts = torch.zeros(len(rows), dtype=torch.int64)
-    error: Exception | None = None
-    with open_writer(draft) as writer:
-        for fragment in fragments:  # to the last, after an error too: others may be sending theirs
-            begin, end = fragment.written
-            if error is None and begin < end:
-                try:
-                    writer.write(fragment, layout.places[WEIGHT, fragment.name], summed=False)
-                    counts[rows[WEIGHT, fragment.name]] += end - begin
-                except Exception as caught:  # noqa: BLE001 - raised below
-                    error = caught
-        if error is not None:
-            raise error
-        writer.sync()
-    return counts
+    try:
+        return write_fragments(draft, [(fragments, layout)], summed=False)[0][:, 2]
+    except Exception:
+        for _ in fragments:  # to the last: other processes may be sending theirs
+            pass
+        raise
 
 
 def _complete(draft: Path, target: Path, layout: Layout, written: Tensor, write_more: Callable[[Path], None]) -> None:
     refuse_gaps(layout, written)
-    if layout.index is not None:
-        write_text(draft / INDEX_NAME, layout.index)
     write_more(draft)
     names = [path.name for path in sorted(draft.iterdir()) if not path.name.startswith(".")]
     for name in names:

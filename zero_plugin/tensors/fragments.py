@@ -8,6 +8,8 @@ from typing import Final
 
 from torch import Tensor, nn
 
+from zero_plugin.errors import CheckpointError
+
 WEIGHT: Final = "weight"
 MASTER: Final = "master"
 
@@ -41,6 +43,17 @@ class Fragment:
     def is_elsewhere(self) -> bool:
         """Whether what this process is to write lies on a disk (NVMe), where no fragment reaches."""
         return self.values.numel() < self.written[1]
+
+    def part_to_write(self) -> Tensor:
+        """What of the values this process writes, flat.
+
+        Raises:
+            CheckpointError: it is not in memory.
+        """
+        if self.is_elsewhere:
+            raise CheckpointError(f"{self.name} ({self.kind}) is not in memory, and nothing brings it there.")
+        begin, end = self.written
+        return self.values.reshape(-1)[begin:end]
 
 
 def share_of(count: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -1,12 +1,7 @@
-"""Writes what a conversion has read.
+"""Writes what a conversion has read: aside, with enough room, and under its name when it is complete.
 
-Where a conversion writes: aside, with enough room, and under its name when it is complete.
-
-Writes weights as a Hugging Face model folder, or as one safetensors file.
-
-Writes what was read from another format as a checkpoint of this package, which `load_state` goes on from.
-
-Writes DeepSpeed's universal checkpoint, which its engine loads with `checkpoint: {load_universal: true}`.
+It becomes a Hugging Face model folder, one safetensors file, a checkpoint of this package, from which `load_state`
+resumes, or DeepSpeed's universal checkpoint, which its engine loads with `checkpoint: {load_universal: true}`.
 """
 
 from __future__ import annotations
@@ -25,11 +20,10 @@ from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
-from zero_plugin.checkpoint.layout import SINGLE_NAME, Description, Layout, index_file, plan_layout
-from zero_plugin.checkpoint.manifest import Manifest, StoredModel, list_files, recognise
-from zero_plugin.checkpoint.objects import write_nested
-from zero_plugin.checkpoint.ranges import open_writer
-from zero_plugin.checkpoint.save import create_files
+from zero_plugin.checkpoint.layout import SINGLE_NAME, Description, Layout, plan_layout
+from zero_plugin.checkpoint.manifest import recognise
+from zero_plugin.checkpoint.objects import encode_nested
+from zero_plugin.checkpoint.save import complete_draft, create_files, write_fragments
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import sync_file, sync_folder, write_text
 from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
@@ -92,36 +86,24 @@ def refuse_existing(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def describe_stored(tensors: Mapping[tuple[str, str], Stored]) -> list[Description]:
-    """The tensors, for `plan_layout`."""
-    return [Description(kind, name, stored.dtype, stored.shape) for (kind, name), stored in tensors.items()]
+def _plan(tensors: Mapping[tuple[str, str], Stored], tied: Mapping[str, str], max_shard_bytes: int) -> Layout:
+    described = [Description(kind, name, stored.dtype, stored.shape) for (kind, name), stored in tensors.items()]
+    return plan_layout(described, "", max_shard_bytes=max_shard_bytes, tied=tied)
 
 
-def write_tensors(
+def _write_tensors(
     draft: Path, layout: Layout, tensors: Mapping[tuple[str, str], Stored], progress: Progress, *, summed: bool
 ) -> Tensor:
-    """Write tensor files, of which no more than a staging buffer is ever in memory.
+    """Make the tensor files; no more than a staging buffer of them is ever in memory. Returns as `write_fragments`."""
 
-    Args:
-        draft: the folder.
-        layout: where each tensor goes.
-        tensors: by kind and name.
-        progress: told what was written.
-        summed: whether checksums are wanted.
-
-    Returns:
-        The two sums of each of the layout's places, in their order (`sum_words`); int64 of shape (places, 2).
-    """
-    create_files(draft, [layout])
-    sums = torch.zeros(len(layout.places), 2, dtype=torch.int64)
-    with open_writer(draft) as writer:
-        for row, (key, place) in enumerate(layout.places.items()):
+    def fragments() -> Iterator[Fragment]:
+        for key, place in layout.places.items():
             for start, values in tensors[key].chunks():
-                fragment = Fragment(*key, place.shape, start, values, (0, values.numel()))
-                sums[row] += writer.write(fragment, place, summed=summed)
+                yield Fragment(*key, place.shape, start, values, (0, values.numel()))
                 progress(values.numel() * place.dtype.itemsize)
-        writer.sync()
-    return sums
+
+    create_files(draft, [layout])
+    return write_fragments(draft, [(fragments(), layout)], summed=summed)[0]
 
 
 def copy_configuration(source: Path, draft: Path) -> None:
@@ -158,11 +140,9 @@ def write_model(
         CheckpointError: see `new_folder`.
     """
     tensors = {(WEIGHT, name): stored for name, stored in source.weights(dtype).items()}
-    layout = plan_layout(describe_stored(tensors), "", max_shard_bytes=max_shard_bytes, tied=source.tied)
+    layout = _plan(tensors, source.tied, max_shard_bytes)
     with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
-        write_tensors(draft, layout, tensors, progress, summed=False)
-        if layout.index is not None:
-            write_text(draft / index_file(""), layout.index)
+        _write_tensors(draft, layout, tensors, progress, summed=False)
         copy_configuration(source.folder, draft)
         if dtype is not None and (draft / "config.json").is_file():
             _name_dtype(draft / "config.json", str(dtype).removeprefix("torch."))
@@ -211,7 +191,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: see `new_folder`.
     """
-    layout = plan_layout(describe_stored(source.tensors), "", max_shard_bytes=max_shard_bytes, tied=source.tied)
+    layout = _plan(source.tensors, source.tied, max_shard_bytes)
     model = {"class": source.model_class, "extra_states": source.extra_states, "optimizer": source.optimizer}
     training = {
         "models": [model],
@@ -221,20 +201,16 @@ def write_checkpoint(
         "iteration": 0,
     }
     with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
-        sums = write_tensors(draft, layout, source.tensors, progress, summed=True)
-        if layout.index is not None:
-            write_text(draft / index_file(""), layout.index)
+        written = _write_tensors(draft, layout, source.tensors, progress, summed=True)
         copy_configuration(source.folder, draft)
-        write_nested(training, draft / "training", what="training")
-        write_nested([], draft / "random", what="random")
-        write_nested(None, draft / "objects", what="objects")
         about = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **{key: source.origin.get(key) for key in _TOGETHER},
             "imported": dict(source.origin),
         }
-        stored = StoredModel.with_sums(source.model_class, "", source.tied, layout.places, sums)
-        Manifest(about, [stored], list_files(draft, layout.sizes)).write(draft)
+        trees: dict[str, Any] = {"training": training, "random": [], "objects": None}
+        encoded = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
+        complete_draft(draft, about, [(source.model_class, "", source.tied)], [(layout, written)], encoded)
 
 
 _MODEL_FILE: Final = "mp_rank_00_model_states.pt"  # which stages 0 to 2 look for
