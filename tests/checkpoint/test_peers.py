@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from zero_plugin.checkpoint.background import GlooPeers, Meeting
+from zero_plugin.checkpoint.background import GlooPeers
 from zero_plugin.distributed.together import all_or_none
 from zero_plugin.errors import CheckpointError
 
@@ -41,30 +41,12 @@ def test_processes_agree() -> None:
 
 
 def test_one_that_has_gone_is_not_waited_for() -> None:
-    """The others' calls fail at once."""
+    """The others' calls fail at once, and say why."""
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         here, there = pool.map(lambda rank: GlooPeers(store, rank, 2, LIMIT), range(2))
     del there
     started = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(CheckpointError, match="another process was interrupted or has ended"):
         here.gather("is anybody there?")
     assert time.monotonic() - started < LIMIT.total_seconds() / 2
-
-
-def test_who_stays_away_is_not_waited_for() -> None:
-    """The others' threads fail as soon as a script says that its own does not come; else they meet."""
-    for stays_away in (False, True):
-        store = HashStore()
-
-        def come(rank: int, store: HashStore = store, stays_away: bool = stays_away) -> bool:
-            meeting = Meeting(store, rank, 3, LIMIT)
-            meeting.announce(coming=rank < 2 or not stays_away)
-            if not stays_away:
-                return meeting.connect().gather(str(rank)) == ["0", "1", "2"]
-            with pytest.raises(CheckpointError, match="another process was interrupted"):
-                meeting.connect()
-            return True
-
-        with ThreadPoolExecutor(3) as pool:
-            assert all(pool.map(come, range(3)))

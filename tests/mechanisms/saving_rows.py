@@ -10,8 +10,8 @@ ROWS = [
     Row(
         "what is saved behind the training is a copy",
         "checkpoint/background.py",
-        "start, room, (0, room.numel()))",
-        "start, flat[done : done + room.numel()], (0, room.numel()))",
+        "start, target, (0, target.numel()))",
+        "start, flat[done : done + target.numel()], (0, target.numel()))",
         checks("asynchronous", "holds_what_a_synchronous_one_holds", "single", "zero3"),
         "content_of(behind) == content_of(at_hand)",
     ),

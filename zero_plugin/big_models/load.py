@@ -31,7 +31,7 @@ from zero_plugin.big_models.placement import (
 )
 from zero_plugin.big_models.stored import offload_weight, open_safetensors, save_offload_index
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.modules import SharedTensors, Slot, as_dtype, find_tied_parameters, tensor_slots
+from zero_plugin.tensors.modules import SharedTensors, Slot, as_dtype, as_pretrained, find_tied_parameters, tensor_slots
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("*.safetensors.index.json", "*.index.json")
@@ -117,12 +117,12 @@ _logger = logging.getLogger(__name__)
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Whether a transformers model says that some of its weights are tied; false for any other."""
-    if not any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+    pretrained = as_pretrained(model)
+    if pretrained is None:
         return False
-    held: Any = model
-    config = held.config
+    config = pretrained.config
     text = config.get_text_config(decoder=True)
-    embeddings = getattr(text, "tie_word_embeddings", False) and held.get_output_embeddings() is not None
+    embeddings = getattr(text, "tie_word_embeddings", False) and pretrained.get_output_embeddings() is not None
     both = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
     return bool(embeddings or both)
 

@@ -1,12 +1,6 @@
-"""Saves beside the training: a copy, a thread, and a process group of its own.
+"""Saves beside the training: a copy of what the checkpoint holds, and a thread with a process group that writes it.
 
-Writes a checkpoint behind the training, in a thread.
-
-The processes' threads that save reach each other: a process group of their own, and how they get to it.
-
-Copies what a checkpoint is to hold into host memory, so that training can go on while it is written.
-
-What only an optimizer's step changes (its states, and its own copy of the weights) and lies in host memory is copied
+What only an optimizer's step changes (its states, and its own copy of the weights) and is in CPU memory is copied
 behind the forwards and backwards that follow: the next step waits for it. What the module holds is copied at once: a
 script may write to it at any time (averages of weights are swapped in so), and a forward to its buffers.
 """
@@ -16,10 +10,10 @@ from __future__ import annotations
 import atexit
 import json
 import platform
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -45,17 +39,23 @@ from zero_plugin.tensors.fragments import Fragment
 
 _LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
 _CONNECT: Final = timedelta(seconds=60)
-_LOOK_S: Final = (0.01, 0.5)  # between two looks into the store, at first and at most: it may have many visitors
-_COMING: Final = "coming"  # how many processes, in the store
-_STAYING_AWAY: Final = "staying_away"
+_CHUNK_BYTES: Final = 2**26  # a power of two: torch rounds pinned memory up to one
+_ALIGNMENT: Final = 64  # of each fragment in a chunk, for vector instructions
+_LEFT_FREE: Final = 0.1  # of what is available: training needs memory too, and so do the files that wait for the disk
 _numbers: Final = count()  # of groups: each needs its own names in the store
 
 
 class GlooPeers:
-    """`Peers` of a thread beside the script's, over a gloo group of its own.
+    """`Peers` of a thread beside the script's, over a gloo group of its own; all processes make it together.
 
     torch keeps no list of this group: nobody takes its operations for the training's, and it ends with its last
     reference, whatever becomes of the training's group.
+
+    Args:
+        store: where the processes find each other; None for one process.
+        rank: of this process.
+        world_size: processes.
+        limit: that a process waits for another in the group.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
@@ -63,13 +63,27 @@ class GlooPeers:
         self._world_size = world_size
         self._group: Any = None
         if world_size > 1:
-            # All begin at once; and who waits in the store keeps it from answering this process' other threads.
             self._group = dist.ProcessGroupGloo(store, rank, world_size, min(limit, _CONNECT))
             self._group._set_default_timeout(limit)
 
+    @classmethod
+    def connect(cls) -> GlooPeers:
+        """Over the store of the training's group. Collective."""
+        number = next(_numbers)
+        if not dist.is_initialized():
+            return cls(None, 0, 1, timedelta())
+        group = c10d._get_default_group()
+        store = c10d.PrefixStore(f"zero_plugin/saving/{number}", c10d._get_default_store())
+        limit = timedelta(seconds=min(time_out(group), _LONGEST_SECONDS))
+        return cls(store, group.rank(), group.size(), limit)
+
     def gather(self, text: str | None) -> list[str | None]:
-        """See `Peers.gather`."""
-        if self._group is None:
+        """Every process' text, process 0's first.
+
+        Raises:
+            CheckpointError: another process was interrupted, or has ended.
+        """
+        if self._world_size == 1:
             return [text]
         own = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
         sizes = self._gather_equal(torch.tensor([own.numel()]))
@@ -79,10 +93,11 @@ class GlooPeers:
         return [json.loads(bytes(line[: int(size)].tolist())) for line, size in zip(texts, sizes, strict=True)]
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """See `Peers.sum`."""
+        """The sum of all processes' tensors; raises as `gather`."""
         total = numbers.clone()
-        if self._group is not None:
-            self._group.allreduce([total]).wait()
+        if self._world_size > 1:
+            with self._connected() as group:
+                group.allreduce([total]).wait()
         return total
 
     def close(self) -> None:
@@ -91,87 +106,31 @@ class GlooPeers:
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._world_size)]
-        self._group.allgather([gathered], [tensor]).wait()
+        with self._connected() as group:
+            group.allgather([gathered], [tensor]).wait()
         return gathered
 
-
-class Meeting:
-    """How the threads get to their group: each process' script says whether its thread is going to come.
-
-    A script that is interrupted in the middle of a save (Ctrl-C) may never start its thread. The others' need not wait
-    for it then, and hold up the end of their processes.
-
-    Args:
-        store: where they meet; None for one process.
-        rank: of this process.
-        world_size: processes.
-        limit: that a process waits for another in the group.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int, limit: timedelta) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._limit = limit
-
-    @classmethod
-    def of_all_processes(cls) -> Meeting:
-        """The next one; every process makes as many."""
-        number = next(_numbers)
-        if not dist.is_initialized():
-            return cls(None, 0, 1, timedelta())
-        group = c10d._get_default_group()
-        store = c10d.PrefixStore(f"zero_plugin/saving/{number}", c10d._get_default_store())
-        limit = timedelta(seconds=min(time_out(group), _LONGEST_SECONDS))
-        return cls(store, group.rank(), group.size(), limit)
-
-    def announce(self, *, coming: bool) -> None:
-        """Say whether this process' thread is going to come."""
-        if self._store is not None:
-            self._store.add(_COMING if coming else _STAYING_AWAY, 1)
-
-    def connect(self) -> GlooPeers:
-        """The other processes' threads, when all come.
-
-        Raises:
-            CheckpointError: one does not.
-        """
-        if self._store is not None:
-            self._await_all()
-        return GlooPeers(self._store, self._rank, self._world_size, self._limit)
-
-    def _await_all(self) -> None:
-        pause, longest = _LOOK_S
-        deadline = time.monotonic() + _CONNECT.total_seconds()
-        while (coming := self._store.add(_COMING, 0)) < self._world_size:
-            if self._store.add(_STAYING_AWAY, 0):
-                raise CheckpointError("another process was interrupted before it began to write.")
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{self._world_size - coming} of {self._world_size} processes have not begun to write within "
-                    f"{_CONNECT.seconds} s."
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-
-
-_CHUNK_BYTES: Final = 2**26  # a power of two: torch rounds pinned memory up to one
-_ALIGNMENT: Final = 64  # of each fragment in a chunk, for vector instructions
-_LEFT_FREE: Final = 0.1  # of what is available: training needs memory too, and so do the files that wait for the disk
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        try:
+            yield self._group
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"another process was interrupted or has ended ({reason}).") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """A copy that waits to be made: of `source`, while that has this version, into `room`."""
+    """A copy that waits to be made: of `source`, while that has this version, into `target`."""
 
-    named: str
+    name: str
     source: Tensor
-    room: Tensor
+    target: Tensor
     version: int
 
 
 class Snapshot:
-    """Host memory that holds one copy of what this process writes of a checkpoint.
+    """CPU memory that holds one copy of what this process writes of a checkpoint.
 
     It is kept from one copy to the next: memory that the system has to hand out anew, page by page, is filled seven
     times slower. What comes from a GPU goes into pinned memory.
@@ -186,7 +145,7 @@ class Snapshot:
     def take(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | str:
         """Copy all that `opened` still needs of the training. Collective.
 
-        What the last copy held is overwritten. The copy is whole after `finish`, and before an optimizer steps.
+        What the last copy held is overwritten. The copy is complete after `finish`, and before an optimizer steps.
 
         Args:
             opened: the checkpoint.
@@ -198,7 +157,7 @@ class Snapshot:
         Raises:
             CheckpointError: on every process, where one cannot copy.
         """
-        sentence = _lack_of_room(all_or_none(lambda: self._missing_bytes(opened, sessions)))
+        sentence = _lack_of_memory(all_or_none(lambda: self._missing_bytes(opened, sessions)))
         return sentence or all_or_none(lambda: self._copy(opened, sessions))
 
     @torch.inference_mode()  # else what was made inside inference_mode could not be written to
@@ -206,10 +165,10 @@ class Snapshot:
         """Copy the rest, in any thread; `check` tells whether that went well."""
         try:
             for copy in self._later:
-                copy.room.copy_(copy.source)
+                copy.target.copy_(copy.source)
                 if copy.source._version != copy.version:
                     raise CheckpointError(
-                        f"the {copy.named} was changed while it was copied, after save_state(asynchronous=True) and "
+                        f"the {copy.name} was changed while it was copied, after save_state(asynchronous=True) and "
                         "before the next optimizer.step().\nChange optimizer states before the save, or save without "
                         "asynchronous."
                     )
@@ -244,15 +203,13 @@ class Snapshot:
         self._filled = dict.fromkeys(self._filled, 0)
         self._later, self._failure = [], None
         opened.trees = {stem: tree.copy() for stem, tree in opened.trees.items()}
-        copies = [
-            [
-                part
-                for fragment in placed_fragments(session_fragments(session), layout)
-                for part in self._copy_fragment(fragment, waits=session.states_stay and _storage(fragment) not in held)
-            ]
-            for session, layout in zip(sessions, opened.layouts, strict=True)
-            for held in [{_storage(weight) for weight in session.weight_fragments()}]
-        ]
+        copies: list[list[Fragment]] = []
+        for session, layout in zip(sessions, opened.layouts, strict=True):
+            held = {_storage(weight) for weight in session.weight_fragments()}
+            copies.append([])
+            for fragment in placed_fragments(session_fragments(session), layout):
+                waits = session.states_stay and _storage(fragment) not in held
+                copies[-1].extend(self._copy_fragment(fragment, waits=waits))
         if self._filled[True]:
             torch.cuda.synchronize()
         for pinned, chunks in self._chunks.items():
@@ -260,29 +217,24 @@ class Snapshot:
         return copies
 
     def _copy_fragment(self, fragment: Fragment, *, waits: bool) -> Iterable[Fragment]:
-        if fragment.is_elsewhere:
-            raise CheckpointError(f"{fragment.name} ({fragment.kind}) is not in memory, and nothing brings it there.")
-        begin, end = fragment.written
-        if begin == end:
-            return
-        flat = fragment.values.reshape(-1)[begin:end]
+        flat = fragment.part_to_write()
         pinned = flat.device.type == "cuda"
         # What `reshape` had to copy is one of what was there by now.
         waits = waits and flat.device.type == "cpu" and flat.untyped_storage().data_ptr() == _storage(fragment)
         done = 0
         while done < flat.numel():
-            room = self._room_for(flat.numel() - done, flat.dtype, pinned)
-            source = flat[done : done + room.numel()]
+            target = self._memory_for(flat.numel() - done, flat.dtype, pinned)
+            source = flat[done : done + target.numel()]
             if waits:
-                self._later.append(_Later(f"{fragment.kind} of {fragment.name}", source, room, source._version))
+                self._later.append(_Later(f"{fragment.kind} of {fragment.name}", source, target, source._version))
             else:
-                room.copy_(source, non_blocking=pinned)
-            start = fragment.start + begin + done
-            yield Fragment(fragment.kind, fragment.name, fragment.shape, start, room, (0, room.numel()))
-            done += room.numel()
+                target.copy_(source, non_blocking=pinned)
+            start = fragment.start + fragment.written[0] + done
+            yield Fragment(fragment.kind, fragment.name, fragment.shape, start, target, (0, target.numel()))
+            done += target.numel()
 
-    def _room_for(self, count: int, dtype: torch.dtype, pinned: bool) -> Tensor:
-        """The next free memory of one chunk: room for `count` elements, or for as many as fit."""
+    def _memory_for(self, count: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+        """The next free memory of one chunk, for `count` elements or for as many as fit."""
         chunks, filled = self._chunks[pinned], self._filled[pinned]
         index, offset = divmod(filled, _CHUNK_BYTES)
         if index == len(chunks):
@@ -297,12 +249,12 @@ def _storage(fragment: Fragment) -> int:
     return fragment.values.untyped_storage().data_ptr()
 
 
-def _lack_of_room(needed_bytes: int) -> str | None:
+def _lack_of_memory(needed_bytes: int) -> str | None:
     """A sentence if what the processes of some machine need is not available there; the same on all. Collective."""
-    told = collectives.gather_object([(platform.node(), needed_bytes, available_cpu_memory())])
+    gathered = collectives.gather_object([(platform.node(), needed_bytes, available_cpu_memory())])
     needed: dict[str, int] = defaultdict(int)
     available: dict[str, list[int]] = defaultdict(list)
-    for machine, its_needed, its_available in told:
+    for machine, its_needed, its_available in gathered:
         needed[machine] += its_needed
         available[machine].append(its_available)
     for machine, total in needed.items():
@@ -330,17 +282,18 @@ class BackgroundWriter:
         self._threads: ThreadPoolExecutor | None = None
         self._running: tuple[Path, Future[None]] | None = None
         self._held: Sequence[Session] = ()  # whose states are being copied
-        self._meeting: Meeting | None = None  # of a copy that is not being written yet
         self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
     def copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | None:
-        """What `Snapshot.take` copies; None, with a line that says so, where it does not fit.
+        """What `Snapshot.take` copies; None, which is printed, where it does not fit.
 
         Raises:
             CheckpointError: on every process, where one cannot copy; nothing of `opened` is left.
         """
-        self._meeting = Meeting.of_all_processes() if self._peers is None else None
         try:
+            if self._peers is None:
+                self._peers = all_or_none(GlooPeers.connect)  # where one fails, the others' time is over soon
+                atexit.register(self._disconnect)  # of a script that fails; its threads end before that
             copies = self.memory.take(opened, sessions)
         except BaseException:
             self._abandon(opened)
@@ -359,17 +312,14 @@ class BackgroundWriter:
             write: called in another thread; it reaches the other processes by the `Peers` that it gets.
         """
         assert self._running is None, "one at a time"
+        assert self._peers is not None, "`copy` connects"
         copied = Event()
         try:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(1, "zero_plugin save")
-            if self._peers is None:
-                atexit.register(self._disconnect)  # of a script that fails; its threads end before that
             for session in self._held:
                 session.before_change = partial(self._let_go, copied)
-            self._running = opened.target, self._threads.submit(self._run, opened, copied, self._meeting, write)
-            if self._meeting is not None:
-                self._meeting.announce(coming=True)
+            self._running = opened.target, self._threads.submit(self._run, opened, copied, self._peers, write)
         except BaseException:
             self._abandon(opened)
             raise
@@ -436,11 +386,10 @@ class BackgroundWriter:
         self._held = ()
 
     def _abandon(self, opened: OpenCheckpoint) -> None:
-        """What is begun in the script's thread ends before another thread has it."""
+        """Drop what is begun in the script's thread, before another thread has it; the others' threads hear of it."""
         self._let_go()
         opened.discard(SCRIPT)
-        if self._meeting is not None:
-            self._meeting.announce(coming=False)
+        self._disconnect()
 
     def _disconnect(self) -> None:
         atexit.unregister(self._disconnect)
@@ -448,23 +397,14 @@ class BackgroundWriter:
             self._peers.close()
             self._peers = None
 
-    def _run(
-        self,
-        opened: OpenCheckpoint,
-        copied: Event,
-        meeting: Meeting | None,
-        write: Callable[[Peers], None],
-    ) -> None:
+    def _run(self, opened: OpenCheckpoint, copied: Event, peers: Peers, write: Callable[[Peers], None]) -> None:
         try:
             self.memory.finish()
             copied.set()
-            if meeting is not None:
-                self._peers = meeting.connect()
-            assert self._peers is not None, "connected before, or now"
-            all_or_none(self.memory.check, self._peers)
-            write(self._peers)
+            all_or_none(self.memory.check, peers)
+            write(peers)
         except Exception as error:
-            opened.discard(SCRIPT)  # where it could not even connect
+            opened.discard(SCRIPT)  # where it did not come to `write`
             message = f"saving {opened.target} in the background: {describe_error(error)}"
             self._say(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
             raise CheckpointError(message) from error

@@ -1,10 +1,7 @@
-"""The folders of checkpoints: written, published, held, rotated, and whose they are.
+"""The folders of checkpoints: written aside, published by a rename, found, and rotated.
 
-The folders of checkpoints: written aside, published by a rename, found, rotated.
-
-Says to other jobs that a folder is being written, for as long as this process lives.
-
-Which checkpoints of a folder are this run's own: those of its launch, restarts, and the launch it resumed from.
+While one is written, a lock says so to other jobs, for as long as this process lives. A run's own checkpoints are those
+of its launch, of its restarts, and of the launch that it resumed from.
 """
 
 from __future__ import annotations
@@ -20,13 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, find_damage, read_manifest
+from zero_plugin.checkpoint.manifest import MANIFEST_NAME, NUMBERED, Manifest, find_damage, read_manifest
 from zero_plugin.config.handover import keep_run, kept_run
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import exchange, make_folder, sync_folder
 
-_descriptors: Final[dict[Path, int]] = {}
+_AUTOMATIC: Final = "checkpoint_"
+
+# Beside a checkpoint `name`, hidden, while it is written, replaced or removed, and after a run that was killed then:
+#   .name.<random>.writing   not complete yet. Never the same name twice: a client of NFS may remember for a minute
+#                            which folder had that name before
+#   .name.replaced           whole: the older one, or the newer one just before it takes the name
+#   .name.removing           going
+_ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
+_descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
 
 
 def hold(folder: Path) -> None:
@@ -66,17 +71,6 @@ def is_held(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-_NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
-_AUTOMATIC: Final = "checkpoint_"
-
-# Beside a checkpoint `name`, hidden, while it is written, replaced or removed, and after a run that was killed then:
-#   .name.<random>.writing   not complete yet. Never the same name twice: a client of NFS may remember for a minute
-#                            which folder had that name before
-#   .name.replaced           whole: the older one, or the newer one just before it takes the name
-#   .name.removing           going
-_ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +178,14 @@ def numbered_checkpoints(folder: Path, prefix: str = _AUTOMATIC) -> list[tuple[i
     names = {path.name for path in (folder.iterdir() if folder.is_dir() else ()) if path.is_dir()}
     names |= {match[1] for name in names if (match := _ASIDE.fullmatch(name)) and match[2] == "replaced"}
     return sorted(
-        (int(match[2]), folder / name) for name in names if (match := _NUMBERED.fullmatch(name)) and match[1] == prefix
+        (int(match[2]), folder / name) for name in names if (match := NUMBERED.fullmatch(name)) and match[1] == prefix
     )
 
 
 def split_number(name: str) -> tuple[str, int] | None:
     """What a checkpoint's name is made of, also while it is aside; None without a number at its end."""
     aside = _ASIDE.fullmatch(name)
-    match = _NUMBERED.fullmatch(aside[1] if aside else name)
+    match = NUMBERED.fullmatch(aside[1] if aside else name)
     return None if match is None else (match[1], int(match[2]))
 
 
@@ -235,7 +229,7 @@ def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
     Raises:
         CheckpointError: one cannot be removed.
     """
-    match = _NUMBERED.fullmatch(newest.name)
+    match = NUMBERED.fullmatch(newest.name)
     if match is None:
         return []
     try:
@@ -244,7 +238,7 @@ def rotate_checkpoints(newest: Path, keep: int) -> list[Path]:
             if aside := _ASIDE.fullmatch(path.name):
                 asides.setdefault(aside[1], []).append(path)
         for name, paths in asides.items():
-            if (numbered := _NUMBERED.fullmatch(name)) and numbered[1] == match[1] and not any(map(is_held, paths)):
+            if (numbered := NUMBERED.fullmatch(name)) and numbered[1] == match[1] and not any(map(is_held, paths)):
                 _settle(newest.with_name(name))
         run = (_about(newest) or {}).get("run")
         known = known_checkpoints(newest.parent, match[1]) if run is not None else []
@@ -340,7 +334,7 @@ def _remove(path: Path, target: Path) -> None:
 
 
 def _complete_before(folder: Path) -> Iterator[Path]:
-    match = _NUMBERED.fullmatch(folder.name)
+    match = NUMBERED.fullmatch(folder.name)
     if match is not None:
         for number, path in reversed(numbered_checkpoints(folder.parent, match[1])):
             if number < int(match[2]) and find_damage(path) is None:

@@ -1,9 +1,4 @@
-"""Reads checkpoints: into sessions, or to compare them with their checksums.
-
-Reads a checkpoint into sessions of any layout: every process just the ranges that it needs.
-
-Reads a whole checkpoint again in one process, and compares it with its checksums.
-"""
+"""Reads a checkpoint into sessions of any layout, every process just the ranges that it needs; and its checksums."""
 
 from __future__ import annotations
 
@@ -11,14 +6,13 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from zero_plugin.checkpoint.folders import offer_previous
 from zero_plugin.checkpoint.layout import session_fragments
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
-from zero_plugin.checkpoint.ranges import RangeReader, open_reader
+from zero_plugin.checkpoint.ranges import open_reader
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.together import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
@@ -125,7 +119,7 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
 
     def sums() -> torch.Tensor:
         with open_reader(folder) as reader:
-            parts = [reader.sums(place, share_of(_numel(place), rank, world_size)) for _, place, _ in places]
+            parts = [reader.sums(place, share_of(math.prod(place.shape), rank, world_size)) for _, place, _ in places]
         return torch.stack([torch.zeros(2, dtype=torch.int64), *parts])
 
     found = collectives.reduce(all_or_none(sums), "sum")[1:].tolist()
@@ -134,16 +128,49 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
         for ((kind, name), place, model), pair in zip(places, found, strict=True)
         if tuple(pair) != model.sums[kind, name]
     ]
-    damaged += on_main(lambda: _damaged_files(folder, manifest))
+    damaged += on_main(lambda: list(_damaged_files(folder, manifest)))
     if damaged:
         offer = on_main(lambda: offer_previous(folder))
         raise CheckpointError(f"{folder} is damaged: {', '.join(damaged)} differs from its checksum.\n{offer}")
 
 
-def _damaged_files(folder: Path, manifest: Manifest) -> list[str]:
-    return [
-        path for path, (_, crc) in manifest.files.items() if crc is not None and checksum_of_file(folder / path) != crc
-    ]
+def find_differences(
+    folder: Path, manifest: Manifest, progress: Callable[[int], None], *, skipped: Collection[str] = ()
+) -> Iterator[str]:
+    """Every tensor and every other file that differs from its checksum, read by this process alone.
+
+    A staging buffer is all that is in memory.
+
+    Args:
+        folder: of a checkpoint.
+        manifest: its.
+        progress: called with the bytes that were read since the last call.
+        skipped: files that are not read, since they have other sizes.
+    """
+    with open_reader(folder) as reader:
+        for model in manifest.models:
+            for (kind, name), place in model.places.items():
+                if place.file not in skipped:
+                    sums = reader.sums(place, (0, math.prod(place.shape)), progress)
+                    if tuple(sums.tolist()) != model.sums[kind, name]:
+                        yield f"{place.file}: {name} ({kind}) differs from its checksum"
+    for path in _damaged_files(folder, manifest, progress, skipped=skipped):
+        yield f"{path} differs from its checksum"
+
+
+def _damaged_files(
+    folder: Path,
+    manifest: Manifest,
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    skipped: Collection[str] = (),
+) -> Iterator[str]:
+    """The files with a checksum of their own that differ from it."""
+    for path, (size, checksum) in manifest.files.items():
+        if checksum is not None and path not in skipped:
+            if checksum_of_file(folder / path) != checksum:
+                yield path
+            progress(size)
 
 
 def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str]:
@@ -188,45 +215,3 @@ def _stored_states(stored: StoredModel) -> Mapping[str, Mapping[str, tuple[tuple
         if kind not in (WEIGHT, MASTER):
             states.setdefault(name, {})[kind] = (place.shape, place.dtype)
     return states
-
-
-def _numel(place: Place) -> int:
-    return place.size // place.dtype.itemsize
-
-
-_PIECE: Final = 2**24  # elements between two reports
-
-
-def find_differences(
-    folder: Path, manifest: Manifest, progress: Callable[[int], None], *, skipped: Collection[str] = ()
-) -> Iterator[str]:
-    """Every tensor and every other file that differs from its checksum; a staging buffer is all that is in memory.
-
-    Args:
-        folder: of a checkpoint.
-        manifest: its.
-        progress: told the bytes that were read.
-        skipped: files that are not read, since they have other sizes.
-    """
-    with open_reader(folder) as reader:
-        for model in manifest.models:
-            for (kind, name), place in model.places.items():
-                if place.file not in skipped and _sums(reader, place, progress) != model.sums[kind, name]:
-                    yield f"{place.file}: {name} ({kind}) differs from its checksum"
-    for path, (size, checksum) in manifest.files.items():
-        if checksum is None or path in skipped:
-            continue
-        if checksum_of_file(folder / path) != checksum:
-            yield f"{path} differs from its checksum"
-        progress(size)
-
-
-def _sums(reader: RangeReader, place: Place, progress: Callable[[int], None]) -> tuple[int, int]:
-    total = torch.zeros(2, dtype=torch.int64)
-    count = math.prod(place.shape)
-    for begin in range(0, count, _PIECE):
-        end = min(begin + _PIECE, count)
-        total += reader.sums(place, (begin, end))
-        progress((end - begin) * place.dtype.itemsize)
-    first, second = total.tolist()
-    return first, second

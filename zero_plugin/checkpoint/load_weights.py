@@ -1,14 +1,11 @@
-"""Stored weights into a model: which goes where, and what no file has.
+"""Which stored tensor goes to which tensor of a model, what has no counterpart, and values for what no file has.
 
-Which stored tensor goes to which tensor of a model, and what has no counterpart.
-
-Draws values for parameters that no file has, each as the module's own class does, and leaves all others alone.
+Such values are drawn as the module's own class does, and all other tensors are left alone.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +17,7 @@ from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.model_folder import Place, read_head, read_model_folder
-from zero_plugin.tensors.modules import Slot, persistent_tensors, shared_names, tensor_slots
+from zero_plugin.tensors.modules import Slot, as_pretrained, persistent_tensors, shared_names, tensor_slots
 
 _LISTED = 20  # names of one kind in an error
 
@@ -148,12 +145,6 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def as_pretrained(module: nn.Module) -> Any:
-    """The module if it is a transformers model, else None; transformers is not imported to know."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return module if modeling is not None and isinstance(module, modeling.PreTrainedModel) else None
-
-
 def _renaming(module: nn.Module, names: Iterable[str], stored: Iterable[str]) -> Callable[[str], str]:
     """From a name of the model to that in the file, which may hold the base of a model with a head, or the reverse."""
     pretrained = as_pretrained(module)
@@ -187,16 +178,13 @@ def _leave_out_known(module: nn.Module, report: WeightsReport) -> None:
     pretrained = as_pretrained(module)
     if pretrained is None:
         return
-    absent = [*(pretrained._keys_to_ignore_on_load_missing or ()), *_exactly(pretrained._keys_to_ignore_on_save or ())]
+    absent = list(pretrained._keys_to_ignore_on_load_missing or ())
+    absent += [f"^{re.escape(name)}$" for name in pretrained._keys_to_ignore_on_save or ()]
     left = list(pretrained._keys_to_ignore_on_load_unexpected or ())
     # Buffers of earlier versions, which are computed today.
     left += [rf"(^|\.){name}$" for name in ("position_ids", r"rotary_emb\.inv_freq")]
     report.missing = [name for name in report.missing if not _matches(absent, name)]
     report.unexpected = [name for name in report.unexpected if not _matches(left, name)]
-
-
-def _exactly(names: Iterable[str]) -> list[str]:
-    return [f"^{re.escape(name)}$" for name in names]
 
 
 def _matches(patterns: Iterable[str], name: str) -> bool:

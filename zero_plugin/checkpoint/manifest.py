@@ -1,16 +1,15 @@
-"""What a checkpoint, or another folder, holds: from its small files alone.
+"""What a checkpoint, or another folder, holds: from its small files alone, without torch.
 
-The manifest of a checkpoint: what it holds, where, and how to tell that it is whole. Its last file to be written.
-
-What a checkpoint holds, in numbers: from its manifest and records alone, without torch.
-
-What a folder holds: a checkpoint of this package, several, one of another layer, or a model; without torch.
+The manifest of a checkpoint says what it holds, where, and how to tell that it is complete; it is its last file to be
+written. A summary says what a checkpoint holds in numbers. A folder may also hold several checkpoints, one of another
+library, or a model.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,24 @@ from zero_plugin.machine.durable_files import write_text
 from zero_plugin.tensors.model_folder import ITEM_BYTES, Place
 
 MANIFEST_NAME: Final = "manifest.json"
+NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
+_AUTOMATIC_NAME: Final = re.compile(r"checkpoint_\d+")
 _FORMAT: Final = 1
+_WEIGHT: Final = "weight"
+_FLOATS: Final = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+Kind = Literal["checkpoint", "several", "deepspeed", "deepspeed_universal", "model", "pickled_model", "adapter"]
+
+KINDS: Final = {
+    "checkpoint": "a checkpoint of save_state",
+    "several": "a folder of several such",
+    "deepspeed": "a checkpoint of DeepSpeed's save_checkpoint",
+    "deepspeed_universal": "a universal checkpoint of DeepSpeed",
+    "model": "a Hugging Face model folder",
+    "pickled_model": "a model folder whose weights are pickles",
+    "adapter": "a PEFT adapter",
+}
+_MODEL_STATES: Final = "*_model_states.pt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +169,6 @@ def _known_type(name: str) -> str:
     return name
 
 
-_WEIGHT: Final = "weight"
-_FLOATS: Final = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-
-
 @dataclass(frozen=True, slots=True)
 class KindSummary:
     """All tensors of one kind: `weight`, `master`, or a state of the optimizer's.
@@ -259,29 +271,17 @@ def summarise(folder: Path) -> Summary:
 
 def _summarise_model(model: StoredModel, optimizer: Mapping[str, Any]) -> ModelSummary:
     stepped = {name for group in optimizer.get("groups", ()) for name in group["params"]}
-    counts = {True: 0, False: 0}
-    kinds: dict[str, list[Any]] = {}
-    for (kind, name), place in model.places.items():
+    weights = {name: math.prod(place.shape) for (kind, name), place in model.places.items() if kind == _WEIGHT}
+    trained = sum(count for name, count in weights.items() if name in stepped)
+    kinds: dict[str, list[Place]] = {}
+    for (kind, _), place in model.places.items():
         kinds.setdefault(kind, []).append(place)
-        if kind == _WEIGHT:
-            counts[name in stepped] += math.prod(place.shape)
-    return ModelSummary(
-        model.kind,
-        model.folder,
-        counts[True],
-        counts[False],
-        len(model.tied),
-        optimizer.get("algorithm"),
-        tuple(
-            KindSummary(
-                kind,
-                len(places),
-                sum(place.size for place in places),
-                tuple(sorted({place.type_name for place in places})),
-            )
-            for kind, places in kinds.items()
-        ),
+    summaries = tuple(
+        KindSummary(kind, len(places), sum(p.size for p in places), tuple(sorted({p.type_name for p in places})))
+        for kind, places in kinds.items()
     )
+    frozen, algorithm = sum(weights.values()) - trained, optimizer.get("algorithm")
+    return ModelSummary(model.kind, model.folder, trained, frozen, len(model.tied), algorithm, summaries)
 
 
 def _precision(recorded: str | None, manifest: Manifest) -> str | None:
@@ -319,20 +319,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-Kind = Literal["checkpoint", "several", "deepspeed", "deepspeed_universal", "model", "pickled_model", "adapter"]
-
-KINDS: Final = {
-    "checkpoint": "a checkpoint of save_state",
-    "several": "a folder of several such",
-    "deepspeed": "a checkpoint of DeepSpeed's save_checkpoint",
-    "deepspeed_universal": "a universal checkpoint of DeepSpeed",
-    "model": "a Hugging Face model folder",
-    "pickled_model": "a model folder whose weights are pickles",
-    "adapter": "a PEFT adapter",
-}
-_MODEL_STATES: Final = "*_model_states.pt"
-
-
 def recognise(folder: Path) -> Kind | None:
     """What lies in a folder, by its files' names; None for anything else."""
     if (folder / MANIFEST_NAME).is_file():
@@ -355,7 +341,9 @@ def several_checkpoints(folder: Path) -> list[Path]:
     found = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir() and not path.name.startswith(".") and _is_checkpoint(path)
+        if path.is_dir()
+        and not path.name.startswith(".")
+        and ((path / MANIFEST_NAME).is_file() or _AUTOMATIC_NAME.fullmatch(path.name))
     ]
     return sorted(found, key=_by_number)
 
@@ -373,12 +361,6 @@ def find_deepspeed(folder: Path) -> Path | None:
     return inner if any(inner.glob(_MODEL_STATES)) else None
 
 
-def _is_checkpoint(path: Path) -> bool:
-    if (path / MANIFEST_NAME).is_file():
-        return True
-    return path.name.removeprefix("checkpoint_").isdigit() and path.name.startswith("checkpoint_")
-
-
 def _by_number(path: Path) -> tuple[int, str]:
-    digits = path.name[len(path.name.rstrip("0123456789")) :]
-    return int(digits or -1), path.name
+    match = NUMBERED.fullmatch(path.name)
+    return int(match[2]) if match else -1, path.name

@@ -1,8 +1,7 @@
-"""Objects and nested containers in files, without pickled code.
+"""Objects in files, without pickled code.
 
-Write one object to a file, by `torch.save` or as safetensors, and read it without running pickled code.
-
-Nested Python containers as a JSON file, with their tensors in a safetensors file beside it; no pickle.
+One object is written by `torch.save` or as safetensors, and read without running code. Nested Python containers become
+a JSON file, with their tensors in a safetensors file beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
@@ -30,6 +29,8 @@ from zero_plugin.tensors.nested import map_leaves
 from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, write_file
 
 _logger = logging.getLogger(__name__)
+
+_TYPE: Final = "$type"  # marks what JSON has no form for: {"$type": name, "value": its content}
 
 # What NumPy arrays, and torch's and NumPy's random states, are rebuilt with: numbers, no code. NumPy 2 has renamed a
 # module that files name.
@@ -113,11 +114,6 @@ def without_shared_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-T = TypeVar("T")
-
-_TYPE: Final = "$type"  # marks what JSON has no form for: {"$type": name, "value": its content}
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedTree:
     """Nested containers as they are written.
@@ -185,7 +181,7 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return _typed("tensor", _keep(value, where, tensors))
     if isinstance(value, np.ndarray | np.generic):
         return _encode_numpy(value, where, tensors)
-    for name, kind, content in _CONTAINERS:
+    for name, kind, content, _ in _FORMS:
         if isinstance(value, kind):
             return _typed(name, _encode(content(value), where, tensors))
     if isinstance(value, list):
@@ -229,34 +225,20 @@ def _typed(name: str, content: Any) -> dict[str, Any]:
     return {_TYPE: name, "value": content}
 
 
-# Name, type and what it is written as; a Counter is a dict, so that the order matters.
-_CONTAINERS: Final[tuple[tuple[str, Any, Callable[[Any], Any]], ...]] = (
-    ("torch.Size", torch.Size, list),
-    ("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch.")),
-    ("torch.device", torch.device, str),
-    ("complex", complex, lambda number: [number.real, number.imag]),
-    ("bytes", bytes | bytearray, lambda data: base64.b64encode(data).decode("ascii")),
-    ("tuple", tuple, list),
-    ("set", set, lambda items: sorted(items, key=repr)),
-    ("frozenset", frozenset, lambda items: sorted(items, key=repr)),
-    ("deque", deque, lambda items: [list(items), items.maxlen]),
-    ("Counter", Counter, dict),
+# Name, class, what JSON has in its place, and back; a Counter is a dict, so that the order matters.
+_FORMS: Final[tuple[tuple[str, Any, Callable[[Any], Any], Callable[[Any], Any]], ...]] = (
+    ("torch.Size", torch.Size, list, torch.Size),
+    ("torch.dtype", torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), lambda name: getattr(torch, name)),
+    ("torch.device", torch.device, str, torch.device),
+    ("complex", complex, lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
+    ("bytes", bytes | bytearray, lambda data: base64.b64encode(data).decode("ascii"), base64.b64decode),
+    ("tuple", tuple, list, tuple),
+    ("set", set, lambda items: sorted(items, key=repr), set),
+    ("frozenset", frozenset, lambda items: sorted(items, key=repr), frozenset),
+    ("deque", deque, lambda items: [list(items), items.maxlen], lambda parts: deque(*parts)),
+    ("Counter", Counter, dict, Counter),
 )
-
-_DECODERS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "float": float,
-    "torch.Size": torch.Size,
-    "torch.dtype": lambda name: getattr(torch, name),
-    "torch.device": torch.device,
-    "complex": lambda parts: complex(*parts),
-    "bytes": base64.b64decode,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "deque": lambda parts: deque(*parts),
-    "Counter": Counter,
-    "dict": dict,
-}
+_DECODERS: Final = {"float": float, "dict": dict, **{name: decode for name, _, _, decode in _FORMS}}
 
 
 def _decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:

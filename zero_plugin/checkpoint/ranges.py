@@ -6,7 +6,7 @@ The checksum is one that processes can compute in pieces, in any order, and add 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final
@@ -149,15 +149,16 @@ class RangeReader(_Files):
             self._fill(place, fragment.start + offset, staging[: part.numel()])
             part.copy_(staging[: part.numel()])
 
-    def sums(self, place: Place, share: tuple[int, int]) -> Tensor:
-        """The checksum of a range of a stored tensor's elements."""
+    def sums(self, place: Place, part: tuple[int, int], progress: Callable[[int], None] = lambda _: None) -> Tensor:
+        """The checksum of a range of a stored tensor's elements; `progress` is called with the bytes that were read."""
         total = torch.zeros(2, dtype=torch.int64)
-        begin, end = share
+        begin, end = part
         staging = torch.empty(min(max(end - begin, 1), _STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
         for first in range(begin, end, staging.numel()):
-            part = staging[: end - first]
-            self._fill(place, first, part)
-            total += sum_words(part, first)
+            chunk = staging[: end - first]
+            self._fill(place, first, chunk)
+            total += sum_words(chunk, first)
+            progress(chunk.nbytes)
         return total
 
     def _fill(self, place: Place, first: int, flat: Tensor) -> None:

@@ -25,7 +25,7 @@ from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.fragments import WEIGHT, Fragment
-from zero_plugin.tensors.modules import persistent_tensors, shared_names
+from zero_plugin.tensors.modules import as_pretrained, persistent_tensors, shared_names
 
 _CONVERTED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMED: Final[Mapping[object, torch.dtype]] = {
@@ -299,8 +299,7 @@ def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | No
         folder: where its weights are.
         dtype: that they are stored in; None for the model's own.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(module, modeling.PreTrainedModel):
+    if as_pretrained(module) is None:
         return
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]

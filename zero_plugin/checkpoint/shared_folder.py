@@ -47,11 +47,12 @@ def _missing_marks(draft: Path) -> tuple[list[int], str]:
     if collectives.num_processes() == 1 or draft.parent in _found_shared:
         return [], ""
     file = draft / _NAME
-    on_main(lambda: _make_file(file, _MARK_BYTES * collectives.num_processes()))
+    world_size = collectives.num_processes()
+    on_main(lambda: file.write_bytes(bytes(_MARK_BYTES * world_size)))
     error = _leave_mark(file)
     errors = [entry for entry in collectives.gather_object([error]) if entry is not None]
-    marks = on_main(lambda: _read_marks(file))
-    missing = [rank for rank in range(collectives.num_processes()) if rank not in marks]
+    content = on_main(file.read_bytes)
+    missing = [rank for rank in range(world_size) if content[rank * _MARK_BYTES :][:_MARK_BYTES] != _mark(rank)]
     on_main(file.unlink)
     if not missing:
         _found_shared.add(draft.parent)
@@ -84,11 +85,6 @@ def _manifest_sum(folder: Path) -> int | None:
         return None
 
 
-def _make_file(file: Path, size: int) -> None:
-    with file.open("wb") as opened:
-        opened.truncate(size)
-
-
 def _leave_mark(file: Path) -> str | None:
     """Write this process' mark; what hinders it."""
     rank = collectives.process_index()
@@ -101,12 +97,6 @@ def _leave_mark(file: Path) -> str | None:
     except OSError as error:
         return f"process {rank}: {error}"
     return None
-
-
-def _read_marks(file: Path) -> list[int]:
-    content = file.read_bytes()
-    marks = (content[start : start + _MARK_BYTES] for start in range(0, len(content), _MARK_BYTES))
-    return [rank for rank, mark in enumerate(marks) if mark == _mark(rank)]
 
 
 def _mark(rank: int) -> bytes:

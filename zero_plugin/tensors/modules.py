@@ -1,14 +1,11 @@
-"""The tensors of a module: by name, by owner, moved, allocated.
+"""The tensors of a module: by name, by the module that holds them, and their moves between devices.
 
-The tensors of a model: by name, by the module that holds them, and their moves between devices.
-
-The tensors of a module under the names that a checkpoint gives them.
-
-Gives models that were built without memory what a process keeps of them.
+Also memory for what a process keeps of a model that was built without.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -27,6 +24,12 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def dtype_byte_size(dtype: torch.dtype) -> int:
     """Bytes of one element."""
     return dtype.itemsize
+
+
+def as_pretrained(module: nn.Module) -> Any:
+    """The module if it is a transformers model, else None; transformers is not imported to know."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return module if modeling is not None and isinstance(module, modeling.PreTrainedModel) else None
 
 
 class Slot(NamedTuple):
@@ -58,9 +61,12 @@ class Slot(NamedTuple):
         setattr(self.owner, self.key, tensor)  # not into the dict: an LSTM keeps a list beside it
 
 
-def tensor_slots(module: nn.Module, *, recurse: bool) -> Iterator[Slot]:
-    """Every place of a tensor in the module, and where `recurse` in those inside; a shared tensor has several."""
-    for prefix, owner in module.named_modules() if recurse else [("", module)]:
+def tensor_slots(module: nn.Module, *, recurse: bool, remove_duplicate: bool = True) -> Iterator[Slot]:
+    """Every place of a tensor in the module, and where `recurse` in those inside; a shared tensor has several.
+
+    A module that is inside under several names counts once, unless `remove_duplicate` is false.
+    """
+    for prefix, owner in module.named_modules(remove_duplicate=remove_duplicate) if recurse else [("", module)]:
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 yield Slot(f"{prefix}.{key}".lstrip("."), owner, key, is_buffer=False, is_persistent=True)
@@ -225,7 +231,7 @@ def shared_names(module: nn.Module) -> dict[str, str]:
     return shared
 
 
-def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers by name, each shared tensor under its first name only; only some if named."""
     seen: set[int] = set()
     for name, tensor in _all_tensors(module):
@@ -234,14 +240,9 @@ def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -
             yield name, tensor
 
 
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            yield dot + name, parameter
-        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in child._non_persistent_buffers_set:
-                yield dot + name, buffer
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    slots = tensor_slots(module, recurse=True, remove_duplicate=False)
+    yield from ((slot.name, slot.tensor) for slot in slots if slot.is_persistent)
 
 
 def allot_whole(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
