@@ -1,8 +1,6 @@
-"""Brings weights and inputs to where a module runs.
+"""A hook that brings a module's weights and inputs to one device for the forward, and which modules get one.
 
-A hook that brings a module's weights and its inputs to one device for the forward.
-
-Which modules of a spread model get a hook, where each runs, and where its tensors are between forwards.
+Also where each module of a model runs that is spread over devices, and where its tensors are between forwards.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Spreads a model over devices, CPU memory and disk.
+"""Spreads a model over devices, CPU memory and disk, such that its forward runs as if it were on one device.
 
-Spread a model over devices, host memory and disk, such that its forward runs as if it were on one.
-
-Keep all of a model's weights in host memory, or on disk, and bring in each module's for its forward.
-
-Bring a whole model to the GPU when it runs, and back to host memory when the next one does.
+Or keeps all weights in CPU memory, or on disk, and brings in each module's for its forward; or brings a complete model
+to the GPU when it runs, and back to CPU memory when the next one does.
 """
 
 from __future__ import annotations

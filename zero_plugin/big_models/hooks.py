@@ -1,8 +1,6 @@
-"""Hooks around a module's forward.
+"""Hooks run code before and after a module's forward, with its arguments and its output.
 
-Run code before and after a module's forward, with its arguments and its output.
-
-Keep the weights of layers in a small type, and compute in a larger one.
+One of them keeps the weights of layers in a small dtype, and computes in a larger one.
 """
 
 from __future__ import annotations

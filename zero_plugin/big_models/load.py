@@ -1,10 +1,6 @@
-"""Loads a checkpoint into a model that no device holds.
+"""Loads a checkpoint into a model that no device holds, each tensor straight to where it will be.
 
-Load a checkpoint into a model, each tensor straight to where it will be.
-
-The files of a checkpoint, of safetensors or by `torch.save`, and their tensors, memory-mapped.
-
-Whether weights that should be one are one, and in one place.
+The files are safetensors or by `torch.save`, and memory-mapped.
 """
 
 from __future__ import annotations
@@ -31,9 +27,13 @@ from zero_plugin.big_models.placement import (
 )
 from zero_plugin.big_models.stored import offload_weight, open_safetensors, save_offload_index
 from zero_plugin.errors import CheckpointError
+from zero_plugin.tensors.model_folder import SINGLE_NAME
 from zero_plugin.tensors.modules import SharedTensors, Slot, as_dtype, as_pretrained, find_tied_parameters, tensor_slots
 
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_logger = logging.getLogger(__name__)
+
+_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_WHOLE = (SINGLE_NAME, "pytorch_model.bin")
 _INDICES = ("*.safetensors.index.json", "*.index.json")
 
 
@@ -112,9 +112,6 @@ def _load_mapped(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-_logger = logging.getLogger(__name__)
-
-
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Whether a transformers model says that some of its weights are tied; false for any other."""
     pretrained = as_pretrained(model)
@@ -144,9 +141,6 @@ def warn_of_ties(model: nn.Module, device_map: Mapping[str, Any] | None) -> None
         _logger.warning(f"The weights of {type(model).__name__} are not tied; call its tie_weights() first.")
     if device_map is not None:
         check_tied_parameters_on_same_device(tied, device_map)
-
-
-_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_checkpoint_and_dispatch(

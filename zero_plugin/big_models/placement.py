@@ -1,11 +1,4 @@
-"""Which part of a model goes where.
-
-Which part of a model goes where: GPUs first, then host memory, then disk.
-
-How many bytes each device, and the host, may take of a model.
-
-The places that a device map may name.
-"""
+"""Which part of a model goes where: GPUs first, then CPU memory, then disk, as far as each has room."""
 
 from __future__ import annotations
 
@@ -24,7 +17,9 @@ from zero_plugin.machine.device_memory import memory_available_bytes
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.tensors.modules import find_tied_parameters
 
-Budget: TypeAlias = dict[int | str, int]
+Part: TypeAlias = tuple[str, nn.Module | Tensor]
+Place: TypeAlias = int | str
+Budget: TypeAlias = dict[Place, int]
 
 _logger = logging.getLogger(__name__)
 
@@ -118,10 +113,6 @@ def _free_memory() -> Budget:
         limits[index] = memory_available_bytes(torch.device("cuda", index))
     limits["mps" if torch.backends.mps.is_available() else "cpu"] = available_cpu_memory()
     return limits
-
-
-Part: TypeAlias = tuple[str, nn.Module | Tensor]
-Place: TypeAlias = int | str
 
 
 def infer_auto_device_map(
@@ -335,13 +326,21 @@ def _warn_of_buffers(filling: _Filling, buffers: Mapping[str, int], device_map: 
         )
 
 
+@lru_cache  # asked at every forward of every module
 def find_place(device: int | str | torch.device) -> torch.device:
     """The device of a GPU index or a name, with its index, as tensors that are there tell it.
 
     Raises:
         ValueError: there is no such device here.
     """
-    return _find(device if isinstance(device, int) else str(device))
+    try:
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return torch.empty(0, device=place).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each reason
+        here = torch.cuda.device_count()
+        gpus = f"its GPUs are {list(range(here))}" if here else "it has no GPU"
+        wanted = f"GPU {device}" if isinstance(device, int) else f"device {str(device)!r}"
+        raise ValueError(f"this machine has no {wanted}: {gpus}; 'cpu' and 'disk' are there.") from error
 
 
 def check_places(device_map: Mapping[str, int | str | torch.device]) -> None:
@@ -356,18 +355,3 @@ def check_places(device_map: Mapping[str, int | str | torch.device]) -> None:
                 find_place(device)
             except ValueError as error:
                 raise ValueError(f"device_map sends {name or 'the model'!r} to {device!r}, but {error}") from error
-
-
-@lru_cache  # asked at every forward of every module
-def _find(device: int | str) -> torch.device:
-    try:
-        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        return torch.empty(0, device=named).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has one for each reason
-        here = torch.cuda.device_count()
-        gpus = f"its GPUs are {list(range(here))}" if here else "it has no GPU"
-        raise ValueError(f"this machine has no {_describe(device)}: {gpus}; 'cpu' and 'disk' are there.") from error
-
-
-def _describe(device: int | str) -> str:
-    return f"GPU {device}" if isinstance(device, int) else f"device {device!r}"

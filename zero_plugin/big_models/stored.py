@@ -1,8 +1,6 @@
-"""Weights in memory-mapped files, and how large a model's parts are.
+"""Weights in memory-mapped files, and how many bytes a model and its parts take.
 
-Weights in files, memory-mapped: read when they are used, in memory only as far as the system has room.
-
-How many bytes a model and its parts take, and how many a text such as `5GB` means.
+Mapped weights are read when they are used, and are in memory only as far as the system has room.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,8 +288,13 @@ def choose_checkpoint(folder: Path, run: str | None = None) -> tuple[Path, list[
 
 def offer_previous(folder: Path) -> str:
     """A sentence: which checkpoint to load in the place of a damaged one."""
-    previous = next(_complete_before(folder), None)
-    return f"The newest complete one before it is {previous}." if previous else _no_other(folder)
+    match = NUMBERED.fullmatch(folder.name)
+    for number, path in reversed(numbered_checkpoints(folder.parent, match[1]) if match else []):
+        if match and number < int(match[2]) and find_damage(path) is None:
+            return f"The newest complete one before it is {path}."
+    if any((folder / name).exists() for name in ("pytorch_model", "latest", "optimizer.bin", "random_states_0.pkl")):
+        return "It looks like one that Accelerate or DeepSpeed wrote, with pickle; those cannot be loaded as they are."
+    return "There is no other complete checkpoint beside it."
 
 
 def _replace(target: Path, draft: Path) -> None:
@@ -331,20 +336,6 @@ def _remove(path: Path, target: Path) -> None:
     path.rename(doomed)
     sync_folder(doomed.parent)
     shutil.rmtree(doomed)
-
-
-def _complete_before(folder: Path) -> Iterator[Path]:
-    match = NUMBERED.fullmatch(folder.name)
-    if match is not None:
-        for number, path in reversed(numbered_checkpoints(folder.parent, match[1])):
-            if number < int(match[2]) and find_damage(path) is None:
-                yield path
-
-
-def _no_other(folder: Path) -> str:
-    if any((folder / name).exists() for name in ("pytorch_model", "latest", "optimizer.bin", "random_states_0.pkl")):
-        return "It looks like one that Accelerate or DeepSpeed wrote, with pickle; those cannot be loaded as they are."
-    return "There is no other complete checkpoint beside it."
 
 
 def _about(folder: Path) -> Mapping[str, Any] | None:

@@ -20,11 +20,9 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
 from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment, with_masters
-from zero_plugin.tensors.model_folder import Place
+from zero_plugin.tensors.model_folder import INDEX_NAME, SINGLE_NAME, Place
 from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, encode_header, sort_key
 
-SINGLE_NAME: Final = "model.safetensors"
-INDEX_NAME: Final = "model.safetensors.index.json"
 _SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the configuration."

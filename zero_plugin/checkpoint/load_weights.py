@@ -6,7 +6,7 @@ Such values are drawn as the module's own class does, and all other tensors are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,31 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.model_folder import Place, read_head, read_model_folder
+from zero_plugin.tensors.model_folder import Place, StoredWeights, read_complete_file, read_model_folder
 from zero_plugin.tensors.modules import Slot, as_pretrained, persistent_tensors, shared_names, tensor_slots
 
 _LISTED = 20  # names of one kind in an error
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """The tensors in the files of one model.
-
-    Attributes:
-        source: what was named.
-        folder: that the places are below.
-        places: name → where the tensor is.
-        tied: name → the stored name whose tensor it shares, as far as the files tell.
-    """
-
-    source: Path
-    folder: Path
-    places: Mapping[str, Place]
-    tied: Mapping[str, str]
-
-    def find(self, name: str) -> str | None:
-        """The stored name that has the tensor of a name, if any has."""
-        return next((stored for stored in (name, self.tied.get(name)) if stored in self.places), None)
 
 
 @dataclass(slots=True)
@@ -80,7 +59,7 @@ class WeightsReport:
 
 
 def find_weights(source: Path) -> StoredWeights:
-    """Read the heads of a model's files; no tensor is read.
+    """Read the headers of a model's files; no tensor is read.
 
     Args:
         source: a model folder, which every checkpoint is too, or one safetensors file.
@@ -89,9 +68,8 @@ def find_weights(source: Path) -> StoredWeights:
         CheckpointError: there is none, or a file is missing, damaged or a pickle.
     """
     if source.is_dir():
-        model = read_model_folder(source)
-        return StoredWeights(source, source, model.places, model.tied)
-    places, metadata = read_head(source, name=source.name)
+        return read_model_folder(source)
+    places, metadata = read_complete_file(source, source.name)
     return StoredWeights(source, source.parent, places, metadata)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.checkpoint.folders import discard_draft, open_draft
-from zero_plugin.checkpoint.layout import INDEX_NAME, Description, Layout, describe, is_weight_file, plan_layout
+from zero_plugin.checkpoint.layout import Description, Layout, describe, is_weight_file, plan_layout
 from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps, write_fragments
 from zero_plugin.checkpoint.shared_folder import is_one_folder
 from zero_plugin.distributed import collectives
@@ -25,6 +25,7 @@ from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.fragments import WEIGHT, Fragment
+from zero_plugin.tensors.model_folder import INDEX_NAME
 from zero_plugin.tensors.modules import as_pretrained, persistent_tensors, shared_names
 
 _CONVERTED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -1,18 +1,11 @@
-"""Hugging Face model folders and the headers of safetensors files, read without torch.
-
-Where a whole tensor is stored, and of which type, in safetensors' own words; known without torch.
-
-Reads which safetensors files hold a model folder's weights, and what their headers say; without torch.
-
-The tensors of a Hugging Face model folder, from the heads of its safetensors files; without torch.
-"""
+"""The tensors of Hugging Face model folders, from the headers of their safetensors files; read without torch."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 
+SINGLE_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
+_PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library's own bound
 ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -59,25 +56,6 @@ class Place:
         return math.prod(self.shape) * ITEM_BYTES[self.type_name]
 
 
-_LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library's own bound
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        type_name: safetensors' name of its type, e.g. `BF16`.
-        shape: of it.
-        start, end: its bytes in the file, the last one excluded.
-    """
-
-    type_name: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Names of the files with a model's weights: `model.safetensors`, else those of its index, else all of them.
 
@@ -87,9 +65,9 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     Raises:
         OSError, ValueError: the index cannot be read, or has no `weight_map`.
     """
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"], {}
-    index = folder / "model.safetensors.index.json"
+    if (folder / SINGLE_NAME).is_file():
+        return [SINGLE_NAME], {}
+    index = folder / INDEX_NAME
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors")), {}
     named = read_keys(index).get("weight_map")
@@ -98,11 +76,15 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     return sorted(set(named.values())), named
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of a safetensors file, and the texts that it carries.
+def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str, str], int]:
+    """The tensors of a safetensors file, the texts that it carries, and where the last tensor ends.
 
     Format (huggingface/safetensors, README "Format"): 8 bytes with the header's length, little-endian; the header,
     JSON; the tensors' bytes.
+
+    Args:
+        path: of the file, of which no more than the header has to be there.
+        name: what the places call it; by default its own name.
 
     Raises:
         OSError: it cannot be read.
@@ -115,13 +97,18 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         header = json.loads(file.read(length))
     try:
         metadata = header.pop("__metadata__", {})
-        tensors = {}
-        for name, entry in header.items():
+        places: dict[str, Place] = {}
+        last = 0
+        for tensor, entry in header.items():
             begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
-            tensors[name] = StoredTensor(entry["dtype"], tuple(map(int, entry["shape"])), begin, end)
+            place = Place(name or path.name, entry["dtype"], tuple(map(int, entry["shape"])), begin)
+            if place.type_name in ITEM_BYTES and place.size != end - begin:
+                raise ValueError(f"{tensor} has {end - begin:,} bytes instead of {place.size:,}")
+            places[tensor] = place
+            last = max(last, end)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
-    return tensors, metadata
+    return places, metadata, last
 
 
 def read_keys(path: Path) -> dict[str, Any]:
@@ -136,22 +123,23 @@ def read_keys(path: Path) -> dict[str, Any]:
     return content
 
 
-_PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
 @dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """A model that lies in a folder.
+class StoredWeights:
+    """The tensors in the files of one model.
 
     Attributes:
-        places: name → where the tensor is, below the folder.
-        tied: name → the weight whose tensor it shares.
+        source: the folder or file that was named.
+        folder: that the places are below.
+        places: name → where the tensor is.
+        tied: name → the stored name whose tensor it shares, as far as the files tell.
         config: `config.json`; empty without.
     """
 
+    source: Path
+    folder: Path
     places: Mapping[str, Place]
     tied: Mapping[str, str]
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def model_class(self) -> str:
@@ -159,8 +147,12 @@ class ModelFolder:
         named = self.config.get("architectures") or ["model"]
         return str(named[0])
 
+    def find(self, name: str) -> str | None:
+        """The stored name that has the tensor of a name, if any has."""
+        return next((stored for stored in (name, self.tied.get(name)) if stored in self.places), None)
 
-def read_model_folder(folder: Path) -> ModelFolder:
+
+def read_model_folder(folder: Path) -> StoredWeights:
     """What a model folder holds; of weights the files of the index, else `model.safetensors`, else all of them.
 
     Raises:
@@ -180,40 +172,31 @@ def read_model_folder(folder: Path) -> ModelFolder:
     places: dict[str, Place] = {}
     tied: dict[str, str] = {}
     for file in files:
-        own, metadata = read_head(folder / file, name=file)
+        own, metadata = read_complete_file(folder / file, file)
         places |= own
         tied |= {alias: kept for alias, kept in metadata.items() if kept in own and alias not in own}
     lost = sorted(set(indexed) - set(places))
     if lost:
         raise CheckpointError(f"{folder}'s index names {lost[0]}, which {indexed[lost[0]]} does not hold.")
-    return ModelFolder(places, tied, _read_config(config) if config.is_file() else {})
+    return StoredWeights(folder, folder, places, tied, _read_config(config) if config.is_file() else {})
 
 
-def read_head(path: Path, name: str) -> tuple[dict[str, Place], dict[str, str]]:
-    """Where each tensor of a safetensors file is, and the texts that the file carries.
-
-    Args:
-        path: of the file.
-        name: what the places call it.
+def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[str, str]]:
+    """What `read_header` says of a file, all of whose tensors can be read.
 
     Raises:
         CheckpointError: it is missing, cut off, or no such file.
     """
     try:
         size = path.stat().st_size
-        stored, metadata = read_header(path)
-        places = {}
-        for tensor, entry in stored.items():
-            if entry.type_name not in ITEM_BYTES:
-                raise ValueError(f"{tensor} is of type {entry.type_name}")
-            places[tensor] = place = Place(name, entry.type_name, entry.shape, entry.start)
-            if entry.end - entry.start != place.size:
-                raise ValueError(f"{tensor} has {entry.end - entry.start:,} bytes instead of {place.size:,}")
+        places, metadata, end = read_header(path, name)
+        for tensor, place in places.items():
+            if place.type_name not in ITEM_BYTES:
+                raise ValueError(f"{tensor} is of type {place.type_name}")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no safetensors file that can be read: {error}.") from error
-    end = max((entry.end for entry in stored.values()), default=0)
     if end > size:
         raise CheckpointError(f"{path} has {size:,} bytes instead of {end:,}.")
     return places, metadata

@@ -1,11 +1,4 @@
-"""Modules inside wrappers, forwards with something around them, and what a loss reaches.
-
-Take a model out of what it was wrapped into: DDP, a DeepSpeed engine, `torch.compile`, a 16-bit forward.
-
-Puts something around a module's forward, as if it had been written there.
-
-Which tensors the gradient of a loss would reach.
-"""
+"""Models inside wrappers (DDP, a DeepSpeed engine, `torch.compile`, a 16-bit forward), and what a loss reaches."""
 
 from __future__ import annotations
 

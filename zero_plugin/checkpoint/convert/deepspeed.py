@@ -1,8 +1,6 @@
-"""Reads DeepSpeed's own checkpoints for a conversion.
+"""Reads DeepSpeed's own checkpoints for a conversion: stages 0 to 3, weights, masters and optimizer states.
 
-Reads DeepSpeed's own checkpoint folders for a conversion: stages 0 to 3, weights, masters and optimizer states.
-
-The optimizer of a DeepSpeed checkpoint without ZeRO (stage 0), whose file does not name the parameters.
+At stage 0, without ZeRO, the file of the optimizer does not name the parameters.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +17,8 @@ from zero_plugin.checkpoint.convert.deepspeed_files import (
     DeepSpeedFiles,
     Piece,
     TrainedGroup,
+    equal_pieces,
+    join_pieces,
     list_deepspeed_files,
     trained_groups,
 )
@@ -28,6 +28,8 @@ from zero_plugin.checkpoint.objects import tensor_storage
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.optimizer_states import is_setting
 from zero_plugin.tensors.fragments import MASTER, WEIGHT
+
+_EXTRA_STATE: Final = "_extra_state"
 
 
 def plain_groups(model: Mapping[str, Any], notes: list[str]) -> list[TrainedGroup]:
@@ -55,16 +57,13 @@ def plain_groups(model: Mapping[str, Any], notes: list[str]) -> list[TrainedGrou
 def _parameters(model: Mapping[str, Any]) -> dict[str, Tensor]:
     """What may be trained, in the model's order, each shared tensor once."""
     buffers = set(model.get("buffer_names") or ())
-    seen: set[Any] = set()
-    found: dict[str, Tensor] = {}
-    for name, tensor in model["module"].items():
-        if name in buffers or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            continue
-        place = (tensor_storage(tensor), tensor.storage_offset(), tensor.shape)
-        if place not in seen:
-            seen.add(place)
-            found[name] = tensor
-    return found
+    found = {
+        name: tensor
+        for name, tensor in model["module"].items()
+        if name not in buffers and isinstance(tensor, Tensor) and tensor.is_floating_point()
+    }
+    shared = _names_of_same_memory(found)
+    return {name: tensor for name, tensor in found.items() if name not in shared}
 
 
 def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[TrainedGroup] | None:
@@ -151,9 +150,6 @@ def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:
     return next((value.shape for key, value in state.items() if isinstance(value, Tensor) and key != "step"), None)
 
 
-_EXTRA_STATE = "_extra_state"
-
-
 def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
     """A checkpoint of `save_checkpoint`: the folder, or the one that its `latest` tag names.
 
@@ -223,27 +219,25 @@ def _tensors(
 
 
 def _frozen(files: DeepSpeedFiles, name: str, shape: tuple[int, ...]) -> Stored:
-    """A frozen parameter of stage 3: equal shares, the last ones padded."""
-    left = math.prod(shape)
-    parts = []
-    for model in files.models:
-        share = model["frozen_param_fragments"][name].view(-1)[:left]
-        left -= share.numel()
-        parts.append(share)
-    if left:
-        raise CheckpointError(f"{files.folder} holds all but {left:,} elements of {name}.")
-    return Stored(shape, parts[0].dtype, tuple(parts))
+    """A frozen parameter of stage 3."""
+    [(_, _, pieces)] = equal_pieces({name: shape}, len(files.models))
+    return join_pieces(name, shape, [model["frozen_param_fragments"][name] for model in files.models], pieces)
 
 
 def _tied_names(model: Mapping[str, Any]) -> dict[str, str]:
     """As DeepSpeed has noted them; without ZeRO, by the memory that they share in the file."""
-    tied: dict[str, str] = dict(model.get("shared_params") or {})
+    return {**_names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
+
+
+def _names_of_same_memory(module: Mapping[str, Any]) -> dict[str, str]:
+    """Each further name of a tensor → its first name."""
+    tied: dict[str, str] = {}
     first: dict[Any, str] = {}
-    for name, tensor in model["module"].items():
+    for name, tensor in module.items():
         if isinstance(tensor, Tensor) and tensor.numel():
             place = (tensor_storage(tensor), tensor.storage_offset(), tensor.shape)
             if (kept := first.setdefault(place, name)) != name:
-                tied.setdefault(name, kept)
+                tied[name] = kept
     return tied
 
 

@@ -1,8 +1,6 @@
-"""The files of a DeepSpeed checkpoint, and where each parameter's pieces are.
+"""The files of a DeepSpeed checkpoint, and where in them the pieces of each trained parameter and its states are.
 
-Opens the files of a DeepSpeed checkpoint: pickles, of which only harmless classes are built, mapped into memory.
-
-Where, in the files of a DeepSpeed checkpoint, the pieces of each trained parameter and of its states lie.
+They are pickles, of which only harmless classes are built, mapped into memory.
 """
 
 from __future__ import annotations
@@ -153,10 +151,11 @@ class TrainedGroup:
         pieces: Sequence[Piece],
     ) -> None:
         """Add a parameter: of each rank its flat buffer, and that buffer's states."""
-        self.masters[name] = _join(name, shape, flats, pieces)
+        self.masters[name] = join_pieces(name, shape, flats, pieces)
         for key, first in states[0].items():
             if isinstance(first, Tensor) and first.ndim:
-                self.states.setdefault(name, {})[key] = _join(name, shape, [state[key] for state in states], pieces)
+                own = self.states.setdefault(name, {})
+                own[key] = join_pieces(name, shape, [state[key] for state in states], pieces)
             elif isinstance(first, Tensor | int | float):
                 number = first.item() if isinstance(first, Tensor) else first
                 self.scalars.setdefault(name, {})[key] = number
@@ -245,22 +244,20 @@ def _partitioned_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]
     for index, shapes in enumerate(files.models[0]["param_shapes"]):
         flats = [entry["fp32_flat_groups"][index] for entry in saved]
         states = [states.get(index, {}) for states, _ in base]
-        for name, shape, pieces in _shares(shapes, len(saved)):
+        for name, shape, pieces in equal_pieces(shapes, len(saved)):
             group_of[index].add(name, shape, flats, states, pieces)
     return groups
 
 
-def _shares(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
+def equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
+    """Parameters one after another, of each an equal piece in the buffer of every rank; the last ones are padded."""
     offset = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
-        share = -(-count // world_size)
-        yield (
-            name,
-            tuple(shape),
-            [Piece(rank, offset, max(0, min(share, count - rank * share))) for rank in range(world_size)],
-        )
-        offset += share
+        size = -(-count // world_size)
+        pieces = [Piece(rank, offset, max(0, min(size, count - rank * size))) for rank in range(world_size)]
+        yield name, tuple(shape), pieces
+        offset += size
 
 
 def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
@@ -270,7 +267,8 @@ def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[
     return saved["state"], saved["param_groups"]
 
 
-def _join(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Stored:
+def join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Stored:
+    """The unpartitioned tensor; raises CheckpointError where elements are missing."""
     parts = tuple(flats[piece.rank].detach().view(-1)[piece.start : piece.start + piece.count] for piece in pieces)
     found, wanted = sum(part.numel() for part in parts), math.prod(shape)
     if found != wanted:

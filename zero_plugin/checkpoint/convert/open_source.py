@@ -1,9 +1,4 @@
-"""Opens whatever a folder holds for a conversion.
-
-Opens whatever a folder holds for a conversion.
-
-Reads this package's checkpoints, and Hugging Face model folders, for a conversion.
-"""
+"""Opens whatever a folder holds for a conversion: checkpoints of this package or DeepSpeed's, and model folders."""
 
 from __future__ import annotations
 
