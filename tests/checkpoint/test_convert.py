@@ -149,10 +149,10 @@ def test_shares_of_stage_3_are_joined(processes: int, tmp_path: Path) -> None:
     model, optimizers = stage_3(values, processes)
     checkpoint = imported(deepspeed_folder(tmp_path / "ds", model, *optimizers), tmp_path / "out")
     tensors = open_source(checkpoint).tensors
-    assert torch.equal(tensors[MASTER, "w"].whole(), values)
-    assert torch.equal(tensors["exp_avg", "w"].whole(), 2 * values)
-    assert torch.equal(tensors["exp_avg_sq", "v"].whole(), 3 * SECOND)
-    assert torch.equal(tensors[WEIGHT, "w"].whole(), values.bfloat16())
+    assert torch.equal(tensors[MASTER, "w"].unpartitioned(), values)
+    assert torch.equal(tensors["exp_avg", "w"].unpartitioned(), 2 * values)
+    assert torch.equal(tensors["exp_avg_sq", "v"].unpartitioned(), 3 * SECOND)
+    assert torch.equal(tensors[WEIGHT, "w"].unpartitioned(), values.bfloat16())
     record = read_nested(checkpoint / "training")["models"][0]["optimizer"]
     assert record["applied_steps"] == 5
     assert record["algorithm"] == "adamw"
@@ -269,7 +269,7 @@ def test_stage_0_is_read_only_where_it_is_certain_whose_a_state_is() -> None:
     assert len(notes) == 1
     whole = {"state": state, "param_groups": [{"lr": 1, "params": [0, 1]}]}
     (group,) = plain_groups({"module": module, "optimizer": whole}, notes)
-    assert group.states["b"]["exp_avg"].whole().tolist() == [[1, 1], [1, 1]]
+    assert group.states["b"]["exp_avg"].unpartitioned().tolist() == [[1, 1], [1, 1]]
     named = [{**entry, "param_names": [name]} for entry, name in zip(split["param_groups"], "ba", strict=True)]
     first, second = plain_groups({"module": module, "optimizer": {"state": state, "param_groups": named}}, notes)
     assert (list(first.masters), list(second.masters)) == (["b"], ["a"])

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint.folders import open_draft
-from zero_plugin.checkpoint.layout import INDEX_NAME, SINGLE_NAME
 from zero_plugin.checkpoint.save_model import parse_dtype, weights_of_module, write_model
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError
+from zero_plugin.tensors.model_folder import INDEX_NAME, SINGLE_NAME
 from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, write_file
 
 

@@ -31,8 +31,8 @@ class AlignDevicesHook(ModelHook):
         execution_device: where the forward runs; None leaves tensors where they are.
         offload: weights leave after the forward.
         io_same_device: the output goes to where the input was.
-        weights_map: values of offloaded tensors by name, which may be read when they are asked for; what it does not
-            have stays on the execution device. By default the module's own values, in host memory.
+        weights_map: values of offloaded tensors by name, which may be read only when they are taken; what it does not
+            have stays on the execution device. By default the module's own values, in CPU memory.
         offload_buffers: buffers of the state dict leave too; others stay on the execution device.
         place_submodules: the weights of modules inside, too.
         skip_keys: keyword arguments, and keys of outputs, that stay where they are.
@@ -296,7 +296,7 @@ def reads_inside(module: nn.Module, preloaded: Collection[str]) -> bool:
 
     Args:
         module: any.
-        preloaded: names of classes of which the user says so.
+        preloaded: names of classes that the user gives.
     """
     return isinstance(module, _READS_INSIDE) or type(module).__name__ in preloaded
 

@@ -194,7 +194,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights in host memory; each module's come to the execution device for its forward.
+    """Keep all weights in CPU memory; each module's come to the execution device for its forward.
 
     Args:
         model: changed in place.
@@ -304,7 +304,7 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model in host memory until it runs; it stays on its device until the hook's `offload` is called.
+    """Keep a model in CPU memory until it runs; it stays on its device until the hook's `offload` is called.
 
     For a pipeline of models that do not fit together, of which each runs in a loop.
 
@@ -339,7 +339,7 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """To host memory."""
+        """To CPU memory."""
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -365,7 +365,7 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Send the model back to host memory."""
+        """Send the model back to CPU memory."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:

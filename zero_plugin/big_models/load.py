@@ -160,7 +160,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,  # noqa: ARG001 - every process maps the files, which is no more than one reads
 ) -> nn.Module:
-    """Load a checkpoint into a model that has no values yet, and spread it over devices, host memory and disk.
+    """Load a checkpoint into a model that has no values yet, and spread it over devices, CPU memory and disk.
 
     Args:
         model: built under `init_empty_weights`, or any.
@@ -246,7 +246,7 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: parts of names whose tensors are fp32 under a 16-bit `dtype`.
         offload_8bit_bnb: not supported.
         strict: names of the checkpoint and of the model must be the same; otherwise differences are warnings.
-        full_state_dict: True; every tensor is whole.
+        full_state_dict: True; every tensor is unpartitioned.
         broadcast_from_rank0: no effect.
 
     Raises:

@@ -157,7 +157,7 @@ def infer_auto_device_map(
 
 
 class _Filling:
-    """The parts of a model that are still to be placed, and the room that is left."""
+    """The parts of a model that are still to be placed, and the memory that is left."""
 
     def __init__(
         self,

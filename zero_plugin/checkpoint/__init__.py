@@ -1,1 +1,1 @@
-"""Weights and checkpoints as whole logical tensors in safetensors."""
+"""Weights and checkpoints as unpartitioned logical tensors in safetensors."""

@@ -245,7 +245,7 @@ class Snapshot:
 
 
 def _storage(fragment: Fragment) -> int:
-    """Where the memory that a fragment lies in begins."""
+    """Where the memory that a fragment is in begins."""
     return fragment.values.untyped_storage().data_ptr()
 
 
@@ -293,7 +293,7 @@ class BackgroundWriter:
         try:
             if self._peers is None:
                 self._peers = all_or_none(GlooPeers.connect)  # where one fails, the others' time is over soon
-                atexit.register(self._disconnect)  # of a script that fails; its threads end before that
+                atexit.register(self._disconnect_at_exit)
             copies = self.memory.take(opened, sessions)
         except BaseException:
             self._abandon(opened)
@@ -366,7 +366,7 @@ class BackgroundWriter:
     def forget(self) -> None:
         """The script has dropped what saves by this: give memory back, once nothing is being written. Not collective.
 
-        A save that is running is waited for, and its failure told, by `close`.
+        A save that is running is waited for, and its failure raised, by `close`.
         """
         if self._running is None:
             self._release()
@@ -391,8 +391,13 @@ class BackgroundWriter:
         opened.discard(SCRIPT)
         self._disconnect()
 
+    def _disconnect_at_exit(self) -> None:
+        """Also of a script that fails."""
+        self.wait_for_writing()
+        self._disconnect()
+
     def _disconnect(self) -> None:
-        atexit.unregister(self._disconnect)
+        atexit.unregister(self._disconnect_at_exit)
         if self._peers is not None:
             self._peers.close()
             self._peers = None

@@ -28,7 +28,7 @@ _AUTOMATIC: Final = "checkpoint_"
 # Beside a checkpoint `name`, hidden, while it is written, replaced or removed, and after a run that was killed then:
 #   .name.<random>.writing   not complete yet. Never the same name twice: a client of NFS may remember for a minute
 #                            which folder had that name before
-#   .name.replaced           whole: the older one, or the newer one just before it takes the name
+#   .name.replaced           complete: the older one, or the newer one just before it takes the name
 #   .name.removing           going
 _ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
 _descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
@@ -329,7 +329,7 @@ def _settle(target: Path) -> None:
 
 
 def _remove(path: Path, target: Path) -> None:
-    """Remove a whole folder; a run killed here leaves nothing that looks like a checkpoint."""
+    """Remove a complete folder; a run killed here leaves nothing that looks like a checkpoint."""
     doomed = _beside(target, "removing")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -377,8 +377,8 @@ class Lineages:
         """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
         folder = folder.resolve()
         if folder not in self._runs:
-            told = collectives.gather_object([kept_run(folder, os.environ)])
-            if (run := next(filter(None, told), None)) is None:  # a machine that has come back knows of none
+            known = collectives.gather_object([kept_run(folder, os.environ)])
+            if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
                 return None
             self.join(folder, run)
         return self._runs[folder]
@@ -392,7 +392,7 @@ class Lineages:
         return run
 
     def join(self, folder: Path, run: str) -> None:
-        """Go on with a run's checkpoints in `folder`, now and after restarts; called on every process."""
+        """Join a run's checkpoints in `folder`, now and after restarts; called on every process."""
         folder = folder.resolve()
         self._runs[folder] = run
         keep_run(folder, run, os.environ)

@@ -30,7 +30,7 @@ ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One whole tensor: kind and name as in `Fragment`."""
+    """One unpartitioned tensor: kind and name as in `Fragment`."""
 
     kind: str
     name: str
@@ -61,7 +61,7 @@ class Layout:
 
 
 def describe(fragments: Iterable[Fragment]) -> list[Description]:
-    """The whole tensors that `fragments` are pieces of, each once."""
+    """The unpartitioned tensors that `fragments` are pieces of, each once."""
     found = {(f.kind, f.name): Description(f.kind, f.name, f.values.dtype, f.shape) for f in fragments}
     for description in found.values():
         if description.dtype not in DTYPE_NAMES:
@@ -81,8 +81,8 @@ def plan_layout(
 ) -> Layout:
     """Places for one model's tensors.
 
-    Weights are a Hugging Face model folder: `model.safetensors`, or numbered shards with an index. Masters and each
-    optimizer state are one file in `optimizer/`, with the parameters' names for its tensors.
+    Weights are a Hugging Face model folder: `model.safetensors`, or numbered shards with an index. The fp32 master
+    weights and each optimizer state are one file in `optimizer/`, with the parameters' names for its tensors.
 
     Args:
         descriptions: the same on every process.
@@ -141,7 +141,7 @@ def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadat
 def session_fragments(
     session: Session, *, changing: bool = False, prepare: Callable[[list[OptimizedPiece]], None] = lambda _: None
 ) -> Iterator[Fragment]:
-    """All tensors of a session, as they lie here; each may be used until the next is asked for.
+    """All tensors of a session, as they are here; each may be used until the next is taken.
 
     Args:
         session: of a model.
@@ -156,7 +156,7 @@ def session_fragments(
 
 
 def described_fragments(session: Session) -> Iterator[Fragment]:
-    """The same, without reading from a disk: of what lies there, all but the values is known."""
+    """The same, without reading from a disk: of what is there, all but the values is known."""
     weights = {fragment.name: fragment for fragment in session.weight_fragments()}
     yield from _join(weights, session.optimized_pieces())
     yield from weights.values()

@@ -32,7 +32,7 @@ class LoadReport:
         restored: what was, a phrase each.
         not_restored: what was not, with the reason.
         batches: of each prepared loader, how many the interrupted epoch has given; 0 between epochs.
-        epochs: of each prepared loader, the number of the epoch that its coming loop goes on with, or begins.
+        epochs: of each prepared loader, the number of the epoch that its coming loop resumes, or begins.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ def load_tensors(
     optimizer: bool,
     strict: bool,
 ) -> list[str]:
-    """Read a model's weights, masters and optimizer states. Collective.
+    """Read a model's weights, fp32 master weights and optimizer states. Collective.
 
     Args:
         folder: the checkpoint.
@@ -198,7 +198,7 @@ def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str
 
 
 def _source(fragment: Fragment, stored: StoredModel) -> Place | None:
-    """Where to read a fragment from: of weights and masters, the one of its own type, else the more precise."""
+    """Where to read a fragment from: of weight and master weight, the one of its own dtype, else the more precise."""
     names = [fragment.name, stored.tied.get(fragment.name, fragment.name)]
     if fragment.kind not in (WEIGHT, MASTER):
         return stored.places.get((fragment.kind, fragment.name))

@@ -195,7 +195,7 @@ def initialize_tensors(
     Args:
         module: the whole model.
         names: of floating tensors in it, which hold NaN so far.
-        whole: a context in which tensors are whole on every process, and what process 0 writes into them stays.
+        whole: a context in which tensors are unpartitioned on every process, and what process 0 writes into them stays.
 
     Raises:
         CheckpointError: of a tensor's class neither is known, or it leaves the tensor as it was.

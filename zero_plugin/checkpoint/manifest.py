@@ -320,7 +320,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def recognise(folder: Path) -> Kind | None:
-    """What lies in a folder, by its files' names; None for anything else."""
+    """What is in a folder, by its files' names; None for anything else."""
     if (folder / MANIFEST_NAME).is_file():
         return "checkpoint"
     if several_checkpoints(folder):

@@ -63,7 +63,7 @@ def write_object(obj: Any, file: Any, *, safe_serialization: bool = False) -> No
 
 
 def _portable(leaf: Any) -> Any:
-    """A tensor on an XLA device in host memory: else nobody could read it without torch_xla."""
+    """A tensor on an XLA device in CPU memory: else nobody could read it without torch_xla."""
     return leaf.cpu() if isinstance(leaf, Tensor) and leaf.device.type == "xla" else leaf
 
 
@@ -80,7 +80,7 @@ def read_object(file: str | IO[bytes], map_location: Any = None, **kwargs: Any) 
 
 
 def tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Device, address and bytes of what the tensor's data lie in; equal for tensors that share it."""
+    """Device, address and bytes of the storage of a tensor; equal for tensors that share it."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 

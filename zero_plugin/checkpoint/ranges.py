@@ -29,7 +29,7 @@ def sum_words(flat: Tensor, first: int) -> Tensor:
     """Σ w and Σ (i + 1) w over the 8-byte words w of a tensor's memory, at places i, modulo 2⁶⁴.
 
     The first sum changes with any one word, the second with their order too, as in Fletcher's checksum (Fletcher 1982).
-    Both are linear: the pieces' sums add up to those of the whole. A word that a piece has a part of counts with zeros
+    Both are linear: the pieces' sums add up to those of all of it. A word that a piece has a part of counts with zeros
     for its other bytes.
 
     Args:
@@ -89,14 +89,14 @@ class _Files:
 
 
 class RangeWriter(_Files):
-    """See `open_writer`."""
+    """Writes into files that exist at full size."""
 
     def write(self, fragment: Fragment, place: Place, *, summed: bool = True) -> Tensor:
-        """Write what of a fragment is this process' to write, in the type of `place`.
+        """Write what of a fragment is this process' to write, in the dtype of `place`.
 
         Args:
-            fragment: whose values are in memory, on any device and of any type.
-            place: of the whole tensor.
+            fragment: whose values are in memory, on any device and of any dtype.
+            place: of the unpartitioned tensor.
             summed: whether the checksum is wanted.
 
         Returns:
@@ -127,10 +127,10 @@ class RangeWriter(_Files):
 
 
 class RangeReader(_Files):
-    """See `open_reader`."""
+    """Reads from files, or computes checksums of what is in them."""
 
     def read(self, place: Place, fragment: Fragment) -> None:
-        """Fill a fragment from the whole tensor of the same shape that is stored at `place`, in whatever type."""
+        """Fill a fragment from the unpartitioned tensor that is stored at `place`, of the same shape and any dtype."""
         target = fragment.values
         if target.numel() == 0:
             return

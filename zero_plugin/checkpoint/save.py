@@ -41,7 +41,7 @@ from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.fragments import WEIGHT, Fragment
 from zero_plugin.tensors.modules import shared_names
 
-_SMALL_BYTES = 2**24  # room for what is not a model's tensors
+_SMALL_BYTES = 2**24  # on the disk, for what is not a model's tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class OpenCheckpoint:
     trees: Mapping[str, EncodedTree] = field(default_factory=dict)
 
     def write(self, fragments: Iterable[Iterable[Fragment]], peers: Peers) -> None:
-        """Write it, whole or not at all. Collective.
+        """Write it, complete or not at all. Collective.
 
         Args:
             fragments: of each model.
@@ -190,7 +190,7 @@ def _needed_bytes(layouts: Sequence[Layout]) -> int:
 
 
 def refuse_gaps(layout: Layout, written: Tensor) -> None:
-    """Go on only where each element of every tensor was written once.
+    """Refuse a draft in which not every element of every tensor was written once.
 
     Args:
         layout: of the tensors.
@@ -302,7 +302,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str | None:
-    """Go on drawing where a checkpoint stands; a sentence where this process cannot.
+    """Resume drawing where a checkpoint was made; a sentence where this process cannot.
 
     A process that the checkpoint does not know draws as the first one where all saved ones drew alike, as after one
     `set_seed` for all. Else it begins anew, from a seed made of a saved process' state and its own rank.

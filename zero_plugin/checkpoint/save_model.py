@@ -41,10 +41,10 @@ class SavedWeights:
     """The tensors of one model that are saved.
 
     Attributes:
-        descriptions: of the whole tensors, in the types that they are stored in.
-        fragments: gives what of them this process writes, each usable until the next is asked for. Their own types may
+        descriptions: of the unpartitioned tensors, in the types that they are stored in.
+        fragments: gives what of them this process writes, each usable until the next is taken. Their own types may
             be others.
-        in_ranges: whether each process gives what lies in it, and has the same descriptions; else the main process
+        in_ranges: whether each process gives what is in it, and has the same descriptions; else the main process
             gives all, and the others go along where that is collective.
     """
 
@@ -52,8 +52,8 @@ class SavedWeights:
     fragments: Callable[[], Iterator[Fragment]]
     in_ranges: bool
 
-    def whole(self) -> Iterator[Fragment]:
-        """The fragments, each a whole tensor that the main process writes; one at a time. Collective."""
+    def unpartitioned(self) -> Iterator[Fragment]:
+        """The fragments, each an unpartitioned tensor that the main process writes; one at a time. Collective."""
         is_main = collectives.process_index() == 0
         for fragment in self.fragments():
             if not self.in_ranges:
@@ -100,7 +100,7 @@ def names_to_save(module: nn.Module, *, trainable_only: bool) -> frozenset[str]:
 
 
 def weights_of_session(session: Session, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:
-    """Those of a prepared model, in ranges; whole where they cannot be told apart by ranges.
+    """Those of a prepared model, in ranges; unpartitioned where ranges cannot be taken from them.
 
     A parameter that is converted, or is not in memory, is taken from what the optimizer steps.
 
@@ -110,7 +110,7 @@ def weights_of_session(session: Session, names: Collection[str], dtype: torch.dt
         dtype: of the floating parameters; None for the type that each is trained in.
 
     Raises:
-        CheckpointError: masters are wanted that cannot be reached.
+        CheckpointError: fp32 master weights are wanted that cannot be reached.
     """
     try:
         present = [fragment for fragment in session.weight_fragments() if fragment.name in names]
@@ -136,7 +136,7 @@ def weights_of_session(session: Session, names: Collection[str], dtype: torch.dt
 def weights_of_module(
     module: nn.Module, tensors: Callable[[], Iterable[tuple[str, Tensor]]], dtype: torch.dtype | None
 ) -> SavedWeights:
-    """Whole tensors, which the main process writes.
+    """Unpartitioned tensors, which the main process writes.
 
     Args:
         module: theirs.
@@ -205,7 +205,7 @@ def write_model(
         is_shared = not weights.in_ranges or is_one_folder(draft)
         if not is_shared:
             say(f"save_model: {target} is on no file system that all processes share, so the main process writes alone")
-        fragments = weights.fragments() if is_shared else weights.whole()
+        fragments = weights.fragments() if is_shared else weights.unpartitioned()
         counts = all_or_none(lambda: _write(draft, fragments, layout))
         written: Tensor = collectives.reduce(counts, "sum") if weights.in_ranges else counts
         on_main(lambda: _complete(draft, target, layout, written, write_more))
@@ -215,12 +215,12 @@ def write_model(
 
 
 def whole_tensors(weights: SavedWeights) -> dict[str, Tensor]:
-    """Copies in host memory, in the types that are stored, on the main process; for what is small. Collective."""
+    """Copies in CPU memory, in the types that are stored, on the main process; for what is small. Collective."""
     types = {description.name: description.dtype for description in weights.descriptions}
     is_main = collectives.process_index() == 0
     return {
         fragment.name: fragment.values.reshape(fragment.shape).to("cpu", types[fragment.name], copy=True)
-        for fragment in weights.whole()
+        for fragment in weights.unpartitioned()
         if is_main
     }
 

@@ -18,7 +18,7 @@ _found_shared: set[Path] = set()  # file systems do not change while a process r
 
 
 def refuse_separate_folders(draft: Path) -> None:
-    """Go on only where `is_one_folder`. Collective.
+    """Refuse a folder that is not `is_one_folder`. Collective.
 
     Raises:
         CheckpointError: on every process; which processes' marks are missing.
@@ -35,7 +35,7 @@ def refuse_separate_folders(draft: Path) -> None:
 def is_one_folder(draft: Path) -> bool:
     """Have every process write a mark into one file, and the main process read them all. Collective.
 
-    It is done when the folder that `draft` lies in is used for the first time. A file system that every machine has for
+    It is done when the folder that `draft` is in is used for the first time. A file system that every machine has for
     itself is found, one that is not mounted everywhere, and one that keeps the file of the process that closed it last,
     as mounted object stores do.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint stores of a model: whole tensors by name, each as the piece of it that lies in this process."""
+"""What a checkpoint stores of a model: unpartitioned tensors by name, each as the piece that is in this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASTER: Final = "master"
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """A piece of one whole tensor, in this process' memory.
+    """A piece of one unpartitioned tensor, in this process' memory.
 
     Every process has a fragment of every tensor that is stored, an empty one where it holds nothing of it. It may have
     several: of a 32-bit weight under ZeRO the module's copy, and the optimizer's.
@@ -25,11 +25,11 @@ class Fragment:
         kind: `weight` for parameters and buffers, `master` for 32-bit copies of 16-bit weights, else the optimizer's
             own name of a state, e.g. `exp_avg`.
         name: of the parameter or buffer in the user's module.
-        shape: of the whole tensor.
-        start: where `values` begin in the flattened whole, in elements.
-        values: live memory, which reading fills: flat, or a whole tensor in any memory format.
+        shape: of the unpartitioned tensor.
+        start: where `values` begin in the flattened tensor, in elements.
+        values: live memory, which reading fills: flat, or an unpartitioned tensor in any memory format.
         written: the range of the flattened `values` that this process writes. Over all processes and fragments each
-            element of the whole is written once.
+            element of the tensor is written once.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Fragment:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether what this process is to write lies on a disk (NVMe), where no fragment reaches."""
+        """Whether what this process is to write is on a disk (NVMe), where no fragment reaches."""
         return self.values.numel() < self.written[1]
 
     def part_to_write(self) -> Tensor:
@@ -62,7 +62,7 @@ def share_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def whole_fragment(name: str, tensor: Tensor, rank: int, world_size: int) -> Fragment:
-    """The fragment of a weight or buffer that every process holds whole.
+    """The fragment of a weight or buffer that every process holds unpartitioned.
 
     Processes share the writing of a parameter. A buffer (running statistics, say) may differ between them, and must
     not become a patchwork: the first process' is stored.
@@ -75,12 +75,13 @@ def whole_fragment(name: str, tensor: Tensor, rank: int, world_size: int) -> Fra
 def with_masters(weights: Iterable[Fragment], masters: Iterable[Fragment]) -> Iterator[Fragment]:
     """Weights and the optimizer's copies of them, each stored once.
 
-    Of the same type, the optimizer's copy is the weight: it is what training goes on from, so it is what is written.
+    Of the same type, the optimizer's copy is the weight: training resumes from it, so it is what is written.
     The module's, where that is other memory, is only read.
 
     Args:
         weights: of the module; one that is not in memory follows from its master, as after a step.
-        masters: what the optimizer steps, of kind `weight`. One that is no weight of the module is a master anyway.
+        masters: the fp32 master weights, or whatever the optimizer steps, of kind `weight`. One that is no weight of
+            the module is a master weight anyway.
     """
     stepped = {master.name: master for master in masters}
     for weight in weights:

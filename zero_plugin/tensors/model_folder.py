@@ -29,7 +29,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a whole tensor is stored.
+    """Where an unpartitioned tensor is stored.
 
     Attributes:
         file: path below the checkpoint's folder.

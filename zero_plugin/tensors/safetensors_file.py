@@ -1,4 +1,4 @@
-"""The safetensors format: a file's head, and writing one file without a second copy of its tensors in memory."""
+"""The safetensors format: a file's header, and writing one file without a second copy of its tensors in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.
 def encode_header(
     entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The head of a file, and where each tensor's bytes lie in it; tensors in the order given, without gaps.
+    """The header of a file, and where each tensor's bytes are in it; tensors in the order given, without gaps.
 
     Format (huggingface/safetensors, README "Format"): 8 bytes with the header's size, little-endian; the header, JSON;
     the tensors' bytes without gaps.
@@ -56,8 +56,8 @@ def encode_header(
         ranges[name] = (start, end)
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of 8 too
-    head = len(encoded).to_bytes(8, "little") + encoded
-    return head, {name: (start + len(head), end + len(head)) for name, (start, end) in ranges.items()}
+    first = len(encoded).to_bytes(8, "little") + encoded
+    return first, {name: (start + len(first), end + len(first)) for name, (start, end) in ranges.items()}
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -66,9 +66,9 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
     The library's own writer builds all of the bytes in memory first.
     """
     ordered = sorted(tensors.items(), key=lambda item: sort_key(item[0], item[1].dtype))
-    head, _ = encode_header(((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered), metadata)
+    header, _ = encode_header(((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered), metadata)
     with path.open("wb") as file:
-        file.write(head)
+        file.write(header)
         for _, tensor in ordered:
             if tensor.numel():
                 file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

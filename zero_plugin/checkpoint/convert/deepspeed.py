@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's own checkpoints for a conversion: stages 0 to 3, weights, masters and optimizer states.
+"""Reads DeepSpeed's own checkpoints for a conversion: stages 0 to 3, weights, fp32 master weights and optimizer states.
 
 At stage 0, without ZeRO, the file of the optimizer does not name the parameters.
 """
@@ -283,7 +283,7 @@ def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A schedule's state, for the torch schedule that stands for one of DeepSpeed's."""
+    """A learning-rate scheduler's state, for the torch one that replaces one of DeepSpeed's."""
     if "last_batch_iteration" in state and "last_epoch" not in state:
         return {"last_epoch": state["last_batch_iteration"] + 1}  # it counts from -1, torch from 0
     return dict(state)

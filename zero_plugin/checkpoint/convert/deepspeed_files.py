@@ -165,11 +165,11 @@ def trained_groups(files: DeepSpeedFiles) -> list[TrainedGroup]:
     """The parameter groups of a checkpoint with ZeRO.
 
     At stages 1 and 2 the parameters of a group lie one after another in a flat buffer, which is cut into equal parts,
-    one for each rank. At stage 3 a rank has a flat buffer for each sub-group, with its equal share of one parameter
+    one for each rank. At stage 3 a rank has a flat buffer for each sub-group, with an equal partition of one parameter
     after another (DeepSpeed, `runtime/zero/stage_1_and_2.py` and `stage3.py`, `state_dict`).
 
     Raises:
-        CheckpointError: files of ranks are missing, or do not make whole parameters.
+        CheckpointError: files of ranks are missing, or do not make complete parameters.
     """
     saved = [file["optimizer_state_dict"] for file in files.optimizers]
     counts = saved[0].get("partition_count", len(saved))
@@ -227,7 +227,7 @@ def _in_order(
 def _as_mapped(
     mappings: Sequence[Mapping[str, Any]], module: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
-    """Parameters where each rank's file says that they lie."""
+    """Parameters where each rank's file says that they are."""
     for name in dict.fromkeys(name for mapping in mappings for name in mapping):
         pieces = [
             Piece(rank, mapping[name].start, mapping[name].numel)

@@ -70,7 +70,7 @@ def open_source(folder: Path, *, model: int | None = None, trust_pickle: bool = 
     """A checkpoint of this package or of DeepSpeed, or a model folder.
 
     Args:
-        folder: where it lies.
+        folder: where it is.
         model: which one of a checkpoint's, see `open_checkpoint`.
         trust_pickle: see `open_deepspeed`.
 

@@ -1,4 +1,4 @@
-"""What a conversion reads from, whatever its format: whole tensors by name, and what was recorded beside them."""
+"""What a conversion reads, whatever its format: unpartitioned tensors by name, and what was recorded beside them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CHUNK_BYTES: Final = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One whole tensor, as it lies in files.
+    """One unpartitioned tensor, as it is in files.
 
     Attributes:
-        shape: of the whole.
+        shape: of the unpartitioned tensor.
         dtype: what it is read as, whatever it is stored as.
         parts: 1-D, one after another the flattened tensor; they are mapped files, so that none is in memory.
     """
@@ -33,7 +33,7 @@ class Stored:
     parts: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        assert sum(part.numel() for part in self.parts) == math.prod(self.shape), "the parts are the whole"
+        assert sum(part.numel() for part in self.parts) == math.prod(self.shape), "the parts are the tensor"
 
     @staticmethod
     def of(tensor: Tensor) -> Stored:
@@ -57,7 +57,7 @@ class Stored:
                 yield start, chunk
                 start += chunk.numel()
 
-    def whole(self) -> Tensor:
+    def unpartitioned(self) -> Tensor:
         """The tensor, with no more behind it than its own elements; mapped, where that is possible."""
         flat = (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)).to(self.dtype)
         is_alone = flat.untyped_storage().nbytes() == flat.numel() * flat.element_size()
@@ -69,7 +69,7 @@ class Source:
     """A checkpoint or a model to convert.
 
     Attributes:
-        folder: where it lies; what configures the model goes along from here.
+        folder: where it is; what configures the model goes along from here.
         model_class: name of the model's class.
         tensors: (kind, name) → tensor; kinds as in `Fragment`.
         tied: name → the weight whose tensor it shares.

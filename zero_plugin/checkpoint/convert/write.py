@@ -31,7 +31,7 @@ from zero_plugin.tensors.model_folder import SINGLE_NAME
 
 Progress = Callable[[int], None]  # called with the bytes that were read since the last call
 
-_SMALL_BYTES: Final = 2**24  # room for what is not tensors
+_SMALL_BYTES: Final = 2**24  # on the disk, for what is not tensors
 # What goes along with a model's weights: configuration and tokenizer.
 _CONFIGURATION: Final = (
     "config.json",
@@ -127,15 +127,15 @@ def write_model(
     overwrite: bool,
     progress: Progress,
 ) -> None:
-    """Write a folder for `from_pretrained`: weights, and the configuration that lies beside those of the source.
+    """Write a folder for `from_pretrained`: weights, and the configuration that is beside those of the source.
 
     Args:
         source: what to write.
         target: the folder.
-        dtype: of the floating weights; 32-bit ones are the masters. None: as they are.
+        dtype: of the floating weights; 32-bit ones are the fp32 master weights. None: as they are.
         max_shard_bytes: of a weight file.
         overwrite: see `new_folder`.
-        progress: told the bytes that were written.
+        progress: called with the bytes that were written since the last call.
 
     Raises:
         CheckpointError: see `new_folder`.
@@ -187,7 +187,7 @@ def write_checkpoint(
         target: the folder.
         max_shard_bytes: of a weight file.
         overwrite: see `new_folder`.
-        progress: told the bytes that were written.
+        progress: called with the bytes that were written since the last call.
 
     Raises:
         CheckpointError: see `new_folder`.
@@ -223,13 +223,13 @@ def write_universal(source: Source, target: Path, *, overwrite: bool, progress: 
 
     Of each trained parameter there is a folder with its 32-bit value and states (DeepSpeed,
     `checkpoint/universal_checkpoint.py` and `runtime/zero/stage3.py`, `load_hp_checkpoint_state`). DeepSpeed reads
-    nothing else of the model: the frozen weights and buffers lie, under `module`, in the file of the counters.
+    nothing else of the model: the frozen weights and buffers are, under `module`, in the file of the counters.
 
     Args:
         source: what to write; with an optimizer.
         target: what `engine.load_checkpoint` is given.
         overwrite: see `new_folder`.
-        progress: told the bytes that were written.
+        progress: called with the bytes that were written since the last call.
 
     Raises:
         CheckpointError: there is no optimizer in it; also see `new_folder`.
@@ -252,13 +252,13 @@ def write_universal(source: Source, target: Path, *, overwrite: bool, progress: 
             folder = zero / parameter
             folder.mkdir(parents=True)
             for key, stored in states.items():
-                _save({"param": stored.whole(), "cat_dim": 0}, folder / f"{key}.pt")
+                _save({"param": stored.unpartitioned(), "cat_dim": 0}, folder / f"{key}.pt")
                 progress(stored.size)
             if parameter in steps:
                 _save(torch.tensor(float(steps[parameter])), folder / "step.pt")
         _save(_optimizer_state(record, steps), zero / "optimizer_state.pt")
         counters = _counters(source, record)
-        module = {key: stored.whole() for key, stored in others.items()}
+        module = {key: stored.unpartitioned() for key, stored in others.items()}
         _save({**counters, "module": module}, draft / name / _MODEL_FILE)
         _save({**counters, "module": {}}, draft / name / _MODEL_FILE_STAGE_3)
         write_text(draft / "latest_universal", name)
