@@ -29,6 +29,7 @@ from zero_plugin.big_models.hooks import ModelHook, add_hook_to_module, remove_h
 from zero_plugin.big_models.placement import check_device_map, check_places, find_place
 from zero_plugin.big_models.stored import (
     OffloadedWeightsLoader,
+    offload_state_dict,
     offload_weight,
     read_offload_index,
     save_offload_index,
@@ -230,11 +231,7 @@ def disk_offload(
     Returns:
         The model.
     """
-    index: dict[str, Any] = {}
-    for name, tensor in model.state_dict().items():
-        if not tensor.is_meta:
-            offload_weight(tensor, name, offload_dir, index)
-    save_offload_index(index, offload_dir)
+    offload_state_dict(offload_dir, {name: value for name, value in model.state_dict().items() if not value.is_meta})
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
     return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
 

@@ -9,7 +9,7 @@ import json
 import logging
 import pickle
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +42,32 @@ class WeightsFile:
 
     Args:
         path: `….safetensors`, or a file by `torch.save`, of which no code is run. One by `torch.save` before torch 1.6
-            is read whole, any other only as far as tensors are used.
+            is read completely, any other only as far as tensors are used.
+
+    Attributes:
+        names: of its tensors.
+        read: returns the tensor of a name, on the CPU; its values are read when they are used.
 
     Raises:
         CheckpointError: it is missing or damaged.
         ValueError: its weights are another framework's.
     """
 
+    names: list[str]
+    read: Callable[[str], Tensor]
+
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.is_safetensors = path.suffix == ".safetensors"
         if self.is_safetensors:
-            self._file: Any = open_safetensors(path)
-            framework = (self._file.metadata() or {}).get("format", "pt")
+            file = open_safetensors(path)
+            framework = (file.metadata() or {}).get("format", "pt")
             if framework != "pt":
                 raise ValueError(f"{path} has weights of the format {framework!r}; PyTorch's ('pt') are needed.")
-            self.names: list[str] = list(self._file.keys())
+            self.names, self.read = list(file.keys()), file.get_tensor
         else:
-            self._tensors = _load_mapped(path)
-            self.names = list(self._tensors)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor, on the CPU; its values are read when they are used."""
-        tensor: Tensor = self._file.get_tensor(name) if self.is_safetensors else self._tensors[name]
-        return tensor
+            tensors = _load_mapped(path)
+            self.names, self.read = list(tensors), tensors.__getitem__
 
 
 def find_checkpoint_files(checkpoint: Path) -> list[Path]:

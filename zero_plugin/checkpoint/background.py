@@ -140,7 +140,6 @@ class Snapshot:
         self._chunks: dict[bool, list[Tensor]] = {False: [], True: []}  # pinned or not
         self._filled: dict[bool, int] = {False: 0, True: 0}  # bytes
         self._later: list[_Later] = []
-        self._failure: Exception | None = None  # of `finish`
 
     def take(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | str:
         """Copy all that `opened` still needs of the training. Collective.
@@ -162,28 +161,19 @@ class Snapshot:
 
     @torch.inference_mode()  # else what was made inside inference_mode could not be written to
     def finish(self) -> None:
-        """Copy the rest, in any thread; `check` tells whether that went well."""
-        try:
-            for copy in self._later:
-                copy.target.copy_(copy.source)
-                if copy.source._version != copy.version:
-                    raise CheckpointError(
-                        f"the {copy.name} was changed while it was copied, after save_state(asynchronous=True) and "
-                        "before the next optimizer.step().\nChange optimizer states before the save, or save without "
-                        "asynchronous."
-                    )
-        except Exception as error:  # noqa: BLE001 - `check` raises it, where all processes hear of it
-            self._failure = error
-        self._later = []
-
-    def check(self) -> None:
-        """Raise what went wrong in `finish`.
+        """Copy the rest, in any thread.
 
         Raises:
             CheckpointError: the copy is not what was there when it was begun.
         """
-        if self._failure is not None:
-            raise self._failure
+        later, self._later = self._later, []
+        for copy in later:
+            copy.target.copy_(copy.source)
+            if copy.source._version != copy.version:
+                raise CheckpointError(
+                    f"the {copy.name} was changed while it was copied, after save_state(asynchronous=True) and before "
+                    "the next optimizer.step().\nChange optimizer states before the save, or save without asynchronous."
+                )
 
     def release(self) -> None:
         """Keep nothing; a copy that is in use stays until it is written."""
@@ -201,7 +191,7 @@ class Snapshot:
 
     def _copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]]:
         self._filled = dict.fromkeys(self._filled, 0)
-        self._later, self._failure = [], None
+        self._later = []
         opened.trees = {stem: tree.copy() for stem, tree in opened.trees.items()}
         copies: list[list[Fragment]] = []
         for session, layout in zip(sessions, opened.layouts, strict=True):
@@ -403,10 +393,14 @@ class BackgroundWriter:
             self._peers = None
 
     def _run(self, opened: OpenCheckpoint, copied: Event, peers: Peers, write: Callable[[Peers], None]) -> None:
+        def finish() -> None:
+            try:
+                self.memory.finish()
+            finally:
+                copied.set()
+
         try:
-            self.memory.finish()
-            copied.set()
-            all_or_none(self.memory.check, peers)
+            all_or_none(finish, peers)
             write(peers)
         except Exception as error:
             opened.discard(SCRIPT)  # where it did not come to `write`

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 from zero_plugin.config.resolve.run_record import RECORD_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import write_text
-from zero_plugin.tensors.model_folder import ITEM_BYTES, Place
+from zero_plugin.tensors.model_folder import ITEM_BYTES, Place, read_json
 
 MANIFEST_NAME: Final = "manifest.json"
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
@@ -248,12 +248,12 @@ def summarise(folder: Path) -> Summary:
     damage = find_damage(folder)
     try:
         manifest = read_manifest(folder)
-        records = _read_json(folder / "training.json")["models"]
+        records = read_json(folder / "training.json")["models"]
     except (CheckpointError, KeyError, TypeError) as error:
         return Summary(folder, damage or str(error))
     optimizers = [record["optimizer"] or {} for record in records]
     files = {path: size for path, (size, _) in manifest.files.items()}
-    run = _read_json(folder / RECORD_NAME) if (folder / RECORD_NAME).is_file() else {}
+    run = read_json(folder / RECORD_NAME) if (folder / RECORD_NAME).is_file() else {}
     values = {entry["path"]: entry["value"] for entry in run.get("values", ())}
     return Summary(
         folder,
@@ -309,14 +309,6 @@ def _topology(manifest: Manifest, deepspeed_config: Mapping[str, Any]) -> dict[s
         "run": about.get("run"),
     }
     return {key: value for key, value in found.items() if value not in (None, "none")}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    return content
 
 
 def recognise(folder: Path) -> Kind | None:

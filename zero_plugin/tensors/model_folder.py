@@ -56,6 +56,35 @@ class Place:
         return math.prod(self.shape) * ITEM_BYTES[self.type_name]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The tensors in the files of one model.
+
+    Attributes:
+        source: the folder or file that was named.
+        folder: that the places are below.
+        places: name → where the tensor is.
+        tied: name → the stored name whose tensor it shares, as far as the files tell.
+        config: `config.json`; empty without.
+    """
+
+    source: Path
+    folder: Path
+    places: Mapping[str, Place]
+    tied: Mapping[str, str]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_class(self) -> str:
+        """As the configuration names it."""
+        named = self.config.get("architectures") or ["model"]
+        return str(named[0])
+
+    def find(self, name: str) -> str | None:
+        """The stored name that has the tensor of a name, if any has."""
+        return next((stored for stored in (name, self.tied.get(name)) if stored in self.places), None)
+
+
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Names of the files with a model's weights: `model.safetensors`, else those of its index, else all of them.
 
@@ -123,33 +152,16 @@ def read_keys(path: Path) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """The tensors in the files of one model.
+def read_json(path: Path) -> dict[str, Any]:
+    """What `read_keys` returns.
 
-    Attributes:
-        source: the folder or file that was named.
-        folder: that the places are below.
-        places: name → where the tensor is.
-        tied: name → the stored name whose tensor it shares, as far as the files tell.
-        config: `config.json`; empty without.
+    Raises:
+        CheckpointError: it cannot be read.
     """
-
-    source: Path
-    folder: Path
-    places: Mapping[str, Place]
-    tied: Mapping[str, str]
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def model_class(self) -> str:
-        """As the configuration names it."""
-        named = self.config.get("architectures") or ["model"]
-        return str(named[0])
-
-    def find(self, name: str) -> str | None:
-        """The stored name that has the tensor of a name, if any has."""
-        return next((stored for stored in (name, self.tied.get(name)) if stored in self.places), None)
+    try:
+        return read_keys(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
 def read_model_folder(folder: Path) -> StoredWeights:
@@ -178,7 +190,7 @@ def read_model_folder(folder: Path) -> StoredWeights:
     lost = sorted(set(indexed) - set(places))
     if lost:
         raise CheckpointError(f"{folder}'s index names {lost[0]}, which {indexed[lost[0]]} does not hold.")
-    return StoredWeights(folder, folder, places, tied, _read_config(config) if config.is_file() else {})
+    return StoredWeights(folder, folder, places, tied, read_json(config) if config.is_file() else {})
 
 
 def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[str, str]]:
@@ -200,10 +212,3 @@ def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[st
     if end > size:
         raise CheckpointError(f"{path} has {size:,} bytes instead of {end:,}.")
     return places, metadata
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return read_keys(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error

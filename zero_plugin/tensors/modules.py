@@ -143,13 +143,9 @@ def named_module_tensors(
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
-        passing = {
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, part in (module.named_modules() if recurse else [("", module)])
-            for name in part._non_persistent_buffers_set
-            if remove_non_persistent
-        }
-        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in passing)
+        slots = tensor_slots(module, recurse=recurse) if remove_non_persistent else ()
+        left_out = {slot.name for slot in slots if not slot.is_persistent}
+        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
