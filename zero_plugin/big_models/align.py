@@ -19,6 +19,8 @@ from zero_plugin.tensors.modules import SharedTensors, Slot, tensor_slots
 from zero_plugin.tensors.trees import find_device, send_to_device
 
 _META = torch.device("meta")
+# Their forward reads weights of modules inside without calling these.
+_READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class AlignDevicesHook(ModelHook):
@@ -252,10 +254,6 @@ def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     hook = getattr(module, "_hf_hook", None)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return next((hook for hook in hooks if isinstance(hook, AlignDevicesHook) and hook.offload), None)
-
-
-# Their forward reads weights of modules inside without calling these.
-_READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class Stop(NamedTuple):

@@ -17,6 +17,12 @@ from torch import nn
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Layers that do nothing but compute with their own weights.
+_LAYERS: Final = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    nn.Linear,
+)
+
 
 class ModelHook:
     """What runs around a module's forward; override what is needed.
@@ -167,13 +173,6 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hook.interrupted(module)
         raise
     return hook.post_forward(module, output)
-
-
-# Layers that do nothing but compute with their own weights.
-_LAYERS: Final = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    nn.Linear,
-)
 
 
 class LayerwiseCastingHook(ModelHook):

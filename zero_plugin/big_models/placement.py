@@ -197,7 +197,7 @@ class _Filling:
                 self.used[place] += size
                 device_map |= dict.fromkeys(together, place)
                 self._queue = [entry for entry in rest if entry[0] not in together]
-            elif divided := self._first_divisible(divisible):
+            elif divided := next((entry for entry in divisible if self._is_divisible(entry[1])), None):
                 say(f"{name} ({size} bytes) does not fit on {place}, where {room} are left; {divided[0]} is divided.")
                 at = self._queue.index(divided)
                 self._queue[at : at + 1] = _inside(*divided)
@@ -228,9 +228,6 @@ class _Filling:
         if entry[0] not in self._layers:
             self._layers[entry[0]] = get_max_layer_size([entry], self.sizes, self._unsplit)[0]
         return self._layers[entry[0]]
-
-    def _first_divisible(self, entries: list[Part]) -> Part | None:
-        return next((entry for entry in entries if self._is_divisible(entry[1])), None)
 
     def _is_divisible(self, part: nn.Module | Tensor) -> bool:
         if not isinstance(part, nn.Module) or type(part).__name__ in self._unsplit:

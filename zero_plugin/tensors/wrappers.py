@@ -14,6 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zero_plugin.tensors.compilation import is_compiled_module
 
+Forward = Callable[..., Any]
+
 
 def extract_model(
     model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
@@ -34,7 +36,8 @@ def extract_model(
     if recursive:
         inner = _unwrap_children(inner)
     if not keep_fp32_wrapper:
-        _restore_forward(inner)
+        inner.__dict__.pop("_original_forward", None)
+        _set_forward(inner, _own_forward(inner))  # in place of one that decorators made of it
     if compiled is None or not keep_torch_compile:
         return inner  # type: ignore[no-any-return]
     if is_compiled_module(compiled):
@@ -64,14 +67,11 @@ def _unwrap_children(module: Any) -> Any:
     return module
 
 
-def _restore_forward(model: nn.Module) -> None:
-    """Put back the model's own forward in place of one that decorators made of it, each with its `__wrapped__`."""
-    model.__dict__.pop("_original_forward", None)
-    _set_forward(model, _own_forward(model))
-
-
 def _own_forward(model: nn.Module) -> Any:
-    """The forward that was set on this object, out of what decorators made of it; None where that is the class'."""
+    """The forward that was set on this object, out of what decorators made of it, each with its `__wrapped__`.
+
+    None where that is the class'.
+    """
     forward: Any = model.__dict__.get("forward")
     bound = False
     while forward is not None:
@@ -89,9 +89,6 @@ def _set_forward(model: nn.Module, forward: Any) -> None:
     model.__dict__.pop("forward", None)
     if forward is not None:
         model.__dict__["forward"] = forward
-
-
-Forward = Callable[..., Any]
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:

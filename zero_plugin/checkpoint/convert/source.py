@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from zero_plugin.tensors.fragments import MASTER, WEIGHT
 from zero_plugin.tensors.model_folder import Place
-
-_CHUNK_BYTES: Final = 2**26
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +46,6 @@ class Stored:
     def cast(self, dtype: torch.dtype) -> Stored:
         """The same, read as another floating type; integers and booleans stay what they are."""
         return replace(self, dtype=dtype) if self.dtype.is_floating_point else self
-
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """The elements in order, as they are stored: where each chunk of at most 64 MiB begins, and its values."""
-        start = 0
-        for part in self.parts:
-            for chunk in torch.split(part, _CHUNK_BYTES // part.element_size()):
-                yield start, chunk
-                start += chunk.numel()
 
     def unpartitioned(self) -> Tensor:
         """The tensor, with no more behind it than its own elements; mapped, where that is possible."""

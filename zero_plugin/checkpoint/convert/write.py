@@ -32,6 +32,10 @@ from zero_plugin.tensors.model_folder import SINGLE_NAME
 Progress = Callable[[int], None]  # called with the bytes that were read since the last call
 
 _SMALL_BYTES: Final = 2**24  # on the disk, for what is not tensors
+_ENDLESS: Final = 2**63
+_ORIGIN_KEYS: Final = ("versions", "processes")  # of a source's origin, which the manifest has at its top level too
+_MODEL_FILE: Final = "mp_rank_00_model_states.pt"  # which DeepSpeed's stages 0 to 2 look for
+_MODEL_FILE_STAGE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 # What goes along with a model's weights: configuration and tokenizer.
 _CONFIGURATION: Final = (
     "config.json",
@@ -99,9 +103,11 @@ def _write_tensors(
 
     def fragments() -> Iterator[Fragment]:
         for key, place in layout.places.items():
-            for start, values in tensors[key].chunks():
-                yield Fragment(*key, place.shape, start, values, (0, values.numel()))
-                progress(values.numel() * place.dtype.itemsize)
+            start = 0
+            for part in tensors[key].parts:
+                yield Fragment(*key, place.shape, start, part, (0, part.numel()))
+                progress(part.numel() * place.dtype.itemsize)
+                start += part.numel()
 
     create_files(draft, [layout])
     return write_fragments(draft, [(fragments(), layout)], summed=summed)[0]
@@ -113,9 +119,6 @@ def copy_configuration(source: Path, draft: Path) -> None:
     for path in found:
         shutil.copyfile(path, draft / path.name)
         sync_file(draft / path.name)
-
-
-_ENDLESS: Final = 2**63
 
 
 def write_model(
@@ -172,9 +175,6 @@ def _name_dtype(config: Path, name: str) -> None:
     write_text(config, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-_TOGETHER: Final = ("versions", "processes")
-
-
 def write_checkpoint(
     source: Source, target: Path, *, max_shard_bytes: int, overwrite: bool, progress: Progress
 ) -> None:
@@ -206,16 +206,12 @@ def write_checkpoint(
         copy_configuration(source.folder, draft)
         about = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            **{key: source.origin.get(key) for key in _TOGETHER},
+            **{key: source.origin.get(key) for key in _ORIGIN_KEYS},
             "imported": dict(source.origin),
         }
         trees: dict[str, Any] = {"training": training, "random": [], "objects": None}
         encoded = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
         complete_draft(draft, about, [(source.model_class, "", source.tied)], [(layout, written)], encoded)
-
-
-_MODEL_FILE: Final = "mp_rank_00_model_states.pt"  # which stages 0 to 2 look for
-_MODEL_FILE_STAGE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def write_universal(source: Source, target: Path, *, overwrite: bool, progress: Progress) -> None:
