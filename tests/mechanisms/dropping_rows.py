@@ -176,7 +176,7 @@ ROWS = [
     ),
     Row(
         "the first parameter that is not finite is found on engines",
-        "strategies/deepspeed/nonfinite.py",
+        "strategies/deepspeed/gradients.py",
         "            found[index] = ~torch.isfinite(gradient).all()",
         "            pass",
         checks("nonfinite", "the_run_stops_after_many_skips", *ENGINES),
