@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.overlay import overlay_code, overlay_flags, same_value
+from zero_plugin.config.find import overlay_code, overlay_flags
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree
+from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, same_value
 from zero_plugin.errors import ConfigError
 
 STAGE: KeyPath = ("deepspeed", "zero_optimization", "stage")

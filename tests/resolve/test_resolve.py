@@ -2,10 +2,9 @@ import json
 
 import pytest
 
-from zero_plugin.config.resolve.draft import holds_auto
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
 from zero_plugin.config.resolve.resolve import list_values, resolve
-from zero_plugin.config.tree import AUTO
+from zero_plugin.config.tree import AUTO, holds_auto
 from zero_plugin.errors import ConfigError
 
 EVERYTHING = {

@@ -24,9 +24,9 @@ from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT, parse_file, read_document
-from zero_plugin.config.resolve.draft import holds_auto
 from zero_plugin.config.resolve.resolve import find_hopeless
 from zero_plugin.config.schema import deepspeed_schema, yaml_schema
+from zero_plugin.config.tree import holds_auto
 from zero_plugin.errors import ConfigError, Problem, Severity
 
 _SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")

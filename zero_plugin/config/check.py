@@ -36,7 +36,7 @@ from zero_plugin.config.schema import (
     types_of,
     walk_keys,
 )
-from zero_plugin.config.tree import AUTO, KeyPath, Tree, dotted
+from zero_plugin.config.tree import AUTO, KeyPath, dotted
 from zero_plugin.config.validation import (
     Violation,
     did_you_mean,
@@ -198,11 +198,10 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
     for found in violations(settings, validator(launch_schema())):
         refused = REFUSED_VALUES.get((found.path[0], str(found.value)))
         if refused:
-            yield Problem(
-                _where(document, (), found.path), dotted(found.path), f"{show(found.value)} is not supported", refused
-            )
+            message = f"{show(found.value)} is not supported"
+            yield Problem(document.place(found.path), dotted(found.path), message, refused)
         else:
-            yield _wrong_value(found, _where(document, (), found.path))
+            yield _wrong_value(found, document.place(found.path))
     for path, entry in document.launch.entries.items():
         if path[0] in REFUSED_KEYS:
             has_effect, fix = REFUSED_KEYS[path[0]]
@@ -218,12 +217,12 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
     known = [*LAUNCH_KEYS, "deepspeed_config"]
     for name in dict.fromkeys(path[0] for path in document.launch):
         if name not in known:
-            yield Problem(_where(document, (), (name,)), name, "unknown key", explain_launch_key(name, known, schema))
+            yield Problem(document.place((name,)), name, "unknown key", explain_launch_key(name, known, schema))
 
 
 def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[Problem]:
     for found in violations(document.deepspeed, validator(schema)):
-        where = _where(document, ("deepspeed",), found.path)
+        where = document.place(("deepspeed", *found.path))
         if found.kind == "unknown":
             message, fix = explain_training_key(found, schema, in_yaml=bool(document.launch))
             yield Problem(where, _place(found), message, fix)
@@ -239,7 +238,7 @@ def _double_spellings(document: Document) -> Iterator[Problem]:
         if document.deepspeed.has_section(*old):  # reading has moved it to its present name where that was free
             present = dotted(new[len(old) - 1 :])
             fix = f"Delete it; keep {present}."
-            yield Problem(_where(document, ("deepspeed",), old), dotted(old), f"stands beside {present}", fix)
+            yield Problem(document.place(("deepspeed", *old)), dotted(old), f"stands beside {present}", fix)
 
 
 def _wrong_value(found: Violation, where: str) -> Problem:
@@ -270,21 +269,6 @@ def _place(found: Violation) -> str:
     path, key = (found.path, "") if found.kind == "value" else (found.path[:-1], f".{dotted(found.path[-1:])}")
     inside = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found.index)
     return f"{dotted(path)}{inside}{key}".lstrip(".")
-
-
-def _where(document: Document, root: KeyPath, path: KeyPath) -> str:
-    """Where a leaf or section is written; for a missing one, where the section that lacks it is."""
-    tree: Tree = document.deepspeed if root else document.launch
-    entry = tree.get(*path)
-    if entry is not None:
-        return entry.origin.where
-    for n in range(len(path), 0, -1):
-        if root + path[:n] in document.sections:
-            return document.sections[root + path[:n]]
-        inside = next((e for p, e in tree.entries.items() if p[:n] == path[:n]), None)
-        if inside is not None:
-            return inside.origin.where
-    return document.sources[0] if document.sources else "the configuration"
 
 
 def _with_value(problem: Problem, document: Document) -> Problem:

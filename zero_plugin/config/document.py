@@ -236,6 +236,23 @@ class Document:
     notes: tuple[Problem, ...] = ()
     problems: tuple[Problem, ...] = ()
 
+    def place(self, path: KeyPath) -> str:
+        """Where a leaf or section is written; for a missing one, where the section that lacks it is.
+
+        Args:
+            path: of a launch key, or of a training key with `deepspeed` before it.
+        """
+        is_training = path[0] == _TRAINING
+        tree, root = (self.deepspeed, path[:1]) if is_training else (self.launch, ())
+        path = path[len(root) :]
+        if (entry := tree.get(*path)) is not None:
+            return entry.origin.where
+        for n in range(len(path), 0, -1):
+            inside = (e.origin.where for p, e in tree.entries.items() if p[:n] == path[:n])
+            if found := self.sections.get(root + path[:n]) or next(inside, ""):
+                return found
+        return self.sources[0] if self.sources else "the configuration"
+
     def overlay(self, values: Mapping[KeyPath, Any], *, kind: OriginKind, where: Mapping[KeyPath, str]) -> Document:
         """A document with `values` laid over this one (the later layer wins).
 

@@ -184,3 +184,19 @@ def plain(value: Any, auto: Any = "auto") -> Any:
     if isinstance(value, list | tuple):
         return [plain(child, auto) for child in value]
     return value
+
+
+def holds_auto(value: Any) -> bool:
+    """Whether `value` is AUTO or a list or mapping with AUTO somewhere inside."""
+    if isinstance(value, Mapping):
+        return any(holds_auto(child) for child in value.values())
+    if isinstance(value, tuple):
+        return any(holds_auto(child) for child in value)
+    return value is AUTO
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values mean the same: 1 and 1.0 do, true and 1 do not."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)

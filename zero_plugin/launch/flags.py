@@ -18,10 +18,9 @@ from typing import Any, Final, Literal
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
 from zero_plugin.config.document import SHORT_FIELDS, Document
-from zero_plugin.config.find import default_config_file, find_config_file
+from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, read_assignments
 from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, ON_EVERY_MACHINE, ignored_keys
 from zero_plugin.config.located import as_number
-from zero_plugin.config.overlay import overlay_flags, read_assignments
 from zero_plugin.config.read import DEFAULT_STAGE, read_document
 from zero_plugin.config.tree import Entry, KeyPath, Origin
 from zero_plugin.config.validation import show

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
-from zero_plugin.config.overlay import overlay_code
+from zero_plugin.config.find import overlay_code
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.errors import LaunchError

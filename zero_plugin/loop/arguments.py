@@ -11,8 +11,8 @@ from typing import Any, Final
 from zero_plugin.config.choices import RNGType
 from zero_plugin.config.deepspeed_plugin import ONLY, DeepSpeedPlugin
 from zero_plugin.config.document import Document
+from zero_plugin.config.find import overlay_code
 from zero_plugin.config.launch_settings import asked_compiler
-from zero_plugin.config.overlay import overlay_code
 from zero_plugin.config.plugins import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,

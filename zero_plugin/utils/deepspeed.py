@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_plugin.config.hf_deepspeed_config import HfDeepSpeedConfig
+from zero_plugin.config.deepspeed_plugin import HfDeepSpeedConfig
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 
 __all__ = ["DummyOptim", "DummyScheduler", "HfDeepSpeedConfig", "get_active_deepspeed_plugin"]

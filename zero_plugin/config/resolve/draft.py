@@ -11,10 +11,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.overlay import same_value
 from zero_plugin.config.resolve.facts import Facts, Resolved
 from zero_plugin.config.schema import deepspeed_schema, key_schema, walk_keys
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, freeze
+from zero_plugin.config.tree import (
+    AUTO,
+    Entry,
+    KeyPath,
+    Origin,
+    OriginKind,
+    Tree,
+    dotted,
+    freeze,
+    holds_auto,
+    same_value,
+)
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 
@@ -116,7 +126,7 @@ class Draft:
     def refuse(self, path: KeyPath, message: str, fix: str) -> None:
         """Note a problem that no further fact fixes; `finish` raises all of them at once."""
         entry = self.tree.get(*path) or self.launch.get(*path)
-        found = entry.origin.where if entry else self._section(path)
+        found = entry.origin.where if entry else self.document.place(("deepspeed", *path))
         self.add(Problem(found, dotted(path), message, fix))
         self._refused.add(path)
 
@@ -156,25 +166,10 @@ class Draft:
         launch = Tree({(key,): entry for key, entry in kept.items()})
         return Resolved(self.tree, launch, tuple(self._said), self._missing)
 
-    def _section(self, path: KeyPath) -> str:
-        """Where the innermost written section around an absent key is."""
-        prefixes = [("deepspeed", *path[:depth]) for depth in range(len(path) - 1, -1, -1)]
-        places = [self.document.sections[prefix] for prefix in prefixes if prefix in self.document.sections]
-        return next(iter([*places, *self.document.sources]), "the configuration")
-
     @staticmethod
     def _entry(path: KeyPath, value: Any, reason: str, kind: OriginKind) -> Entry:
         where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
         return Entry(freeze(value), Origin(kind, where, reason))
-
-
-def holds_auto(value: Any) -> bool:
-    """Whether `value` is AUTO or a list or mapping with AUTO somewhere inside."""
-    if isinstance(value, Mapping):
-        return any(holds_auto(child) for child in value.values())
-    if isinstance(value, tuple):
-        return any(holds_auto(child) for child in value)
-    return value is AUTO
 
 
 def agrees(typed: Any, given: Any) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from zero_plugin.config.overlay import same_value
 from zero_plugin.config.resolve.draft import (
     OPTIMIZER_DEFAULTS,
     SCHEDULER_DEFAULTS,
@@ -18,11 +17,10 @@ from zero_plugin.config.resolve.draft import (
     Draft,
     agrees,
     deepspeed_default,
-    holds_auto,
 )
 from zero_plugin.config.resolve.facts import OptimizerFacts, SchedulerFacts
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import Tree, freeze
+from zero_plugin.config.tree import Tree, freeze, holds_auto, same_value
 from zero_plugin.config.validation import show
 
 _PARAMS: Final = ("optimizer", "params")

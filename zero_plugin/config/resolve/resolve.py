@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, Draft, deepspeed_default, holds_auto
+from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, Draft, deepspeed_default
 from zero_plugin.config.resolve.facts import PLACEMENT, Facts, MachineFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
 from zero_plugin.config.resolve.training import settle_batch, settle_clipping, settle_precision
 from zero_plugin.config.resolve.zero import settle_engine, settle_zero
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted, plain
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted, holds_auto, plain
 from zero_plugin.config.validation import legal, show, validator, violations
 from zero_plugin.errors import ConfigError, Problem
 

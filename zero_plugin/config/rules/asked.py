@@ -54,12 +54,8 @@ class Asked:
 
     def written(self, key: str) -> str:
         """Where a key that is there, or the first key of a section that is, is written."""
-        path = tuple(key.split("."))
-        if (entry := self.entry(key)) is not None:
-            return entry.origin.where
-        section = self.document.sections.get(("deepspeed", *path))
-        entries = self.document.deepspeed.entries
-        return section or next(entry.origin.where for at, entry in entries.items() if at[: len(path)] == path)
+        entry = self.entry(key)
+        return self.document.place(("deepspeed", *key.split("."))) if entry is None else entry.origin.where
 
     # ---- what nearly every rule asks ------------------------------------------------------------------------------
 
