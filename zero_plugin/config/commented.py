@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document, accelerate_values, yaml_text
+from zero_plugin.config.files import replace_text
 from zero_plugin.config.launch_settings import (
     COMPILER_KEYS,
     REFUSED_KEYS,
@@ -69,22 +70,14 @@ def write_config(values: Mapping[str, Any], file: Path) -> None:
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a text file so that whoever reads it, also after a crash, finds the old text or the new, whole.
+    """Write a configuration whole, and make its folder where that is missing.
 
     Raises:
         MachineError: the file cannot be written.
     """
-    target = Path(os.path.realpath(file))  # a link stays a link
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_text(text, encoding="utf-8")
-            if target.exists():
-                shutil.copymode(target, beside)
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+        Path(os.path.realpath(file)).parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, text)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise MachineError(f"{file} cannot be written: {reason}. Name another with --config_file.") from None

@@ -16,6 +16,7 @@ from typing import Any, Final
 from zero_plugin.config.check import check_document
 from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
 from zero_plugin.config.document import SHORT_FIELDS, Document, one_spelling
+from zero_plugin.config.files import cache_folder
 from zero_plugin.config.handover import from_environment
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, launch_schema
 from zero_plugin.config.located import as_number, parse_yaml
@@ -52,8 +53,7 @@ def find_config_file(environ: Mapping[str, str]) -> Path | None:
 
 def _hugging_face_home(environ: Mapping[str, str]) -> Path:
     """The folder that Hugging Face's libraries share, found by their rule."""
-    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = environ.get("HF_HOME") or f"{cache}/huggingface"
+    home = environ.get("HF_HOME") or cache_folder(environ) / "huggingface"
     return Path(os.path.expanduser(home))  # noqa: PTH111 - Path.expanduser raises for a user without a home
 
 

@@ -8,7 +8,6 @@ What one attempt of a launch tells the next: that memory ran out, and whose chec
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.files import replace_text
 from zero_plugin.config.tree import AUTO, Entry, Origin, Tree
 from zero_plugin.errors import ConfigError, Problem
 
@@ -169,10 +169,8 @@ def keep_run(folder: Path, run: str, environ: Mapping[str, str]) -> None:
     where no launcher starts workers again, or where its folder cannot be written.
     """
     if (note := _note_of_run(folder, environ)) is not None:
-        draft = note.with_name(f"{note.name}.{os.getpid()}")  # each worker of a machine writes the same
         with suppress(OSError):
-            draft.write_text(run, encoding="utf-8")
-            draft.replace(note)
+            replace_text(note, run)
 
 
 def kept_run(folder: Path, environ: Mapping[str, str]) -> str | None:

@@ -184,34 +184,38 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
     return told + whole if asks_for_tpu(settings) else told
 
 
-# Accelerate's keys that say nothing about a run on these paths; they are accepted, so that a config moves over.
-WITHOUT_MEANING: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm"), "the cloud's command line names the machines of a TPU"),
-    **dict.fromkeys(("command_file", "commands"), "the cloud's command line sends commands to them"),
-    "tpu_env": "the workers have the environment of this command",
-    "tpu_use_sudo": "the workers are their starter's",
-    "downcast_bf16": "torch_xla is giving up its switches that cast everything",
-    "fsdp_config": "FSDP only",
-    "fp8_config": "fp8 only",
-    "megatron_lm_config": "Megatron-LM only",
-    "deepspeed_fields_from_accelerate_config": "Accelerate writes it for itself",
-}
-
 # On one machine of a pod alone, the TPU's runtime would wait for the others.
 ON_EVERY_MACHINE: Final = (
     "start the same command on every machine of the TPU: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all "
     "--command='zero-plugin launch --tpu …'"
 )
-# What to do about some of these keys; the others may simply be deleted.
-_INSTEAD: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm"), f"Delete the key, and {ON_EVERY_MACHINE}."),
+# Accelerate's keys that say nothing about a run on these paths, and are accepted, so that a config moves over: why, and
+# what to do.
+WITHOUT_MEANING: Final[Mapping[str, tuple[str, str]]] = {
+    **dict.fromkeys(
+        ("tpu_name", "tpu_zone", "tpu_vm"),
+        ("the cloud's command line names the machines of a TPU", f"Delete the key, and {ON_EVERY_MACHINE}."),
+    ),
     **dict.fromkeys(
         ("command_file", "commands"),
-        "Delete the key, and send them: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='…'",
+        (
+            "the cloud's command line sends commands to them",
+            "Delete the key, and send them: gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='…'",
+        ),
     ),
-    "tpu_env": "Delete the key, and write NAME=value before the command.",
-    "tpu_use_sudo": "Delete the key, and write sudo before the command.",
-    "downcast_bf16": "Delete the key, and write mixed_precision: bf16, which computes by autocast; weights stay fp32.",
+    "tpu_env": (
+        "the workers have the environment of this command",
+        "Delete the key, and write NAME=value before the command.",
+    ),
+    "tpu_use_sudo": ("the workers are their starter's", "Delete the key, and write sudo before the command."),
+    "downcast_bf16": (
+        "torch_xla is giving up its switches that cast everything",
+        "Delete the key, and write mixed_precision: bf16, which computes by autocast; weights stay fp32.",
+    ),
+    "fsdp_config": ("FSDP only", "Delete the key."),
+    "fp8_config": ("fp8 only", "Delete the key."),
+    "megatron_lm_config": ("Megatron-LM only", "Delete the key."),
+    "deepspeed_fields_from_accelerate_config": ("Accelerate writes it for itself", "Delete the key."),
 }
 
 # What any of these keys may hold without asking for anything.
@@ -253,14 +257,12 @@ REFUSED_VALUES: Final[Mapping[tuple[str, str], str]] = {
 
 def ignored_keys(launch: Tree) -> list[Problem]:
     """A warning for each key that says something and is not followed."""
-    notes = {name: f"has no meaning here ({why})" for name, why in WITHOUT_MEANING.items()}
     told: dict[str, Problem] = {}
-    for path, entry in launch.entries.items():
-        if path[0] in notes and entry.value not in SAYS_NOTHING:
-            value = show(entry.value) if len(path) == 1 else ""
-            fix = _INSTEAD.get(path[0], "Delete the key.")
-            warning = Problem(entry.origin.where, path[0], notes[path[0]], fix, value, "warning")
-            told.setdefault(path[0], warning)
+    for (name, *below), entry in launch.entries.items():
+        if name in WITHOUT_MEANING and name not in told and entry.value not in SAYS_NOTHING:
+            why, fix = WITHOUT_MEANING[name]
+            value = "" if below else show(entry.value)
+            told[name] = Problem(entry.origin.where, name, f"has no meaning here ({why})", fix, value, "warning")
     return list(told.values())
 
 

@@ -177,15 +177,12 @@ class ProfileKwargs(KwargsHandler):
         for name in self.activities or ():
             if name not in known:
                 raise ValueError(f"ProfileKwargs(activities=[{name!r}]): write one of {', '.join(known)}.")
+        recorded = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
         return profiler.profile(
             activities=None if self.activities is None else [known[name] for name in self.activities],
             schedule=None if self.schedule_option is None else profiler.schedule(**self.schedule_option),
             on_trace_ready=self.on_trace_ready,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            **{name: getattr(self, name) for name in recorded},
         )
 
 

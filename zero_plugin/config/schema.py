@@ -27,7 +27,7 @@ def yaml_schema() -> Mapping[str, Any]:
     """The JSON Schema of a launch YAML, whose `deepspeed_config` holds short fields, DeepSpeed's own keys, or both."""
     deepspeed = deepspeed_schema()
     launch = {name: _or_open(field) for name, field in launch_schema()["properties"].items()}
-    ignored = {name: {"description": f"Has no effect here ({why})."} for name, why in WITHOUT_MEANING.items()}
+    ignored = {name: {"description": f"Has no effect here ({why})."} for name, (why, _) in WITHOUT_MEANING.items()}
     refused = {name: {"description": fix, "deprecated": True} for name, (_, fix) in REFUSED_KEYS.items()}
     short = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
     file = {

@@ -153,13 +153,8 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row for a JSON file."""
-        return {
-            "path": dotted(self.path),
-            "value": self.value,
-            "kind": self.kind,
-            "where": self.where,
-            "reason": self.reason,
-        }
+        shown = {name: getattr(self, name) for name in ("value", "kind", "where", "reason")}
+        return {"path": dotted(self.path), **shown}
 
 
 def list_values(document: Document, resolved: Resolved) -> list[Row]:

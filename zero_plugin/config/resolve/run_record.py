@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.files import cache_folder, replace_text
 from zero_plugin.config.packages import installed_version
 from zero_plugin.config.resolve.facts import Facts, Resolved
 from zero_plugin.config.resolve.resolve import list_values
@@ -51,7 +52,7 @@ def keep_record(record: Mapping[str, Any], log_dir: str | None, environ: Mapping
     newest twenty stay.
     """
     name = f"resolved-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(log_dir) if log_dir else _folder(environ)
+    folder = Path(log_dir or environ.get(FOLDER_VARIABLE) or cache_folder(environ) / "zero_plugin" / "runs")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = sum(1 for _ in folder.glob(f"{name}*"))  # several models prepared in one second
@@ -65,15 +66,5 @@ def keep_record(record: Mapping[str, Any], log_dir: str | None, environ: Mapping
     return f"every value and where it came from: {file}"
 
 
-def _folder(environ: Mapping[str, str]) -> Path:
-    if named := environ.get(FOLDER_VARIABLE):
-        return Path(named)
-    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(cache), "zero_plugin", "runs")  # noqa: PTH111 - an unknown home is no error there
-
-
 def _write(record: Mapping[str, Any], file: Path) -> None:
-    """Under another name first, so that a reader never sees half a record."""
-    draft = file.with_name(f".{file.name}")
-    draft.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-    draft.replace(file)
+    replace_text(file, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
