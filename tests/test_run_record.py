@@ -110,7 +110,7 @@ def test_a_run_says_little_keeps_all_and_leaves_it_beside_the_weights(tmp_path: 
     said = [line for line in done.stderr.splitlines() if line.startswith("zero_plugin: ")]
     assert said == [
         "zero_plugin: single on 1 × cpu",
-        "zero_plugin: gradient_clipping = 0: none is asked for; clip_grad_norm_ in the loop still clips",
+        "zero_plugin: gradient_clipping = 0: none is configured; clip_grad_norm_ in the loop still clips",
         f"zero_plugin: every value and where it came from: {kept}",
     ]
     assert (tmp_path / "model" / RECORD_NAME).read_text() == kept.read_text()

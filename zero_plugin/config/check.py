@@ -102,7 +102,7 @@ def explain_training_key(found: Violation, schema: Mapping[str, Any], *, in_yaml
     Args:
         found: the key, with the schema of its section.
         schema: the schema of the whole.
-        in_yaml: whether the configuration stands in a launch YAML, with its short fields.
+        in_yaml: whether the configuration is in a launch YAML, with its short fields.
     """
     path, key = found.path, found.path[-1]
     if path in RETIRED_KEYS:
@@ -238,7 +238,7 @@ def _double_spellings(document: Document) -> Iterator[Problem]:
         if document.deepspeed.has_section(*old):  # reading has moved it to its present name where that was free
             present = dotted(new[len(old) - 1 :])
             fix = f"Delete it; keep {present}."
-            yield Problem(document.place(("deepspeed", *old)), dotted(old), f"stands beside {present}", fix)
+            yield Problem(document.place(("deepspeed", *old)), dotted(old), f"is written beside {present}", fix)
 
 
 def _wrong_value(found: Violation, where: str) -> Problem:

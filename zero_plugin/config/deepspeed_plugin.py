@@ -260,7 +260,7 @@ class DeepSpeedPlugin:
         """Become the view of `document`, in the same dict as before.
 
         Args:
-            document: what is asked for.
+            document: what is configured.
             filled: its training configuration with open fields filled; None shows them as `auto`.
         """
         config = {**_ALWAYS_SHOWN, **(document.to_deepspeed() if filled is None else filled)}

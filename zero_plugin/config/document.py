@@ -93,8 +93,8 @@ def translate_short_fields(fields: Mapping[KeyPath, Entry]) -> dict[KeyPath, Ent
 def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
     """Every key under the one spelling that the rest of the package looks for, and a finding for each that was moved.
 
-    A key that stands beside its other spelling is left where it is: the check refuses it as unknown. So is one whose
-    place is taken by a value in its section's stead, unless that is null or empty and says nothing.
+    A key that is written beside its other spelling is left where it is: the check refuses it as unknown. So is one
+    whose place is taken by a value in its section's stead, unless that is null or empty and says nothing.
     """
     entries: dict[KeyPath, Entry] = {}
     moved: dict[KeyPath, Entry] = {}
@@ -142,7 +142,7 @@ def precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
     return rest, [Problem(where, "fp16", message, "Delete it.")]
 
 
-_LINE: Final = 120  # columns; a comment that would end beyond stands on its own line
+_LINE: Final = 120  # columns; a comment that would end beyond is on its own line
 
 # Text that needs no quotes: it starts as no number, no date and no indicator of YAML's does, and ends in none.
 _PLAIN: Final = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+@=-]*|~/[A-Za-z0-9_./+@=-]*")
@@ -155,7 +155,7 @@ def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
     """Both parts of a document as plain nested values under Accelerate's keys; AUTO as `auto`.
 
     A training key that Accelerate has a short field for is written as that, the others under DeepSpeed's own names.
-    ZeRO that was asked for without a stage is written as stage 0, which DeepSpeed runs; left out it would be read as 2.
+    ZeRO that is configured without a stage is written as stage 0, which DeepSpeed runs; left out it would be read as 2.
     """
     top = launch.nested(auto="auto")
     below: dict[str, Any] = {name: top.pop(name) for name in LAUNCH_FIELDS if name in top}

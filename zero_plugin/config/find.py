@@ -60,7 +60,7 @@ def _hugging_face_home(environ: Mapping[str, str]) -> Path:
 _HERE: Final = "the environment"
 _ZERO: Final = "ACCELERATE_DEEPSPEED_"
 
-# Launch keys, by variable; `no` and `false` are what Accelerate's launcher exports where nothing was asked for.
+# Launch keys, by variable; `no` and `false` are what Accelerate's launcher exports where nothing was configured.
 _LAUNCH: Final = {"ACCELERATE_MIXED_PRECISION": "mixed_precision", "ACCELERATE_USE_CPU": "use_cpu"}
 _TRAINING: Final = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
@@ -238,7 +238,7 @@ def _read_laid(document: Document) -> Document:
 
 
 def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
-    """`after`, in which a value of `before` stands where code repeats it or leaves it open."""
+    """`after`, in which a value of `before` is kept where code repeats it or leaves it open."""
     kept: dict[KeyPath, Entry] = {}
     for path, old in before.entries.items():
         new = after.get(*path)
@@ -269,7 +269,7 @@ def _says_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, Mapping) and not value)
 
 
-_BEFORE_TRAINING: Final = ("deepspeed_config", "deepspeed")  # may stand before a training key, as in the YAML
+_BEFORE_TRAINING: Final = ("deepspeed_config", "deepspeed")  # may be before a training key, as in the YAML
 
 
 def read_assignments(texts: Iterable[str], flag: str) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:

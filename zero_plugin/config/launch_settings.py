@@ -293,7 +293,7 @@ _LEGAL: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def asked_compiler(launch: Tree) -> dict[str, Entry]:
-    """What is asked for, by name: `backend`, `mode`, `use_fullgraph`, `use_dynamic`, `use_regional_compilation`."""
+    """What is configured, by name: `backend`, `mode`, `use_fullgraph`, `use_dynamic`, `use_regional_compilation`."""
     return {name: Entry(_read(name, entry.value), entry.origin) for _, name, entry in _written(launch)}
 
 
@@ -323,7 +323,7 @@ def compiler_schema() -> dict[str, Any]:
 
 
 def _written(launch: Tree) -> Iterator[tuple[KeyPath, str, Entry]]:
-    """Path, name and entry of all that says something; what stands in `dynamo_config` comes last, and so counts."""
+    """Path, name and entry of all that says something; what is in `dynamo_config` comes last, and so counts."""
     for key in reversed(COMPILER_KEYS):
         for path, entry in launch.entries.items():
             if path[0] == key and entry.value not in (None, AUTO, "", {}):

@@ -84,7 +84,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Have `model` reduce its gradients by the hook that is asked for, if one is.
+        """Have `model` reduce its gradients by the hook that is configured, if one is.
 
         Raises:
             ValueError: a hook or wrapper is not known; names those that are.
@@ -197,7 +197,7 @@ class DataLoaderConfiguration:
         use_seedable_sampler: shuffle by a generator that is seeded anew for each epoch.
         data_seed: seed of that sampler; None takes torch's current one.
         non_blocking: do not wait for batches to be copied to the device; the loader needs `pin_memory=True`.
-        use_stateful_dataloader: after `load_state`, the coming loop goes on inside the epoch by itself.
+        use_stateful_dataloader: after `load_state`, the coming loop resumes inside the epoch by itself.
     """
 
     split_batches: bool = False

@@ -219,7 +219,7 @@ class _Reading:
         return Located({}, root.where)
 
     def _one_of(self, below: Located | None, above: Located | None) -> Located | None:
-        """The training file's name, which may stand below `deepspeed_config` or beside it."""
+        """The training file's name, which may be below `deepspeed_config` or beside it."""
         if below is not None and above is not None and below.value != above.value:
             message = f"{show(above.plain())} here, but {show(below.plain())} at {below.where}"
             self.problems.append(Problem(above.where, _TRAINING_FILE, message, "Keep one of the two."))

@@ -33,7 +33,7 @@ class Draft:
     """The working copy that the rules fill, topic after topic; the document itself never changes.
 
     Attributes:
-        document: what was asked for.
+        document: what was configured.
         facts: what the rules may look at besides the values.
         tree, launch: the trees as far as they are settled.
     """
@@ -75,7 +75,7 @@ class Draft:
         """Whether a rule has still to find this value: it is absent or open."""
         return path not in self.tree or self.is_open(*path)
 
-    def put(self, path: KeyPath, value: Any, reason: str, kind: OriginKind = "rule", *, aloud: bool = False) -> None:
+    def put(self, path: KeyPath, value: Any, reason: str, kind: OriginKind = "rule", *, logged: bool = False) -> None:
         """Settle `path`. Of a list such as `["auto", 0.95]` only the open elements are taken from `value`.
 
         Args:
@@ -83,7 +83,7 @@ class Draft:
             value: what; lists become tuples.
             reason: why this value, for `explain`.
             kind: "rule", or "default" for a value that DeepSpeed would have taken too.
-            aloud: whether the choice changes training and has to be printed at start.
+            logged: whether the choice changes training and has to be logged at start.
         """
         before, value = self.tree.get(*path), freeze(value)
         if before is not None and isinstance(before.value, tuple) and holds_auto(before.value):
@@ -95,14 +95,14 @@ class Draft:
             value = tuple(found if holds_auto(typed) else typed for typed, found in zip(template, value, strict=True))
             reason += "; the other elements are typed"
         self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
-        if aloud:
+        if logged:
             self.say(f"{dotted(path)} = {_shown(value)}: {reason}")
 
     def put_planned(self, path: KeyPath) -> bool:
         """Settle `path` as the plan of the memory has chosen, and say so; False where it has chosen nothing there."""
         found = self.facts.planned.get(path)
         if found is not None:
-            self.put(path, *found, aloud=True)
+            self.put(path, *found, logged=True)
         return found is not None
 
     def drop(self, path: KeyPath) -> None:
@@ -113,14 +113,14 @@ class Draft:
         """The keys written in a section that holds plain values; none where it is absent, null or empty."""
         return [path[-1] for path in self.tree if path[:-1] == section]
 
-    def put_launch(self, key: str, value: Any, reason: str, *, aloud: bool = False) -> None:
+    def put_launch(self, key: str, value: Any, reason: str, *, logged: bool = False) -> None:
         """Settle a launch key; see `put`."""
         self.launch = self.launch.replace({(key,): self._entry((key,), value, reason, "rule")})
-        if aloud:
+        if logged:
             self.say(f"{key} = {value}: {reason}")
 
     def say(self, sentence: str) -> None:
-        """Note a choice that has to be printed once at start."""
+        """Note a choice that has to be logged once at start."""
         self._said.append(sentence)
 
     def refuse(self, path: KeyPath, message: str, fix: str) -> None:

@@ -83,7 +83,7 @@ class ModelFacts:
     """What is known of the model without touching its data.
 
     Attributes:
-        hidden_size: width of the residual stream, None where it could not be found.
+        hidden_size: of the residual stream, None where it could not be found.
         hidden_size_reason: how it was found, e.g. "model.config.text_config.hidden_size".
         largest_parameter: elements of the largest parameter tensor, 0 where unknown.
         parameters: elements of all parameters, shared ones counted once; 0 where unknown.
@@ -102,7 +102,7 @@ class MachineFacts:
     Attributes:
         accelerator: device kind of this run.
         processes: data-parallel world size.
-        intended: processes that the run is meant to have, where it goes on with fewer; 0: as many as there are.
+        intended: processes that the run is meant to have, where it resumes with fewer; 0: as many as there are.
         bf16, fp16: whether the device computes in these types (under DeepSpeed, for fp16).
     """
 
@@ -212,7 +212,7 @@ class Resolved:
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage asked for; 0 where there is no ZeRO."""
+        """The configured ZeRO stage; 0 where there is no ZeRO."""
         return int(self.tree.value("zero_optimization", "stage", default=0))
 
     def offload_device(self, what: Literal["optimizer", "param"]) -> Literal["none", "cpu", "nvme"]:

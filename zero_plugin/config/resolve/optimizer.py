@@ -33,7 +33,7 @@ def settle_optimizer(draft: Draft) -> None:
     if not draft.tree.has_section("optimizer"):
         if facts is None or not facts.placeholder or not draft.facts.complete:
             return
-        draft.put(("optimizer", "type"), "AdamW", "DummyOptim without an optimizer section is AdamW", aloud=True)
+        draft.put(("optimizer", "type"), "AdamW", "DummyOptim without an optimizer section is AdamW", logged=True)
     if draft.is_open("optimizer", "type"):
         _name_type(draft, facts)
     kind = draft.value("optimizer", "type")
@@ -60,7 +60,7 @@ def _name_type(draft: Draft, facts: OptimizerFacts | None) -> None:
         fix = "Write a type, e.g. AdamW, or pass an optimizer or DummyOptim to prepare."
         draft.miss(path, "optimizer to tell its type", fix)
     elif facts.placeholder:
-        draft.put(path, "AdamW", "DummyOptim without a type is AdamW", aloud=True)
+        draft.put(path, "AdamW", "DummyOptim without a type is AdamW", logged=True)
     elif (name := next((name for name in _type_names() if name.lower() == facts.name), None)) is not None:
         draft.put(path, name, "the loop's optimizer")
         if facts.name == "adam" and draft.is_unsettled(*mode):
@@ -98,7 +98,7 @@ def _fill_params(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None:
         elif name in defaults:
             why = "the optimizer's default in DeepSpeed; none is given"
             why = why if draft.facts.complete else "DeepSpeed's default, unless the script gives one"
-            draft.put(path, defaults[name], why, "default", aloud=name == "lr")
+            draft.put(path, defaults[name], why, "default", logged=name == "lr")
         elif (default := deepspeed_default(path, draft.value("optimizer", "type"))) is not None:
             draft.put(path, default[0], "no rule fills it", "default")
         else:
@@ -240,10 +240,10 @@ def _describe(draft: Draft, facts: SchedulerFacts | None) -> None:
         return
     if facts.total_num_steps is None and draft.get(*_SCHEDULER_PARAMS, "total_num_steps") is None:
         why = "DummyScheduler without a type and without total_num_steps: constant after a linear warm-up"
-        draft.put(("scheduler", "type"), "WarmupLR", why, aloud=True)
+        draft.put(("scheduler", "type"), "WarmupLR", why, logged=True)
     else:
         why = "DummyScheduler without a type in the configuration: linear warm-up, then linear decay to 0"
-        draft.put(("scheduler", "type"), "WarmupDecayLR", why, aloud=True)
+        draft.put(("scheduler", "type"), "WarmupDecayLR", why, logged=True)
     if draft.is_unsettled(*_SCHEDULER_PARAMS, "warmup_type"):
         draft.put((*_SCHEDULER_PARAMS, "warmup_type"), "linear", "the described warm-up is linear")
 
@@ -310,7 +310,7 @@ def _filled(draft: Draft, name: str, facts: SchedulerFacts | None) -> tuple[Any,
     if name == "warmup_type":
         return "linear", "what this package fills is linear (DeepSpeed's own default is log)"
     if name == "warmup_num_steps" and facts is not None and draft.facts.complete:
-        return 0, "DummyScheduler asks for no warm-up"
+        return 0, "DummyScheduler requests no warm-up"
     return None
 
 

@@ -2,7 +2,7 @@
 
 Turns a document and the facts of one `prepare` into a configuration without open fields.
 
-Resolves before any worker exists, and finds what no loop, model or schedule can mend.
+Resolves before any worker exists, and finds what no loop, model or learning-rate scheduler can fix.
 
 A resolved configuration as a list of values, each with where it came from, for people and for files.
 
@@ -161,7 +161,7 @@ def list_values(document: Document, resolved: Resolved) -> list[Row]:
     """Every value: the launch keys, then the training keys, in the order of the file; what was added follows.
 
     Args:
-        document: what was asked for.
+        document: what was configured.
         resolved: what it was resolved to.
     """
     launch = document.launch.replace(resolved.launch.entries)
@@ -227,14 +227,14 @@ _FILLED_BY_SCRIPTS: Final = frozenset(
 
 
 def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any] | None:
-    """A DeepSpeed configuration in which `auto` stands only where such a script fills it; None as long as the plan that
+    """A DeepSpeed configuration in which `auto` is only where such a script fills it; None as long as the plan that
     would choose the stage, or where to offload, waits for the model.
 
     It is what the user wrote, with our value for every other `auto`, and with all that was found for ZeRO. What this
     package sets so that DeepSpeed's engine keeps our loop's contract is left out: such a script has another one.
 
     Args:
-        document: what was asked for, with ZeRO.
+        document: what was configured, with ZeRO.
         resolved: the same, resolved as far as it can be before a run.
     """
     if any(path in resolved.missing for path in PLACEMENT):

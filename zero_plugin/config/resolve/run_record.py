@@ -35,7 +35,7 @@ def describe_run(document: Document, resolved: Resolved, facts: Facts) -> dict[s
 
 
 def write_record(record: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write the record of `describe_run` beside what lies in `folder`, e.g. weights; the file.
+    """Write the record of `describe_run` beside what is in `folder`, e.g. weights; the file.
 
     Raises:
         OSError: it cannot be written.

@@ -37,7 +37,7 @@ def settle_batch(draft: Draft) -> None:
     agreed = _agrees_with_loader(draft)
     if draft.get(*_ACCUMULATION) is None:
         steps, reason = _accumulation(draft)
-        draft.put(_ACCUMULATION, steps, reason, aloud=steps > 1)
+        draft.put(_ACCUMULATION, steps, reason, logged=steps > 1)
     product = draft.value(*MICRO_BATCH) * draft.value(*_ACCUMULATION) * draft.facts.machine.processes
     if settled_global is None:
         draft.put(_GLOBAL, product, _arithmetic(draft))
@@ -103,7 +103,7 @@ def _accumulation(draft: Draft) -> tuple[int, str]:
     total, micro, world = draft.value(*_GLOBAL), draft.value(*MICRO_BATCH), draft.facts.machine.processes
     if total is not None and total > micro * world and total % (micro * world) == 0:
         return total // (micro * world), f"train_batch_size {total} ÷ ({micro} × {world} processes)"
-    return 1, "neither code nor configuration asks for accumulation"
+    return 1, "neither code nor configuration sets accumulation"
 
 
 def _agrees_with_loader(draft: Draft) -> bool:
@@ -129,8 +129,8 @@ def settle_clipping(draft: Draft) -> None:
     """Settle `gradient_clipping`; 0 is DeepSpeed's "none", and its own default became 1.0 in 0.19.3."""
     path = ("gradient_clipping",)
     if draft.get(*path) is None:
-        why = "none is asked for; clip_grad_norm_ in the loop still clips"
-        draft.put(path, 0.0, why, aloud=draft.is_open(*path))
+        why = "none is configured; clip_grad_norm_ in the loop still clips"
+        draft.put(path, 0.0, why, logged=draft.is_open(*path))
 
 
 Half = Literal["fp16", "bf16"]
@@ -159,7 +159,7 @@ def settle_precision(draft: Draft) -> None:
         elif section.value is not (half == precision) and by_flag:  # a flag is there to override the file
             draft.put((half, "enabled"), half == precision, f"{reason}, which overrides {section.origin.where}")
     if asked is None or asked.value is AUTO:
-        draft.put_launch("mixed_precision", precision, reason, aloud=asked is not None)
+        draft.put_launch("mixed_precision", precision, reason, logged=asked is not None)
     _check_device(draft, precision)
     _check_settled(draft)
     if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):

@@ -2,7 +2,7 @@
 
 Settles `zero_optimization` and the engine-wide keys that this package needs DeepSpeed to run with.
 
-How many elements DeepSpeed reduces, gathers and keeps whole at a time, by the model's width.
+How many elements DeepSpeed reduces, gathers and keeps unpartitioned at a time, by the model's hidden size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zero_plugin.config.resolve.facts import ModelFacts
 # the ceiling, DeepSpeed's own default, nothing gets faster and the buffer only takes memory.
 _BUCKET_FLOOR: Final = 25_000_000
 _BUCKET_CEILING: Final = 500_000_000
-# Gathering a tensor below the floor costs a collective and saves nothing; each one below the threshold stays whole on
-# every device, so the ceiling bounds that.
+# Gathering a tensor below the floor costs a collective and saves nothing; each one below the threshold stays
+# unpartitioned on every device, so the ceiling bounds that.
 _PERSISTENT_FLOOR: Final = 10_000
 _PERSISTENT_CEILING: Final = 1_000_000
 
@@ -46,7 +46,7 @@ def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | No
 
 
 def choose_persistence_threshold(model: ModelFacts) -> tuple[int, str] | None:
-    """10 × hidden elements: norms and biases stay whole (transformers' rule); None where the width is unknown."""
+    """10 × hidden elements (transformers' rule): norms and biases stay unpartitioned; None without a hidden size."""
     if not model.hidden_size:
         return None
     wanted = 10 * model.hidden_size
@@ -75,7 +75,7 @@ def settle_zero(draft: Draft) -> None:
         fix = "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too."
         draft.miss(_STAGE, _PLAN, fix)
     elif draft.get(*_STAGE) is None:
-        draft.put(_STAGE, 0, "no ZeRO stage is asked for", "default")
+        draft.put(_STAGE, 0, "no ZeRO stage is configured", "default")
     for offload in _OFFLOADS:
         if draft.is_open(_ZERO, offload, "device"):
             draft.miss((_ZERO, offload, "device"), _PLAN, "Write none, cpu or nvme.")
@@ -116,7 +116,7 @@ def settle_engine(draft: Draft) -> None:
     halved = draft.value("bf16", "bf16_master_weights_and_grads", default=False)
     if draft.is_unsettled(*path) and draft.value("bf16", "enabled") and _stage(draft) >= 1 and not halved:
         why = "bf16 has 8 bits of mantissa: sums of gradients lose what is below 1/256 of them"
-        draft.put(path, "fp32", why, aloud=True)
+        draft.put(path, "fp32", why, logged=True)
     elif draft.is_open(*path):
         draft.put(path, None, "gradients accumulate in the model's own type", "default")
     unchecked = draft.value("bf16", "enabled") and draft.value("bf16", "check_grad_overflow") is False
@@ -186,7 +186,7 @@ def _leave_open(draft: Draft, offload: str) -> None:
 def _settle_overlap(draft: Draft) -> None:
     """`overlap_comm`: DeepSpeed's "null means stage 3" written out; below stage 2 the engine refuses to start with it.
 
-    It changes speed and no number, so a typed true is turned off aloud there rather than refused.
+    It changes speed and no number, so a typed true is turned off there, and logged, rather than refused.
     """
     path = (_ZERO, "overlap_comm")
     stage = _stage(draft)
@@ -245,7 +245,8 @@ def _gather_on_save(draft: Draft) -> tuple[bool, str] | None:
     if draft.is_open(*_STAGE):
         return None
     stage = _stage(draft)
-    return stage == 3, "at stage 3 no process has whole weights" if stage == 3 else "below stage 3 weights are whole"
+    partitioned = "at stage 3 no process has unpartitioned weights"
+    return stage == 3, partitioned if stage == 3 else "below stage 3 weights are not partitioned"
 
 
 _RULES: Final[dict[str, Rule]] = {

@@ -45,7 +45,7 @@ class Asked:
         return [f"{section}.{'.'.join(path)}" for path in self.document.deepspeed.section(*section.split("."))]
 
     def says_something(self, key: str) -> bool:
-        """Whether a person wrote a value that is neither open, nor empty, nor what stands there anyway."""
+        """Whether a person wrote a value that is neither open, nor empty, nor the default."""
         entry = self.entry(key)
         if entry is None or not entry.origin.typed_by_user or entry.value is AUTO:
             return False
@@ -129,7 +129,7 @@ class Asked:
         return self._finding(key, message, "", "note")
 
     def how_to_set(self, key: str, value: str, *causes: str) -> str:
-        """What to write for `key`, where it stands or under its name in this document.
+        """What to write for `key`, where it is written, or under its name in this document.
 
         Where it, or the value at one of the keys `causes`, came from a flag: which flag to give.
         """

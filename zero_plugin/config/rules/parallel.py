@@ -46,7 +46,7 @@ def _machines(asked: Asked) -> Iterator[Problem]:
     if asked.value("distributed_type") == "NO":
         yield from _alone(asked)
     if asked.value("deepspeed_inclusion_filter") and asked.value("deepspeed_exclusion_filter"):
-        message = f"stands beside deepspeed_inclusion_filter at {asked.written('deepspeed_inclusion_filter')}"
+        message = f"is written beside deepspeed_inclusion_filter at {asked.written('deepspeed_inclusion_filter')}"
         yield asked.error("deepspeed_exclusion_filter", message, "Keep one of the two.")
     yield from _launcher(asked)
     yield from _hosts(asked)
