@@ -42,12 +42,12 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_the_table(plan: PlanCommand) -> None:
-    """A line for every way, one marked, a reason on each that does not fit; below it what the chosen one is made of."""
+    """A line for every strategy, one marked, a reason on each that does not fit; below it what the chosen one is made of."""
     code, output, _ = plan(*LLAMA, *NODE)
     assert code == 0
     head, columns, *lines = output.splitlines()
     assert head.startswith("decoder of 4,096 × 32, 7B parameters, 2048 tokens per sample, on 8 × A100-40GB")
-    assert columns.split() == ["way", "of", "training", "batch", "device", "host", "step", "samples/s", "why", "not"]
+    assert columns.split() == ["strategy", "batch", "device", "host", "step", "samples/s", "why", "not"]
     table = lines[: lines.index("")]
     marked = [line for line in table if line.startswith("→")]
     assert len(marked) == 1

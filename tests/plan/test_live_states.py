@@ -25,7 +25,7 @@ BUFFER_BYTES = 33 * 4
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training, and what is trained: square weights between an embedding and a head that share theirs."""
+    """One strategy, and what is trained: square weights between an embedding and a head that share theirs."""
 
     setup: Setup
     width: int = 129

@@ -1,4 +1,4 @@
-"""Which ways of training are looked at, and which batches."""
+"""Which strategies are looked at, and which batches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_batches_that_cannot_be(wanted: Wanted, told: str) -> None:
 )
 def test_what_excludes_itself(fixed: dict[str, Any]) -> None:
     """A stage that cannot offload so is refused, not changed."""
-    with pytest.raises(ConfigError, match="no such way of training") as told:
+    with pytest.raises(ConfigError, match="no such strategy") as told:
         setups(Wanted(**fixed))
     assert "None" not in str(told.value)
     assert (

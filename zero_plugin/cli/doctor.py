@@ -1,4 +1,4 @@
-"""`zero-plugin doctor`: what is wrong with this machine for a config, and what mends it."""
+"""`zero-plugin doctor`: what is wrong with this machine for a config, and what fixes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def doctor(
 ) -> None:
     """Look at this machine for what the config needs: versions, compilers, op builds, memory, disks, names and ports.
 
-    Each line that is not well ends with the command or the edit that mends it. Exit code: 1 where something that the
+    Each line that is not well ends with the command or the edit that fixes it. Exit code: 1 where something that the
     config needs is wrong.
     """
     document = document_from_flags({} if config_file is None else {"config_file": config_file})

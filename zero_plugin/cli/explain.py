@@ -167,7 +167,7 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
         facts: of the run; processes of 0 are the document's.
 
     Raises:
-        ConfigError: everything that no run could mend.
+        ConfigError: everything that no run could fix.
     """
     accelerator: Literal["cpu", "cuda"] | None = None if options.accelerator is None else options.accelerator.value
     sized = None if options.model is None else SizedModel(options.model, options.sequence_length)

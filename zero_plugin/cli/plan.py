@@ -34,7 +34,7 @@ from zero_plugin.plan.situation import (
     optimizer_sizes,
 )
 
-_HEAD: Final = ("", "way of training", "batch", "device", "host", "step", "samples/s", "why not")
+_HEAD: Final = ("", "strategy", "batch", "device", "host", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
 _FLAGS: Final[Mapping[str, str]] = {  # that fix a field; any other field has its flag's name
     "stage": "zero_stage",
@@ -338,10 +338,10 @@ class Options:
         _output("--what_if", help="What to change where nothing fits; the largest model that fits.", show_default=True),
     ] = False
     picture: Annotated[
-        Path | None, _output("--picture", help="Draw the memory of every way: FILE.png, .svg or .pdf.")
+        Path | None, _output("--picture", help="Draw the memory of every strategy: FILE.png, .svg or .pdf.")
     ] = None
     output: Annotated[
-        Path | None, _output("--output", help="Write the chosen way as a config: FILE.yaml or FILE.json.")
+        Path | None, _output("--output", help="Write the chosen strategy as a config: FILE.yaml or FILE.json.")
     ] = None
     nvme_path: Annotated[str | None, _output("--nvme_path", help="Folder for NVMe offload, for --output.")] = None
 
@@ -401,7 +401,7 @@ _STAGES: Final[Mapping[_Stage, Literal["ddp", 0, 1, 2, 3] | None]] = {
 
 @with_options(Options)
 def plan(_: typer.Context, options: Options) -> None:
-    """Say what every way of training MODEL costs in memory and time, and choose the fastest that fits.
+    """Say what each strategy costs in memory and time to train MODEL, and choose the fastest that fits.
 
     Nothing is trained and no weight is loaded; the machines need not be this one. Exit code: 0 where something fits, 1
     where nothing does, 2 for a wrong input.

@@ -69,21 +69,21 @@ def refuse_stale_build_locks(ops: Collection[str], folder: Path) -> None:
     Raises:
         MachineError: naming the lock and the command that removes it.
     """
-    told: list[Path] = []
+    warned: list[Path] = []
     while stale := find_stale_build_locks(ops, folder):
         advice = "\n".join(["If no other machine is building into this folder, remove it:", *map(_remove, stale)])
         if all(time.time() - _last_change(lock.parent) > _QUIET_S for lock in stale):
             raise MachineError(
                 "A C++ op build was killed and left its lock behind; this run would wait for it forever.\n" + advice
             )
-        if stale != told:
+        if stale != warned:
             names = ", ".join(lock.parent.name for lock in stale)
             print(  # noqa: T201 - a wait of minutes that nothing else explains
                 f"zero_plugin: waiting for a build of {names} that no process of this machine does. {advice}",
                 file=sys.stderr,
                 flush=True,
             )
-            told = stale
+            warned = stale
         time.sleep(_LOOK_S)
 
 

@@ -1,8 +1,6 @@
-"""Whether there is a TPU, and torch_xla's runtime for it.
+"""Whether this machine has a TPU, found without torch and without waking it; and torch_xla's runtime for it.
 
-torch_xla and the devices that it finds, or a sentence that says what is wrong with them.
-
-Whether this machine has a TPU, told without torch and without waking it.
+What is wrong with torch_xla or its devices is said in a sentence.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ _RUNTIMES: Final = ("TPU", "CPU")
 
 
 def find_version_problem(version: Callable[[str], str | None] = installed_version) -> str:
-    """What is wrong with the installed torch_xla, without importing it, and the command that mends it; "" for nothing.
+    """What is wrong with the installed torch_xla, without importing it, and the command that fixes it; "" for nothing.
 
     torch_xla names no torch that it needs, and is built for exactly one: of the same major and minor number.
 
@@ -111,11 +109,11 @@ def start_runtime(environ: Mapping[str, str] = os.environ) -> str:
     runtime = import_torch_xla().runtime
     found = str(runtime.device_type())
     if found not in _RUNTIMES or (found == "CPU" and not asked):
-        told = f"{PJRT_DEVICE} is {asked}" if asked else "torch_xla finds none here"
+        runs_on = f"{PJRT_DEVICE} is {asked}" if asked else "torch_xla finds none here"
         if not asked:  # torch_xla has set it, which a second try would take for the user's word
             os.environ.pop(PJRT_DEVICE, None)
         raise LaunchError(
-            f"the run is to train on a TPU, but {told}.\nSet {PJRT_DEVICE}=TPU on a machine with a TPU, or "
+            f"the run is to train on a TPU, but {runs_on}.\nSet {PJRT_DEVICE}=TPU on a machine with a TPU, or "
             f"{PJRT_DEVICE}=CPU to try the same path without one; for GPUs leave --tpu and distributed_type out."
         )
     try:

@@ -17,6 +17,7 @@ import torch
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError
 from zero_plugin.machine.disks import look_at_disk
+from zero_plugin.machine.hardware import count_cores
 from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes
 from zero_plugin.plan.machines import ASSUMED, find_device
 from zero_plugin.plan.situation import Cluster
@@ -47,38 +48,37 @@ def measure_cluster(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     devices = processes or (torch.cuda.device_count() if device.type == "cuda" else 1)
-    host_bytes = available_cpu_memory()
+    host_bytes, here = available_cpu_memory(), "this machine"
+    device_bytes = host_bytes // devices
+    if device.type == "cuda":
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
     speeds, measured = _speeds(device, name, cache or constants_file())
-    network, why = ASSUMED["network_bandwidth"]
-    link, link_source = _link_bandwidth(device, name, speeds)
-    disk = None if nvme_path is None else look_at_disk(nvme_path)
-    share = f"{_TRAINING_SHARE:.0%} of a large multiplication, {measured}"
-    sources = dict.fromkeys(("memory_bandwidth", "pcie_bandwidth"), measured)
-    sources |= {"flops": share, "network_bandwidth": why, "link_bandwidth": link_source}
-    sources["adam_bandwidth"] = f"torch's fused AdamW on the CPU, {measured}"
-    sources |= dict.fromkeys(("device_bytes", "host_bytes", "devices"), "this machine")
-    if disk is not None:
-        sources |= dict.fromkeys(("nvme_bytes", "nvme_read", "nvme_write"), f"measured in {nvme_path}")
-    return Cluster(
-        device_bytes=torch.cuda.get_device_properties(device).total_memory
-        if device.type == "cuda"
-        else host_bytes // devices,
-        host_bytes=host_bytes,
-        nodes=nodes,
-        devices=devices,
-        device_name=name,
-        nvme_bytes=disk.free if disk else 0,
-        memlock_bytes=lockable_bytes(),
-        flops={precision: _TRAINING_SHARE * speeds[f"matmul {precision}"] for precision in _TYPES},
-        memory_bandwidth=speeds["memory"],
-        link_bandwidth=link,
-        network_bandwidth=network,
-        pcie_bandwidth=speeds["pcie"],
-        adam_bandwidth=speeds["adam"],
-        nvme_read=(disk.read if disk else None) or ASSUMED["nvme_read"][0],
-        nvme_write=(disk.write if disk else None) or ASSUMED["nvme_write"][0],
-        sources=sources,
-    )
+    flops = {precision: _TRAINING_SHARE * speeds[f"matmul {precision}"] for precision in _TYPES}
+    constants = {
+        "device_bytes": (device_bytes, here),
+        "host_bytes": (host_bytes, here),
+        "devices": (devices, here),
+        "nodes": (nodes, ""),
+        "memlock_bytes": (lockable_bytes(), ""),
+        "flops": (flops, f"{_TRAINING_SHARE:.0%} of a large multiplication, {measured}"),
+        "memory_bandwidth": (speeds["memory"], measured),
+        "pcie_bandwidth": (speeds["pcie"], measured),
+        "adam_bandwidth": (speeds["adam"], f"torch's fused AdamW on the CPU, {measured}"),
+        "link_bandwidth": _link_bandwidth(device, name, speeds),
+        "network_bandwidth": ASSUMED["network_bandwidth"],
+        **_nvme(nvme_path),
+    }
+    return Cluster.from_constants(constants, name)
+
+
+def _nvme(folder: Path | None) -> dict[str, tuple[float, str]]:
+    disk = None if folder is None else look_at_disk(folder)
+    source = f"measured in {folder}" if disk else ""
+    return {
+        "nvme_bytes": (disk.free if disk else 0, source),
+        "nvme_read": ((disk.read if disk else None) or ASSUMED["nvme_read"][0], source),
+        "nvme_write": ((disk.write if disk else None) or ASSUMED["nvme_write"][0], source),
+    }
 
 
 def constants_file() -> Path:
@@ -88,7 +88,7 @@ def constants_file() -> Path:
 
 def _speeds(device: torch.device, name: str, cache: Path) -> tuple[dict[str, float], str]:
     """Operations and bytes per second by name, and when they were measured."""
-    threads = f"{torch.get_num_threads()} threads of {_usable_cores()} cores"
+    threads = f"{torch.get_num_threads()} threads of {count_cores()} cores"
     key = f"{name}, torch {torch.__version__}, {os.uname().nodename}, {threads}"
     try:
         read = json.loads(cache.read_text())
@@ -147,15 +147,11 @@ def _update_on_host(_: torch.device) -> float:
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     threads = torch.get_num_threads()
-    torch.set_num_threads(_usable_cores())
+    torch.set_num_threads(count_cores())
     try:
         return _rate(torch.device("cpu"), optimizer.step, _ADAM_BYTES * _ADAM_ELEMENTS)
     finally:
         torch.set_num_threads(threads)
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rate(device: torch.device, work: Callable[[], object], amount: float) -> float:

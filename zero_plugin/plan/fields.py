@@ -61,7 +61,7 @@ def nvme_folder(tree: Tree) -> Path | None:
 
 
 def fixed_fields(document: Document, resolved: Resolved, facts: Facts, *, sized: bool, margin: float) -> Wanted:
-    """What the configuration fixes of a way of training.
+    """What the configuration fixes of a strategy.
 
     Args:
         document: what was asked for, with ZeRO.

@@ -1,8 +1,6 @@
-"""What a strategy takes of a device, of CPU memory and of NVMe.
+"""What a strategy takes of one device, of one node's CPU memory, and of its NVMe drive.
 
-What a way of training takes of one device, of one node's host memory, and of its NVMe drive.
-
-What a process needs beside its model states: buckets, gathered parameters, transients, buffers of the NVMe drive.
+Beside the model states those are buckets, gathered parameters, transients, and buffers of the NVMe drive.
 """
 
 from __future__ import annotations
@@ -239,7 +237,7 @@ def footprint(
         activations: what a forward keeps, fp32 or 16-bit as `setup.precision` says; where they do not tell it of
             autocast, its copies of the weights are added.
         optimizer: what it keeps.
-        setup: the way of training.
+        setup: the strategy.
         cluster: the machines; of them count the processes, and the device's size where DeepSpeed looks at it.
     """
     processes = cluster.processes
@@ -314,7 +312,7 @@ def _host(
     }
     pinned = 0
     if setup.pin_memory:
-        # The optimizer makes its states in plain memory, and stage 3 its masters.
+        # The optimizer makes its states in plain memory, and stage 3 its master weights.
         plain = ("optimizer states", "master weights") if setup.stage == 3 else ("optimizer states",)
         found |= {n: sum(map(_power_of_two, sizes)) for n, sizes in tensors.items() if n not in plain}
         if setup.offload_param == "cpu":

@@ -1,9 +1,4 @@
-"""The machines that a plan is for.
-
-States the machines that a plan is for: as typed, as this machine was found to be, or as a known GPU's data sheet.
-
-GPUs that a plan can be made for without having one: memory, speed by number type, bandwidths.
-"""
+"""The machines that a plan is for: as typed, as this machine was measured, or as a known GPU's data sheet has it."""
 
 from __future__ import annotations
 
@@ -161,13 +156,13 @@ def state_cluster(
     `here` has no GPU either, speeds are those of the known GPU whose memory is nearest to `gpu_memory`.
 
     Args:
-        gpu: a name of `known_devices.KNOWN_DEVICES`.
+        gpu: a name of `KNOWN_DEVICES`.
         gpu_memory: bytes of one GPU.
         host_memory: bytes of one node, for all its processes; where it is not known, as much as its GPUs have.
         gpus: of one node.
         nodes: machines.
         nvme: free bytes of one node's NVMe disk.
-        here: this machine, as `probe.constants.measure_cluster` found it.
+        here: this machine, as `measure_cluster` found it.
 
     Raises:
         ConfigError: a GPU of that name is not known, a number is too small, or nothing tells the memory of a device.
@@ -195,24 +190,15 @@ def state_cluster(
 
 def _of_known(device: KnownDevice) -> Cluster:
     sheet = f"{device.name}'s data sheet"
-    sources = {"device_bytes": sheet, **dict.fromkeys(_OF_DEVICE, sheet)}
-    sources["flops"] = f"{ATTAINABLE:.0%} of {sheet}"
-    if not device.nvlink_gb_s:
-        sources["link_bandwidth"] = "half of PCIe: no NVLink"
-    return Cluster(
-        device_bytes=device.memory_bytes,
-        host_bytes=0,
-        device_name=device.name,
-        flops=device.flops,
-        memory_bandwidth=device.memory_gb_s * 1e9,
-        link_bandwidth=device.link_bandwidth,
-        pcie_bandwidth=device.pcie,
-        network_bandwidth=ASSUMED["network_bandwidth"][0],
-        adam_bandwidth=ASSUMED["adam_bandwidth"][0],
-        nvme_read=ASSUMED["nvme_read"][0],
-        nvme_write=ASSUMED["nvme_write"][0],
-        sources=sources | {name: reason for name, (_, reason) in ASSUMED.items()},
-    )
+    constants = {
+        "device_bytes": (device.memory_bytes, sheet),
+        "host_bytes": (0, ""),
+        "flops": (device.flops, f"{ATTAINABLE:.0%} of {sheet}"),
+        "memory_bandwidth": (device.memory_gb_s * 1e9, sheet),
+        "link_bandwidth": (device.link_bandwidth, sheet if device.nvlink_gb_s else "half of PCIe: no NVLink"),
+        "pcie_bandwidth": (device.pcie, sheet),
+    }
+    return Cluster.from_constants({**constants, **ASSUMED}, device.name)
 
 
 def _of_memory(memory_bytes: int, here: Cluster | None) -> Cluster:

@@ -106,7 +106,7 @@ def options(work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option
         if wanted.ratio not in (None, 1.0):
             asked += f", ratio {wanted.ratio:g}"
             fix += " A ratio below 1 needs stage 3, and the optimizer on cpu."
-        raise ConfigError([Problem("plan", "zero_optimization", f"no such way of training: {asked}", fix)])
+        raise ConfigError([Problem("plan", "zero_optimization", f"no such strategy: {asked}", fix)])
 
 
 def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:

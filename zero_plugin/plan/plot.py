@@ -1,4 +1,4 @@
-"""Draws a plan: what every way of training takes of a device and of a host, against what is there."""
+"""Draws a plan: what every strategy takes of a device and of a host, against what is there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BEYOND: Final = 2.0  # of the capacity; a bar that would be longer is cut there
 
 
 def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: float) -> None:
-    """Draw a bar of device bytes and one of host bytes per way of training, stacked by term, against the capacity.
+    """Draw a bar of device bytes and one of host bytes per strategy, stacked by term, against the capacity.
 
     Args:
         file: `.png`, `.svg` or `.pdf`.
@@ -53,7 +53,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     host.set_xlabel("GiB of each node's host memory", color=_INK)
     figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12)
     device.set_title(
-        "way of training, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED
+        "strategy, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED
     )
     handles = [_patch(colour) for colour in colours.values()]
     figure.legend(

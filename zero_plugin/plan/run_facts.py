@@ -1,9 +1,4 @@
-"""What resolution needs to know of the loop and of the machine.
-
-Reads from the DataLoaders given to prepare what resolution needs to know of the training loop.
-
-Reads what the processes run on: device kind, its number types, DeepSpeed's version.
-"""
+"""What resolution needs to know of the training loop, from its DataLoaders, and of what the processes run on."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from zero_plugin.plan.step_time import StepTime, step_time
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way of training, as good as it can be made: the micro-batch (and ratio) by which it is fastest.
+    """One strategy, as good as it can be made: the micro-batch (and ratio) by which it is fastest.
 
     Attributes:
         setup: all its settings.
@@ -231,7 +231,7 @@ class Change:
 
     Attributes:
         what: in words, e.g. "31.2 GiB on each device instead of 24 GiB".
-        chosen: the fastest way of training then.
+        chosen: the fastest strategy then.
         cluster: the machines then.
     """
 

@@ -206,6 +206,13 @@ class Cluster:
     nvme_write: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def from_constants(cls, constants: Mapping[str, tuple[Any, str]], device_name: str = "") -> Cluster:
+        """The machines of which each constant is given with where it comes from, "" where that goes without saying."""
+        values = {name: value for name, (value, _) in constants.items()}
+        sources = {name: source for name, (_, source) in constants.items() if source}
+        return cls(**values, device_name=device_name, sources=sources)
+
     @property
     def processes(self) -> int:
         """Data-parallel world size."""
@@ -214,7 +221,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way of training.
+    """One strategy.
 
     Attributes:
         stage: the ZeRO stage; None is plain DDP (one device alone included).

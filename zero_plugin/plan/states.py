@@ -1,11 +1,8 @@
-"""The exact model states of one process, and how ZeRO partitions them.
-
-The exact model states of one process between two steps: on the device, in host memory, on NVMe.
+"""The exact model states of one process between two steps, on the device, in CPU memory and on NVMe.
 
 The formulas are those of DeepSpeed 0.19's engine as this package sets it up, read off its source and compared with the
-live tensors of real engines (tests/plan/test_live_states.py).
-
-How many elements of a model each process holds: flat groups, partitions and sub-groups, with their padding.
+live tensors of real engines (tests/plan/test_live_states.py). They begin with how many elements each process has: flat
+groups, partitions and sub-groups, with their padding.
 """
 
 from __future__ import annotations
@@ -96,12 +93,12 @@ def weight_bytes(setup: Setup) -> int:
 
 
 def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
-    """Bytes on one device that outlast a step: parameters, masters, optimizer states, gradient buffers that are kept.
+    """Bytes on one device that outlast a step: weights, optimizer states, gradient buffers that are kept.
 
     Args:
         model: its sizes.
         optimizer: what it keeps.
-        setup: the way of training.
+        setup: the strategy.
         processes: data-parallel world size.
     """
     width, trained, frozen = weight_bytes(setup), model.trainable, model.elements - model.trainable

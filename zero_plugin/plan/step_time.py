@@ -55,7 +55,7 @@ def step_time(
         model: its sizes.
         activations: operations of a forward; where they are unknown, two per parameter and token.
         optimizer: what it keeps.
-        setup: the way of training.
+        setup: the strategy.
         cluster: the machines.
 
     Raises:
@@ -166,7 +166,7 @@ def _update(
     if setup.offload_optimizer == "none":
         return found
     in_stage3 = setup.stage == 3
-    # Stage 3 copies the sums into the gradients of the masters, in host memory; stages 1 and 2 bring them down.
+    # Stage 3 copies the sums into the gradients of the master weights, in host memory; stages 1 and 2 bring them down.
     passes = _WITHOUT_KERNEL if optimizer.name not in _HOST_KERNELS else 1.0
     moved = on_host * each * passes + (own * 2 * _FP32 if in_stage3 else 0.0)
     found["optimizer on the host"] = _seconds(moved * cluster.devices, cluster.adam_bandwidth, "adam_bandwidth")

@@ -1,10 +1,6 @@
-"""Bytes that live while a model is traced: as a GPU's kernels keep them, and with activation checkpointing.
+"""The bytes of all tensors while a model is traced, from operation to operation, as a GPU's kernels keep them.
 
-Follows the bytes of all tensors that a computation makes, from operation to operation.
-
-Lets a trace on the CPU keep for the backward what a GPU's kernels keep.
-
-Works out from one traced step what activation checkpointing of its blocks would keep, without a second trace.
+And, worked out from one traced step, what activation checkpointing of its blocks would keep.
 """
 
 from __future__ import annotations

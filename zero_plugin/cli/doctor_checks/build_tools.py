@@ -1,13 +1,4 @@
-"""Compilers, libraries, packages and built ops.
-
-DeepSpeed's ops: which a configuration needs, which are built, and building them.
-
-libaio, by which DeepSpeed reads and writes NVMe: its header and its library.
-
-What DeepSpeed compiles its ops with: a C++ compiler, ninja, and nvcc of torch's CUDA.
-
-Versions of Python and of the packages, against what this release is tested with.
-"""
+"""Compilers, libraries, versions of packages, and DeepSpeed's ops: which are needed, which are built, building them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Folders, ports, memory nodes, GPUs and TPUs of this machine.
+"""Folders that every run writes to, the machine's name, its ports, its memory nodes, its GPUs and its TPU.
 
-Folders that every run writes to, the machine's name, its ports, its memory nodes and its GPUs.
-
-The TPU and torch_xla, as far as they can be told without waking either.
+The TPU and torch_xla are looked at without waking either.
 """
 
 from __future__ import annotations

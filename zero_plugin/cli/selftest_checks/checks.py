@@ -1,14 +1,7 @@
-"""The checks of the self-test, and what they share.
+"""The checks of the self-test, and what they share: accelerator, folder, the model that one prepares for the next.
 
-What the checks of the self-test share: the accelerator, a folder, and the model that one prepares for the next.
-
-Collectives on the run's own backend: every value is looked at, and the bandwidth measured.
-
-A loader shared out among the processes: every sample comes once.
-
-Round trips between host and device, and to the NVMe folders that the configuration names.
-
-One step of a small model against the same step in one process, and a checkpoint of it.
+Each collective's values are compared, and its bandwidth measured; a loader gives every sample once; copies go between
+CPU and device and to the NVMe folders; one step of a small model is compared with the same step in one process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What came of one check of the self-test, and the part of a configuration that it runs by.
-
-What came of one check of the self-test, and how it travels from the workers to the command.
-
-The part of a configuration that the self-test runs by: processes, precision, stage and offload.
-"""
+"""What one check of the self-test found, how that gets from the workers to the command, and what the test runs by."""
 
 from __future__ import annotations
 
