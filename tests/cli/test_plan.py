@@ -42,7 +42,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_the_table(plan: PlanCommand) -> None:
-    """A line for every strategy, one marked, a reason on each that does not fit; below it what the chosen one is made of."""
+    """A line for each strategy, one marked, a reason on what does not fit; below it what the chosen one is made of."""
     code, output, _ = plan(*LLAMA, *NODE)
     assert code == 0
     head, columns, *lines = output.splitlines()
