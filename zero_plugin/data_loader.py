@@ -9,30 +9,20 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from zero_plugin.data.active import DataLoaderStateMixin
-from zero_plugin.data.adapter import DataLoaderAdapter
-from zero_plugin.data.batch_sampler import BatchSamplerShard, SkipBatchSampler
-from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
-from zero_plugin.data.division import SeedableRandomSampler
-from zero_plugin.data.loader import DataLoaderShard, SkipDataLoader, refuse_mesh, skip_first_batches
+from zero_plugin.data.active import DataLoaderStateMixin as DataLoaderStateMixin
+from zero_plugin.data.adapter import DataLoaderAdapter as DataLoaderAdapter
+from zero_plugin.data.batch_sampler import BatchSamplerShard as BatchSamplerShard
+from zero_plugin.data.batch_sampler import SkipBatchSampler as SkipBatchSampler
+from zero_plugin.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
+from zero_plugin.data.dispatch import SliceFunction
+from zero_plugin.data.division import SeedableRandomSampler as SeedableRandomSampler
+from zero_plugin.data.loader import DataLoaderShard as DataLoaderShard
+from zero_plugin.data.loader import SkipDataLoader as SkipDataLoader
+from zero_plugin.data.loader import refuse_mesh
+from zero_plugin.data.loader import skip_first_batches as skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.data.stream import IterableDatasetShard
+from zero_plugin.data.stream import IterableDatasetShard as IterableDatasetShard
 from zero_plugin.distributed import collectives
-
-__all__ = [
-    "BatchSamplerShard",
-    "DataLoaderAdapter",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "DataLoaderStateMixin",
-    "IterableDatasetShard",
-    "SeedableRandomSampler",
-    "SkipBatchSampler",
-    "SkipDataLoader",
-    "get_sampler",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:

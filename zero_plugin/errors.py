@@ -16,18 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "LaunchError",
-    "LoopError",
-    "MachineError",
-    "Problem",
-    "Severity",
-    "StrategyError",
-    "ZeroPluginError",
-]
-
 Severity = Literal["error", "warning", "note"]
 
 _PLACE: Final = re.compile(r"(.+):(\d+):(\d+)", re.DOTALL)

@@ -2,6 +2,5 @@
 
 from __future__ import annotations
 
-from zero_plugin.launch.notebook import debug_launcher, notebook_launcher
-
-__all__ = ["debug_launcher", "notebook_launcher"]
+from zero_plugin.launch.notebook import debug_launcher as debug_launcher
+from zero_plugin.launch.notebook import notebook_launcher as notebook_launcher

@@ -14,8 +14,6 @@ from zero_plugin.errors import LoopError
 if TYPE_CHECKING:
     from zero_plugin.accelerator import Accelerator
 
-__all__ = ["LocalSGD"]
-
 
 class LocalSGD:
     """A context around the loop: inside, backwards stay local, and `step` averages the weights over the processes.

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from zero_plugin.loop.optimizer import AcceleratedOptimizer
-
-__all__ = ["AcceleratedOptimizer"]
+from zero_plugin.loop.optimizer import AcceleratedOptimizer as AcceleratedOptimizer

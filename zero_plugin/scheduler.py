@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from zero_plugin.loop.scheduler import AcceleratedScheduler
-
-__all__ = ["AcceleratedScheduler"]
+from zero_plugin.loop.scheduler import AcceleratedScheduler as AcceleratedScheduler

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero_plugin.config.choices import DistributedType
-from zero_plugin.data.active import GradientState
-from zero_plugin.loop.state import AcceleratorState, PartialState, is_initialized
-
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+from zero_plugin.config.choices import DistributedType as DistributedType
+from zero_plugin.data.active import GradientState as GradientState
+from zero_plugin.loop.state import AcceleratorState as AcceleratorState
+from zero_plugin.loop.state import PartialState as PartialState
+from zero_plugin.loop.state import is_initialized as is_initialized

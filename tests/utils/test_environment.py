@@ -189,8 +189,8 @@ def test_no_gpus_have_nothing_to_avoid(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_cores_of_a_list() -> None:
     """The kernel's format, with ranges and single cores."""
-    assert environment._parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
-    assert environment._parse_cores("\n") == set()
+    assert environment.parse_cores("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    assert environment.parse_cores("\n") == set()
 
 
 def test_affinity_without_gpus_is_left_alone() -> None:

@@ -114,7 +114,7 @@ def read_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
     """The logical cores of each NUMA node that has any."""
     nodes = {}
     for folder in (system / "devices" / "system" / "node").glob("node[0-9]*"):
-        if cores := _parse_cores(read_text(folder / "cpulist")):
+        if cores := parse_cores(read_text(folder / "cpulist")):
             nodes[int(folder.name[4:])] = cores
     return dict(sorted(nodes.items()))
 
@@ -160,7 +160,8 @@ def _uuid(gpu: Path) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID")), "")
 
 
-def _parse_cores(text: str) -> frozenset[int]:
+def parse_cores(text: str) -> frozenset[int]:
+    """The kernel's list format, e.g. `0-3,8` (Linux, Documentation/core-api/kernel-api, "CPU lists")."""
     cores: set[int] = set()
     for piece in text.split(",") if text else ():
         first, _, last = piece.partition("-")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from zero_plugin.utils.left_out import stand_in
+from zero_plugin.utils.lazy import lazy_names
 
 # Now: loaded later, the module would take the place of its function here.
 from zero_plugin.utils.tqdm import tqdm as tqdm
 
-if TYPE_CHECKING:  # each module's `__all__`, for editors and type checkers
+if TYPE_CHECKING:  # each module's public names, for editors and type checkers
     from zero_plugin.utils.constants import *  # noqa: F403
     from zero_plugin.utils.dataclasses import *  # noqa: F403
     from zero_plugin.utils.deepspeed import *  # noqa: F403
@@ -57,18 +56,15 @@ _NAMES = {
     "random": "set_seed synchronize_rng_state synchronize_rng_states",
     "versions": "compare_versions is_torch_version",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_load, __dir__, _listed = lazy_names(__name__, {f"{__name__}.{module}": names for module, names in _NAMES.items()})
 
-__all__ = sorted([*_HOME, "tqdm"])
+__all__ = [*_listed, "tqdm"]
 
 
 def __getattr__(name: str) -> Any:
     # One rule for the questions `is_…_available`, of which there is one for every package that a script may want.
-    home = "imports" if name.startswith("is_") and name.endswith("_available") else _HOME.get(name)
-    if home is None:
-        return stand_in(__name__, name)
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    if name.startswith("is_") and name.endswith("_available"):
+        from zero_plugin.utils import imports
 
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+        return getattr(imports, name)
+    return _load(name)

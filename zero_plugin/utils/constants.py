@@ -6,25 +6,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = [
-    "MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "PROFILE_PATTERN_NAME",
-    "RNG_STATE_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME",
-    "SAMPLER_NAME",
-    "SCALER_NAME",
-    "SCHEDULER_NAME",
-    "STR_OPERATION_TO_FUNC",
-    "TORCH_DYNAMO_MODES",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME",
-]
-
 MODEL_NAME: Final = "pytorch_model"
 WEIGHTS_NAME: Final = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME: Final = f"{MODEL_NAME}{{suffix}}.bin"

@@ -4,56 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_plugin.config.choices import (
-    BaseEnum,
-    ComputeEnvironment,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    EnumWithContains,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-)
-from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin
-from zero_plugin.config.plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
-from zero_plugin.tensors.trees import TensorInformation
-from zero_plugin.utils.left_out import stand_in
-
-__all__ = [
-    "AutocastKwargs",
-    "BaseEnum",
-    "ComputeEnvironment",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "EnumWithContains",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TensorInformation",
-    "TorchDynamoPlugin",
-]
+from zero_plugin.config.choices import BaseEnum as BaseEnum
+from zero_plugin.config.choices import ComputeEnvironment as ComputeEnvironment
+from zero_plugin.config.choices import DDPCommunicationHookType as DDPCommunicationHookType
+from zero_plugin.config.choices import DistributedType as DistributedType
+from zero_plugin.config.choices import DynamoBackend as DynamoBackend
+from zero_plugin.config.choices import EnumWithContains as EnumWithContains
+from zero_plugin.config.choices import LoggerType as LoggerType
+from zero_plugin.config.choices import PrecisionType as PrecisionType
+from zero_plugin.config.choices import RNGType as RNGType
+from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+from zero_plugin.config.plugins import AutocastKwargs as AutocastKwargs
+from zero_plugin.config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+from zero_plugin.config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from zero_plugin.config.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
+from zero_plugin.config.plugins import GradScalerKwargs as GradScalerKwargs
+from zero_plugin.config.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
+from zero_plugin.config.plugins import KwargsHandler as KwargsHandler
+from zero_plugin.config.plugins import ProfileKwargs as ProfileKwargs
+from zero_plugin.config.plugins import ProjectConfiguration as ProjectConfiguration
+from zero_plugin.config.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+from zero_plugin.tensors.trees import TensorInformation as TensorInformation
+from zero_plugin.utils.lazy import stand_in
 
 
 def __getattr__(name: str) -> Any:

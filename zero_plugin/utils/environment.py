@@ -16,26 +16,9 @@ from typing import Any, TypeVar, cast
 
 from packaging.version import parse
 
-from zero_plugin.config.choices import parse_flag_from_env, str_to_bool
-
-__all__ = [
-    "CPUInformation",
-    "are_libraries_initialized",
-    "check_cuda_p2p_ib_support",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "get_cpu_distributed_information",
-    "get_driver_version",
-    "get_gpu_info",
-    "get_int_from_env",
-    "override_numa_affinity",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "purge_accelerate_environment",
-    "set_numa_affinity",
-    "str_to_bool",
-]
+from zero_plugin.config.choices import parse_flag_from_env as parse_flag_from_env
+from zero_plugin.config.choices import str_to_bool as str_to_bool
+from zero_plugin.machine.hardware import parse_cores
 
 _logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -222,7 +205,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     gpu: Any = torch.cuda.get_device_properties(local_process_index)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
-        os.sched_setaffinity(0, _parse_cores(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()))
+        os.sched_setaffinity(0, parse_cores(Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text()))
     except OSError as error:  # a container may hide the bus, or own none of these cores
         _logger.warning(f"process {local_process_index} is not bound to the cores near its GPU: {error}")
         return
@@ -234,12 +217,3 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """`override_numa_affinity`, once for each process index."""
     override_numa_affinity(local_process_index, verbose)
-
-
-def _parse_cores(text: str) -> set[int]:
-    """The kernel's list format, e.g. `0-3,8` (Linux, Documentation/core-api/kernel-api, "CPU lists")."""
-    cores: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores

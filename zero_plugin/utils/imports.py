@@ -13,65 +13,27 @@ from packaging.version import parse
 from zero_plugin.errors import MachineError
 from zero_plugin.machine.xla_runtime import import_torch_xla
 from zero_plugin.utils.environment import parse_flag_from_env, patch_environment
-from zero_plugin.utils.left_out import stand_in
+from zero_plugin.utils.lazy import stand_in
 
-__all__ = [
-    "DEVICES",
-    "PACKAGES",
-    "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available",
-    "is_cuda_available",
-    "is_fp8_available",
-    "is_fp16_available",
-    "is_mps_available",
-    "is_rich_available",
-    "is_rocm_available",
-    "is_torch_distributed_available",
-    "is_torch_xla_available",
-    "is_weights_only_available",
-    "is_xccl_available",
-]
-
+_CALLED_ALIKE: Final = """
+    amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib numpy pandas peft pytest sagemaker
+    schedulefree swanlab timm torch_xla torchdata torchvision tqdm trackio transformer_engine transformers triton wandb
+"""
 # What `is_<name>_available` asks for: one of these, installed.
 PACKAGES: Final[dict[str, tuple[str, ...]]] = {
+    **{name: (name.replace("_", "-"),) for name in _CALLED_ALIKE.split()},
     "4bit_bnb": ("bitsandbytes>=0.39.0",),
     "8bit_bnb": ("bitsandbytes>=0.37.2",),
     "aim": ("aim<4",),
-    "amdsmi": ("amdsmi",),
     "bnb": ("bitsandbytes",),
-    "boto3": ("boto3",),
-    "clearml": ("clearml",),
-    "comet_ml": ("comet-ml",),
-    "datasets": ("datasets",),
-    "deepspeed": ("deepspeed",),
-    "dvclive": ("dvclive",),
-    "import_timer": ("import-timer",),
     "lomo": ("lomo-optim",),
-    "matplotlib": ("matplotlib",),
     "megatron_lm": ("megatron-core>=0.8.0",),
     "mlflow": ("mlflow", "mlflow-skinny"),
     "msamp": ("ms-amp",),
-    "numpy": ("numpy",),
-    "pandas": ("pandas",),
-    "peft": ("peft",),
     "pynvml": ("nvidia-ml-py", "pynvml"),
-    "pytest": ("pytest",),
-    "sagemaker": ("sagemaker",),
-    "schedulefree": ("schedulefree",),
-    "swanlab": ("swanlab",),
     "tensorboard": ("tensorboard", "tensorboardX"),
-    "timm": ("timm",),
-    "torch_xla": ("torch-xla",),
     "torchao": ("torchao>=0.6.1",),
-    "torchdata": ("torchdata",),
     "torchdata_stateful_dataloader": ("torchdata>=0.8.0",),
-    "torchvision": ("torchvision",),
-    "tqdm": ("tqdm",),
-    "trackio": ("trackio",),
-    "transformer_engine": ("transformer-engine",),
-    "transformers": ("transformers",),
-    "triton": ("triton",),
-    "wandb": ("wandb",),
 }
 
 # The module that adds the device to torch. The package trains on CUDA and CPU; a script may ask for any.

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_plugin.loop.out_of_memory import is_out_of_memory
-from zero_plugin.machine.device_memory import clear_device_cache
-
-__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+from zero_plugin.machine.device_memory import clear_device_cache as clear_device_cache
 
 _logger = logging.getLogger(__name__)
 

@@ -6,69 +6,33 @@ import sys
 
 from torch import nn
 
-from zero_plugin.big_models.align import (
-    align_module_device,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-)
-from zero_plugin.big_models.load import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    load_checkpoint_in_model,
-    load_state_dict,
-)
-from zero_plugin.big_models.placement import (
-    check_device_map,
-    clean_device_map,
-    get_balanced_memory,
-    get_max_memory,
-    infer_auto_device_map,
-)
-from zero_plugin.big_models.stored import (
-    calculate_maximum_sizes,
-    compute_module_sizes,
-    convert_file_size_to_int,
-    get_max_layer_size,
-    load_offloaded_weights,
-)
-from zero_plugin.checkpoint.objects import tensor_storage as id_tensor_storage
-from zero_plugin.tensors.modules import (
-    dtype_byte_size,
-    find_tied_parameters,
-    named_module_tensors,
-    retie_parameters,
-    set_module_tensor_to_device,
-)
+from zero_plugin.big_models.align import align_module_device as align_module_device
+from zero_plugin.big_models.align import get_state_dict_from_offload as get_state_dict_from_offload
+from zero_plugin.big_models.align import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from zero_plugin.big_models.align import has_offloaded_params as has_offloaded_params
+from zero_plugin.big_models.load import check_tied_parameters_in_config as check_tied_parameters_in_config
+from zero_plugin.big_models.load import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
+from zero_plugin.big_models.load import load_checkpoint_in_model as load_checkpoint_in_model
+from zero_plugin.big_models.load import load_state_dict as load_state_dict
+from zero_plugin.big_models.placement import check_device_map as check_device_map
+from zero_plugin.big_models.placement import clean_device_map as clean_device_map
+from zero_plugin.big_models.placement import get_balanced_memory as get_balanced_memory
+from zero_plugin.big_models.placement import get_max_memory as get_max_memory
+from zero_plugin.big_models.placement import infer_auto_device_map as infer_auto_device_map
+from zero_plugin.big_models.stored import calculate_maximum_sizes as calculate_maximum_sizes
+from zero_plugin.big_models.stored import compute_module_sizes as compute_module_sizes
+from zero_plugin.big_models.stored import convert_file_size_to_int as convert_file_size_to_int
+from zero_plugin.big_models.stored import get_max_layer_size as get_max_layer_size
+from zero_plugin.big_models.stored import load_offloaded_weights as load_offloaded_weights
+from zero_plugin.checkpoint.objects import tensor_storage
+from zero_plugin.tensors.modules import dtype_byte_size as dtype_byte_size
+from zero_plugin.tensors.modules import find_tied_parameters as find_tied_parameters
+from zero_plugin.tensors.modules import named_module_tensors as named_module_tensors
+from zero_plugin.tensors.modules import retie_parameters as retie_parameters
+from zero_plugin.tensors.modules import set_module_tensor_to_device as set_module_tensor_to_device
 from zero_plugin.tensors.wrappers import extract_model
 
-__all__ = [
-    "align_module_device",
-    "calculate_maximum_sizes",
-    "check_device_map",
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "clean_device_map",
-    "compute_module_sizes",
-    "convert_file_size_to_int",
-    "dtype_byte_size",
-    "find_tied_parameters",
-    "get_balanced_memory",
-    "get_max_layer_size",
-    "get_max_memory",
-    "get_state_dict_from_offload",
-    "get_state_dict_offloaded_model",
-    "has_offloaded_params",
-    "id_tensor_storage",
-    "infer_auto_device_map",
-    "is_peft_model",
-    "load_checkpoint_in_model",
-    "load_offloaded_weights",
-    "load_state_dict",
-    "named_module_tensors",
-    "retie_parameters",
-    "set_module_tensor_to_device",
-]
+id_tensor_storage = tensor_storage
 
 
 def is_peft_model(model: nn.Module) -> bool:

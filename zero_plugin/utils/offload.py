@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from zero_plugin.big_models.stored import (
-    OffloadedWeightsLoader,
-    PrefixedDataset,
-    extract_submodules_state_dict,
-    load_offloaded_weight,
-    offload_state_dict,
-    offload_weight,
-    save_offload_index,
-)
-
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offloaded_weight",
-    "offload_state_dict",
-    "offload_weight",
-    "save_offload_index",
-]
+from zero_plugin.big_models.stored import OffloadedWeightsLoader as OffloadedWeightsLoader
+from zero_plugin.big_models.stored import PrefixedDataset as PrefixedDataset
+from zero_plugin.big_models.stored import extract_submodules_state_dict as extract_submodules_state_dict
+from zero_plugin.big_models.stored import load_offloaded_weight as load_offloaded_weight
+from zero_plugin.big_models.stored import offload_state_dict as offload_state_dict
+from zero_plugin.big_models.stored import offload_weight as offload_weight
+from zero_plugin.big_models.stored import save_offload_index as save_offload_index

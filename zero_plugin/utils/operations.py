@@ -10,63 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.collectives import CannotPadNestedTensorWarning, Reduction
+from zero_plugin.distributed.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from zero_plugin.distributed.collectives import Reduction
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.state import PartialState
 from zero_plugin.tensors.nested import list_leaves
-from zero_plugin.tensors.trees import (
-    ConvertOutputsToFp32,
-    concatenate,
-    convert_outputs_to_fp32,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    get_data_structure,
-    get_shape,
-    honor_type,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_namedtuple,
-    is_tensor_information,
-    is_torch_tensor,
-    listify,
-    pad_input_tensors,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
-)
-
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "ConvertOutputsToFp32",
-    "DistributedOperationException",
-    "GatheredParameters",
-    "broadcast",
-    "broadcast_object_list",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-]
+from zero_plugin.tensors.trees import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from zero_plugin.tensors.trees import concatenate as concatenate
+from zero_plugin.tensors.trees import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from zero_plugin.tensors.trees import convert_to_fp32 as convert_to_fp32
+from zero_plugin.tensors.trees import find_batch_size as find_batch_size
+from zero_plugin.tensors.trees import find_device as find_device
+from zero_plugin.tensors.trees import get_data_structure as get_data_structure
+from zero_plugin.tensors.trees import get_shape as get_shape
+from zero_plugin.tensors.trees import honor_type as honor_type
+from zero_plugin.tensors.trees import ignorant_find_batch_size as ignorant_find_batch_size
+from zero_plugin.tensors.trees import initialize_tensors as initialize_tensors
+from zero_plugin.tensors.trees import is_namedtuple as is_namedtuple
+from zero_plugin.tensors.trees import is_tensor_information as is_tensor_information
+from zero_plugin.tensors.trees import is_torch_tensor as is_torch_tensor
+from zero_plugin.tensors.trees import listify as listify
+from zero_plugin.tensors.trees import pad_input_tensors as pad_input_tensors
+from zero_plugin.tensors.trees import recursively_apply as recursively_apply
+from zero_plugin.tensors.trees import send_to_device as send_to_device
+from zero_plugin.tensors.trees import slice_tensors as slice_tensors
 
 # What every collective raises where the processes' tensors do not match, in any mode.
 DistributedOperationException = LoopError

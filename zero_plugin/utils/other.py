@@ -14,28 +14,12 @@ from torch import nn
 
 from zero_plugin.checkpoint.objects import read_object, without_shared_tensors, write_object
 from zero_plugin.config.amounts import show_bytes
-from zero_plugin.launch.flags import write_basic_config
+from zero_plugin.launch.flags import write_basic_config as write_basic_config
 from zero_plugin.loop.state import PartialState
-from zero_plugin.tensors.compilation import compile_regions, has_compiled_regions, is_compiled_module
+from zero_plugin.tensors.compilation import compile_regions as compile_regions
+from zero_plugin.tensors.compilation import has_compiled_regions as has_compiled_regions
+from zero_plugin.tensors.compilation import is_compiled_module as is_compiled_module
 from zero_plugin.tensors.wrappers import extract_model
-
-__all__ = [
-    "check_os_kernel",
-    "clean_state_dict_for_safetensors",
-    "compile_regions",
-    "convert_bytes",
-    "extract_model_from_parallel",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "is_compiled_module",
-    "is_port_in_use",
-    "load",
-    "merge_dicts",
-    "recursive_getattr",
-    "save",
-    "wait_for_everyone",
-    "write_basic_config",
-]
 
 _logger = logging.getLogger(__name__)
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zero_plugin.distributed.seeding import set_seed, synchronize_rng_state, synchronize_rng_states
-
-__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+from zero_plugin.distributed.seeding import set_seed as set_seed
+from zero_plugin.distributed.seeding import synchronize_rng_state as synchronize_rng_state
+from zero_plugin.distributed.seeding import synchronize_rng_states as synchronize_rng_states

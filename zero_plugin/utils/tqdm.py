@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["tqdm"]
-
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """`tqdm.auto.tqdm`, shown by each machine's first process only.

@@ -8,8 +8,6 @@ from packaging.version import Version, parse
 
 from zero_plugin.utils.constants import STR_OPERATION_TO_FUNC
 
-__all__ = ["compare_versions", "is_torch_version"]
-
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Whether a version stands to another as `operation` says.

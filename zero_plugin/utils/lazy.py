@@ -1,11 +1,13 @@
-"""What `accelerate.utils` has and this package has not, with what to use instead."""
+"""Names that load when they are used, and names that Accelerate has and this package has not."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
-__all__ = ["LEFT_OUT", "stand_in"]
-
+# With what to use instead.
 LEFT_OUT: Final[dict[str, str]] = {
     name: reason
     for reason, names in (
@@ -66,6 +68,28 @@ LEFT_OUT: Final[dict[str, str]] = {
 }
 
 
+def lazy_names(
+    module: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The `__getattr__`, `__dir__` and `__all__` of a module whose names load on first use.
+
+    So importing the package, the command line and a question to the environment need no torch.
+
+    Args:
+        module: its name.
+        homes: the names, with blanks between them, by the module that has them.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        return getattr(importlib.import_module(home_of[name]), name) if name in home_of else stand_in(module, name)
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[module]), *home_of})
+
+    return load, list_names, sorted(home_of)
+
+
 class _LeftOut(type):
     """The type of a stand-in: a class, so that `isinstance` may ask for it, that says why it cannot be used."""
 
@@ -74,6 +98,9 @@ class _LeftOut(type):
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(f"{cls.__name__} {LEFT_OUT[cls.__name__]}.")
+
+
+_stand_ins: dict[str, _LeftOut] = {}  # one for each name, so that `is` holds between two imports
 
 
 def stand_in(module: str, name: str) -> Any:
@@ -91,6 +118,3 @@ def stand_in(module: str, name: str) -> Any:
     if name not in LEFT_OUT:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     return _stand_ins.setdefault(name, _LeftOut(name, (), {"__module__": __name__}))
-
-
-_stand_ins: dict[str, _LeftOut] = {}  # one for each name, so that `is` holds between two imports
