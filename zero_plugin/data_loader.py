@@ -7,12 +7,13 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from zero_plugin.data.active import DataLoaderStateMixin as DataLoaderStateMixin
 from zero_plugin.data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from zero_plugin.data.batch_sampler import BatchSamplerShard as BatchSamplerShard
 from zero_plugin.data.batch_sampler import SkipBatchSampler as SkipBatchSampler
+from zero_plugin.data.batch_sampler import batches_of
 from zero_plugin.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from zero_plugin.data.dispatch import SliceFunction
 from zero_plugin.data.division import SeedableRandomSampler as SeedableRandomSampler
@@ -27,8 +28,7 @@ from zero_plugin.distributed import collectives
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
     """The sampler that a loader's batches are made of; None where there is none, as over a stream."""
-    batches = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
-    return getattr(batches, "sampler", None)
+    return getattr(batches_of(dataloader), "sampler", None)
 
 
 def prepare_data_loader(

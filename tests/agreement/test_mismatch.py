@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from zero_plugin.distributed.collective_check import Patience
-from zero_plugin.distributed.mismatch import Call, ScriptView, Standing, Waiting, describe_late, find_mismatch
+from zero_plugin.distributed.mismatch import Call, RankProgress, Waiting, begin_progress, describe_late, find_mismatch
 
 CALL = Call(number=5, name="gather", passes=2)
-HERE = Standing(calls=4, call="gather", left=4, passes=2, **ScriptView(0, 10.0).describe())
+HERE = replace(begin_progress(), calls=4, call="gather", left=4, passes=2)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_who_is_gone(ended_pid: int) -> None:
     vanished = replace(HERE, pid=ended_pid)
     assert "process 1 has ended" in str(find_mismatch(CALL, {1: vanished}))
     assert find_mismatch(CALL, {1: replace(vanished, machine="another")}) is None
-    assert find_mismatch(CALL, {1: Standing()}) is None  # has said nothing yet
+    assert find_mismatch(CALL, {1: RankProgress()}) is None  # has said nothing yet
 
 
 def test_who_is_gone_after_the_call(ended_pid: int) -> None:

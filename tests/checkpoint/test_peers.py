@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from zero_plugin.checkpoint.background import GlooPeers
-from zero_plugin.distributed.together import all_or_none
+from zero_plugin.distributed.collectives import all_or_none
 from zero_plugin.errors import CheckpointError
 
 LIMIT = timedelta(seconds=20)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.distributed.stop_request import StopRequest, find_stop_note, leave_stop_note
+from zero_plugin.distributed.stop_request import StopRequest, find_stop_handler, install_stop_handler
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ def in_thread(call: Callable[[], None]) -> None:
 
 def test_in_a_thread_the_launchers_note_is_used_and_given_back() -> None:
     """After the end of training nobody looks at the note: the next SIGTERM has to end the process."""
-    leave_stop_note()
-    note, request = find_stop_note(), StopRequest()
+    install_stop_handler()
+    note, request = find_stop_handler(), StopRequest()
     assert note is not None
     in_thread(request.listen)
     assert note.listened

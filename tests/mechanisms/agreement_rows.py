@@ -1,4 +1,4 @@
-"""The agreement of the processes about their collective calls, and their common end."""
+"""The check of the processes' collective calls, and their common end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROWS = [
     Row(
         "a process in a different call",
         "distributed/mismatch.py",
-        "        if standing.calls == call.number and standing.call != call.name:",
+        "        if progress.calls == call.number and progress.call != call.name:",
         "        if False:",
         (f"{AGREEMENT}::test_different_long_calls[ddp:long_calls]",),
         "save_model()",
@@ -47,7 +47,7 @@ ROWS = [
     Row(
         "a process that has ended",
         "distributed/mismatch.py",
-        "            return _gone(call, rank, standing)\n",
+        "            return _gone(call, rank, progress)\n",
         "            pass\n",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
         "process 1 has failed",
@@ -56,7 +56,7 @@ ROWS = [
     Row(
         "a process that tells its end",
         "distributed/collective_check.py",
-        "    atexit.register(_tell_end)\n",
+        "    atexit.register(_publish_end)\n",
         "",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
         "process 1 has failed",
@@ -65,7 +65,7 @@ ROWS = [
     Row(
         "a collective call on one process alone",
         "distributed/mismatch.py",
-        "        if standing.calls == call.number - 1 and standing.passes > call.passes:",
+        "        if progress.calls == call.number - 1 and progress.passes > call.passes:",
         "        if False:",
         (f"{AGREEMENT}::test_a_long_call_on_one_process_is_an_error_of_the_script[ddp:save_alone-save_model]",),
         "process 0 is in",
@@ -83,7 +83,7 @@ ROWS = [
     Row(
         "a late process is no error",
         "distributed/mismatch.py",
-        " and standing.passes > call.passes:",
+        " and progress.passes > call.passes:",
         ":",
         (f"{AGREEMENT}::test_a_late_process_is_named_and_waited_for[ddp:late]",),
         "[0, 0]",

@@ -117,8 +117,8 @@ ROWS = [
     Row(
         "streams that differ are refused",
         "data/loader.py",
-        "    _check_same(portion)\n    while",
-        "    while",
+        "        _check_same(portion)\n        while",
+        "        while",
         (TWO,),
         "DID NOT RAISE",
     ),
@@ -166,9 +166,9 @@ ROWS = [
     ),
     Row(
         "streams of different length end together",
-        "data/loader.py",
-        "        shard._ends_unknown = ends_unknown and how.world > 1",
-        "        shard._ends_unknown = False",
+        "data/adapter.py",
+        "        self._ends_unknown = ends_unknown and how.world > 1",
+        "        self._ends_unknown = False",
         (PROCESSES,),
         "in check_streams_of_different_length_stop_together",
     ),
@@ -200,7 +200,7 @@ ROWS = [
     Row(
         "what a shorter stream begins again is left out",
         "data/loader.py",
-        "            portion = portion._replace(real=0)\n",
+        "                portion = portion._replace(real=0)\n",
         "",
         (f"{METRICS}[2]",),
         "in check_divided_by_others",

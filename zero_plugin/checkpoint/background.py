@@ -31,7 +31,7 @@ from zero_plugin.checkpoint.layout import described_fragments, placed_fragments,
 from zero_plugin.checkpoint.save import OpenCheckpoint
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import time_out
-from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, describe_error
+from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, describe_error
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.strategies.base import Session

@@ -14,7 +14,7 @@ from zero_plugin.checkpoint.layout import session_fragments
 from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
 from zero_plugin.checkpoint.ranges import open_reader
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.together import all_or_none, on_main
+from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states

@@ -33,8 +33,8 @@ from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
 from zero_plugin.checkpoint.ranges import open_writer
 from zero_plugin.checkpoint.shared_folder import refuse_separate_folders
 from zero_plugin.distributed import collectives
+from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main
 from zero_plugin.distributed.seeding import seed_torch
-from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import reserve, sync_file, write_text
 from zero_plugin.strategies.base import Session

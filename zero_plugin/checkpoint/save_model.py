@@ -20,7 +20,7 @@ from zero_plugin.checkpoint.layout import Description, Layout, describe, is_weig
 from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps, write_fragments
 from zero_plugin.checkpoint.shared_folder import is_one_folder
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.together import all_or_none, on_main
+from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session

@@ -9,7 +9,7 @@ from typing import Final
 
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.together import all_or_none, on_main
+from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 
 _NAME: Final = ".probe"

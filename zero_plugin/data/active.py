@@ -1,9 +1,4 @@
-"""Which loaders' loops are running, and how batches reach them.
-
-Which loaders' loops are running in this process, and what each of them tells of its loop.
-
-How a prepared loader's batches reach the loop.
-"""
+"""Which loaders' loops are running in this process, and how batches reach them."""
 
 from __future__ import annotations
 
@@ -14,8 +9,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.distributed.seeding import synchronize_rng_states
-from zero_plugin.distributed.together import announce
 from zero_plugin.errors import LoopError
 
 _LOOPS = count(1)
@@ -208,7 +203,7 @@ class Delivery:
         device: where they go; None leaves them where the loader makes them.
         non_blocking: do not wait for the copy; on CUDA it never is.
         rng_types: random states that every process gets from process 0 at the start of each epoch.
-        generator: what `generator` among them means: the data set's own.
+        generator: what `generator` among them means: the dataset's own.
     """
 
     device: torch.device | None = None

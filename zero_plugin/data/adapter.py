@@ -1,30 +1,22 @@
-"""What all prepared loaders share.
-
-What all prepared loaders share: a DataLoader around another, which knows the epoch's last batch when it comes.
-
-Count a loader's epochs, and tell them to whatever of it wants to know.
-"""
+"""What all prepared loaders share: a DataLoader around another, which knows the epoch's last batch when it comes."""
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from zero_plugin.data.active import DataLoaderStateMixin, Delivery, GradientState
-from zero_plugin.data.batch_sampler import BatchSamplerShard, is_torchs_own
+from zero_plugin.data.batch_sampler import BatchSamplerShard, is_torchs_own, shard_of, with_batches
 from zero_plugin.data.division import Draws, Portion, Sharing, undisturbed
 from zero_plugin.data.read_ahead import Reading, copy_containers, move_batch
 from zero_plugin.data.stream import StreamShard, let_threads_settle
-from zero_plugin.distributed.collectives import broadcast
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce, broadcast
 from zero_plugin.errors import LoopError
 
 
@@ -35,7 +27,7 @@ class Epochs:
     so that shuffling differs from epoch to epoch; what the user told by himself, on the object, is left as it is.
 
     Args:
-        parts: the data set, the batch sampler, the sampler, …
+        parts: the dataset, the batch sampler, the sampler, …
 
     Attributes:
         current: the running epoch; -1 before the first.
@@ -69,8 +61,8 @@ class Epochs:
         self._chosen = None
         self._seen = [_epoch_of(part) for part in self._parts]
 
-    def told(self, part: Any) -> int | None:
-        """The epoch that `part` stands at; None where it does not count them."""
+    def of(self, part: Any) -> int | None:
+        """The epoch that `part` is at; None where it does not count them."""
         if not any(part is known for known in self._parts):
             return None
         epoch = _epoch_of(part)
@@ -83,13 +75,22 @@ def _epoch_of(part: Any) -> int | None:
 
 
 _SEEDS = 2**62
+_BEGINS_AGAIN = (
+    "this process's part of the data ended after {} batches, before another's; it begins again, and gather_for_metrics "
+    "leaves the repeats out. even_batches: false stops all at the shortest"
+)
+_READS_AHEAD = (
+    "{}: while gradients accumulate, a batch is drawn before the loop has done with the one before, to know which is "
+    "the epoch's last. For a sampler that learns from the loop, write "
+    "GradientAccumulationPlugin(sync_with_dataloader=False): windows then go on over its end"
+)
 
 _Adapter = TypeVar("_Adapter", bound="DataLoaderAdapter")
 
 
 @dataclass
 class _Place:
-    """Where the running epoch stands, or stood last; a loader and its copies that skip batches share it.
+    """Where the running epoch is, or was last; a loader and its copies that skip batches share it.
 
     Attributes:
         batches: that the loop has had, the skipped ones too.
@@ -104,7 +105,41 @@ class _Place:
     resumed: tuple[int, Draws | None] | None = None
 
 
-class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
+class LogOnce:
+    """A line about a number or a name, which is logged the first time only.
+
+    Args:
+        line: with `{}` for it; an empty one is never logged.
+        by_each: each process logs its own.
+    """
+
+    def __init__(self, line: str, *, by_each: bool = False) -> None:
+        self._line = line
+        self._by_each = by_each
+
+    def __call__(self, found: object) -> None:
+        """Log it, the first time."""
+        line, self._line = self._line, ""
+        if line:
+            announce(line.format(found), by_each=self._by_each)
+
+
+def report_dropped(how: Sharing, *, is_least: bool = False) -> LogOnce:
+    """What is called with the number of samples that all processes leave out at an epoch's end.
+
+    Args:
+        how: how the loader is shared.
+        is_least: whether the number is what is known, and more may be left out.
+    """
+    what, least = "samples" if how.batched else "batches", "at least " if is_least else ""
+    line = (
+        f"{what} left out: {least}{{}} at the end of each epoch, so that all {how.world} processes stop together; "
+        "even_batches: true repeats samples instead"
+    )
+    return LogOnce(line if how.rank == 0 else "")
+
+
+class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
     """A DataLoader around another; iterate it, as often as there are epochs.
 
     Whether a batch is the epoch's last is known with it. Over map-style data with torch's own samplers the length
@@ -116,7 +151,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
 
     Attributes:
         base_dataloader: the wrapped one.
-        dataset: the user's data set.
+        dataset: the user's dataset.
         batch_size: samples per process and batch; None where batches have no common size.
         total_batch_size: samples per step over all processes; None likewise.
         drop_last: whether an incomplete last step is left out.
@@ -127,38 +162,73 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     # DataLoader's own refuses to change what its constructor has set, which is not called here.
     __setattr__ = object.__setattr__  # type: ignore[assignment]
 
-    def _wrap(self, base: DataLoader[Any], how: Sharing, delivery: Delivery) -> None:
-        # Not DataLoader's constructor: it would make samplers of its own, and everything it sets is the base's.
+    @classmethod
+    def around(
+        cls: type[_Adapter], base: DataLoader[Any], how: Sharing, delivery: Delivery, **options: Any
+    ) -> _Adapter:
+        """Around a DataLoader that there is already; the options are `_wrap`'s."""
+        loader = cls.__new__(cls)
+        loader._wrap(base, how, delivery, **options)
+        return loader
+
+    def _wrap(
+        self,
+        base: DataLoader[Any],
+        how: Sharing,
+        delivery: Delivery,
+        *,
+        skip: int = 0,
+        epoch: int = 0,
+        ends_unknown: bool = False,
+        repeats_unseen: str | None = None,
+    ) -> None:
+        """Begin with these; DataLoader's constructor would make samplers of its own.
+
+        Args:
+            base: what is read. A map-style dataset is shared by its `BatchSamplerShard`, a stream is a `StreamShard`.
+            how: its batches are shared.
+            delivery: how they reach the loop.
+            skip: batches that are left out at the beginning of every epoch.
+            epoch: the first.
+            ends_unknown: the processes have to agree on the last step.
+            repeats_unseen: name of the user's sampler that shares the samples and may repeat some.
+        """
         self.base_dataloader = base
         self._how = how
         self._delivery = delivery
         self._stream: StreamShard | None = base.dataset if isinstance(base.dataset, StreamShard) else None
         self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
+        self._is_stream = isinstance(self.dataset, IterableDataset)
+        self._ends_unknown = ends_unknown and how.world > 1
+        self.repeats_unseen = repeats_unseen
         self._shard = shard_of(base)
         self._place = _Place()
         self._outer: Any = base.batch_sampler if self._shard is None else self._shard.batch_sampler
         self._epochs = Epochs([self.dataset, self._outer, getattr(self._outer, "sampler", None)])
-        self._workers_epoch: int | None = None  # what lasting workers' copies of the data set were told
-        self._skip = 0  # at the beginning of every epoch
+        self._workers_epoch: int | None = None  # what lasting workers' copies of the dataset have got
+        self._skip = skip  # at the beginning of every epoch
         self._batches: int | None = None  # of the running epoch, by its length
         self._reading = Reading()
-        self._is_ahead_mentioned = False
         self._is_last: bool | None = False  # the batch that the loop has; None where nobody has looked
+        self._report_dropped = report_dropped(how, is_least=ends_unknown)
+        self._report_restart = LogOnce(_BEGINS_AGAIN, by_each=True)
+        self._report_reading_ahead = LogOnce(_READS_AHEAD)
         self.batch_size = how.batch_size if how.batched else None
         self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
         self.drop_last = how.drop_last
         self.device = delivery.device
         self.remainder = -1
+        if epoch:
+            self.set_epoch(epoch)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
-    @cached_property
-    def gradient_state(self) -> Any:
+    @property
+    def gradient_state(self) -> GradientState:
         """The state of the running loops, as Accelerate's scripts look it up."""
-
         return GradientState()
 
     @property  # type: ignore[misc]  # torch's can be set
@@ -166,13 +236,15 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         """How workers are started."""
         return self.base_dataloader.multiprocessing_context
 
-    @abstractmethod
     def _portions(self, skip: int) -> Iterator[Portion]:
         """This process's batches of an epoch, without the first `skip`."""
+        return self._read(skip)
 
-    @abstractmethod
     def _count_steps(self) -> int:
         """Batches of a whole epoch on this process; TypeError for a stream without a length."""
+        if self._stream is not None:
+            return self._stream.count_batches()
+        return len(self.base_dataloader if self._shard is None else self._shard)
 
     def __len__(self) -> int:
         """Batches per epoch on this process; TypeError for a stream without a length."""
@@ -185,7 +257,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the data set, over all processes; TypeError for a stream without a length."""
+        """Samples in the dataset, over all processes; TypeError for a stream without a length."""
         return len(self.dataset)
 
     @property
@@ -197,7 +269,8 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     def end_of_dataloader(self) -> bool:
         """Whether the current batch is the epoch's last, on all processes."""
         if self._is_last is None:
-            self._mention_reading_ahead()
+            if not (self._is_stream or is_torchs_own(self._outer)):
+                self._report_reading_ahead(type(self.get_sampler() or self._outer).__name__)
             self._is_last = self._place.is_end = self._reading.is_last()
         return self._is_last
 
@@ -224,7 +297,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         return later
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the user's data set, batch sampler and sampler the epoch that begins next, each where it wants to know.
+        """Tell the user's dataset, batch sampler and sampler the epoch that begins next, each where it wants to know.
 
         A loop that never calls it gets the next epoch at each start.
         """
@@ -241,7 +314,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
 
     def get_sampler(self) -> Any:
         """The sampler that the batches are made of; None where there is none, as over a stream."""
-        return None if isinstance(self.dataset, IterableDataset) else getattr(self._outer, "sampler", None)
+        return None if self._is_stream else getattr(self._outer, "sampler", None)
 
     def set_sampler(self, sampler: Any) -> None:
         """Make the batches of another sampler, from the next loop on.
@@ -289,10 +362,10 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
             self.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands, for `load_state_dict`.
+        """Where the loop is, for `load_state_dict`.
 
         The order of the samples is kept, as long as the sampler draws it with torch's or with global generators; random
-        numbers that the data set draws while it is read are not.
+        numbers that the dataset draws while it is read are not.
         """
         place = self._place
         draws = None if place.shard is None else place.shard.draws
@@ -305,7 +378,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on, in the coming loop, where the loop stood that `state_dict` was called in.
+        """Resume, in the coming loop, where the loop was that `state_dict` was called in.
 
         With another number of processes, it is the same sample; where that is within a batch, the batch is read again.
         """
@@ -325,15 +398,15 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
         """How many batches are skipped."""
         self._delivery.begin_epoch()
         self._epochs.begin()
-        told = self._epochs.told(self.dataset)
+        epoch = self._epochs.of(self.dataset)
         if self._stream is not None:
             seed = torch.initial_seed() % _SEEDS
-            if self._how.world > 1:  # the copies of the data set have to draw alike
+            if self._how.world > 1:  # the copies of the dataset have to draw alike
                 seed = int(broadcast(torch.tensor(seed)))
-            self._stream.begin_epoch(seed + self._epochs.current, told)
-        elif told != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
-            self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the data set: new ones
-        self._workers_epoch = told
+            self._stream.begin_epoch(seed + self._epochs.current, epoch)
+        elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
+            self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the dataset: new ones
+        self._workers_epoch = epoch
         resumed, self._place.resumed = self._place.resumed, None
         if resumed is None:
             return self._skip
@@ -344,28 +417,16 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""
-        return isinstance(self.dataset, IterableDataset), self._is_length_sure(), self._count_batches(skip)
-
-    def _is_length_sure(self) -> bool:
-        """Whether an epoch has as many batches as its length says: subclasses may do anything."""
-        is_map_style = not isinstance(self.dataset, IterableDataset)
-        return is_map_style and type(self.base_dataloader) is DataLoader and is_torchs_own(self._outer)
+        # Subclasses of torch's may do anything.
+        is_torchs = type(self.base_dataloader) is DataLoader and is_torchs_own(self._outer)
+        is_sure = is_torchs and not (self._is_stream or self._ends_unknown)
+        return self._is_stream, is_sure, self._count_batches(skip)
 
     def _may_refill(self) -> bool:
         """Whether the wrapped loader may give a batch in memory that another one was in."""
         base = self.base_dataloader
         collate = getattr(base.collate_fn, "collate", base.collate_fn)
         return base.num_workers == 0 and not (base.batch_sampler is not None and collate is default_collate)
-
-    def _mention_reading_ahead(self) -> None:
-        if self._is_ahead_mentioned or isinstance(self.dataset, IterableDataset) or is_torchs_own(self._outer):
-            return
-        self._is_ahead_mentioned = True
-        announce(
-            f"{type(self.get_sampler() or self._outer).__name__}: while gradients accumulate, a batch is drawn before "
-            "the loop has done with the one before, to know which is the epoch's last. For a sampler that learns from "
-            "the loop, write GradientAccumulationPlugin(sync_with_dataloader=False): windows then go on over its end"
-        )
 
     def _describe_wrong_length(self, found: str) -> str:
         return (
@@ -393,7 +454,7 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
             return
         if skip:
             shard = shard.skipping(skip)
-            base = copy_loader(base, **{"sampler" if base.batch_sampler is None else "batch_sampler": shard})
+            base = with_batches(base, shard)
         self._place.shard = shard
         # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
         with undisturbed() if shard.resumes else nullcontext():
@@ -406,22 +467,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
             except IndexError:
                 raise LoopError(
                     f"the {type(base).__name__} gives batches that its batch sampler did not draw, so they "
-                    "cannot be shared among the processes; prepare a torch.utils.data.DataLoader over the same data set"
+                    "cannot be shared among the processes; prepare a torch.utils.data.DataLoader over the same dataset"
                 ) from None
             if batched:
                 yield Portion(batch, samples if counted else None, real if counted else None)
             else:
                 yield Portion(batch, None, 0 if real == 0 else None)
-
-
-def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """The same loader with other attributes; it keeps its subclass and every argument, in any version of torch."""
-    copied = copy.copy(loader)
-    copied.__dict__.update(attributes, _iterator=None)  # attribute assignment is forbidden once a DataLoader is built
-    return copied
-
-
-def shard_of(loader: DataLoader[Any]) -> BatchSamplerShard | None:
-    """The part of the batches that the loader reads; None for a stream, or where nobody counts."""
-    shard = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    return shard if isinstance(shard, BatchSamplerShard) else None

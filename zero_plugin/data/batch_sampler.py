@@ -1,7 +1,11 @@
-"""Batch samplers that give one process its part, cut batches into smaller ones, or leave out the first."""
+"""Batch samplers that give one process its part, cut batches into smaller ones, or leave out the first.
+
+And loaders with other batch samplers.
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -35,7 +40,36 @@ _TORCHS_OWN = (
 )
 
 
-class BatchSamplerShard(BatchSampler):
+class _AroundBatchSampler(BatchSampler):
+    """What the batch samplers here have of the one that they are made of.
+
+    Attributes:
+        batch_sampler: it; anything that gives lists of indices.
+        batch_size: its batches' samples; None where they differ in size.
+        drop_last: whether it leaves out an incomplete last batch.
+    """
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # it may have none
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    @property
+    def sampler(self) -> Any:
+        """What the batches are made of: the batch sampler's own sampler."""
+        return self.batch_sampler.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler.sampler = sampler
+
+    @property
+    def total_length(self) -> int:
+        """Batches in an epoch, of all processes, and before any are skipped."""
+        return len(self.batch_sampler)
+
+
+class BatchSamplerShard(_AroundBatchSampler):
     """The batch sampler of one process.
 
     With W processes, process r gets batches r, r + W, … of the whole, or with `split_batches` the r-th piece of each.
@@ -50,8 +84,6 @@ class BatchSamplerShard(BatchSampler):
 
     Attributes:
         even_batches: as given; another value counts from the next epoch on.
-        batch_size: the sampler's, of one process or with `split_batches` of all; None where batches differ in size.
-        drop_last: whether the sampler leaves out an incomplete last batch.
         counts: of the batches drawn by the newest iteration and not yet taken off by the loader, which reads ahead: how
             many samples they hold, and how many of them, from the front, are not repeated ones.
         draws: what the newest epoch's order was drawn from, by this process; None before.
@@ -83,13 +115,11 @@ class BatchSamplerShard(BatchSampler):
         real: int | None = None,
         batched: bool = True,
     ) -> None:
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler)
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # it may have none
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.counts: deque[tuple[int, int]] = deque()
         self.draws: Draws | None = None
         self._report_dropped = report_dropped
@@ -103,30 +133,11 @@ class BatchSamplerShard(BatchSampler):
                 "make it a multiple of their number"
             )
 
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        """What the batches are made of: the batch sampler's own sampler."""
-        return self.batch_sampler.sampler
-
-    @property
-    def total_length(self) -> int:
-        """Batches in an epoch, of all processes."""
-        return len(self.batch_sampler)
-
     def skipping(self, count: int) -> BatchSamplerShard:
         """The same without the first `count` batches."""
-        later = BatchSamplerShard(
-            self.batch_sampler,
-            self.num_processes,
-            self.process_index,
-            self.split_batches,
-            self.even_batches,
-            report_dropped=self._report_dropped,
-            real=self._real,
-            batched=self._batched,
-        )
-        later._skip = self._skip + count
-        later._draw_from, self._draw_from = self._draw_from, None
+        later = copy.copy(self)
+        later._skip += count
+        self._draw_from = None
         return later
 
     @property
@@ -208,7 +219,7 @@ class BatchSamplerShard(BatchSampler):
         return 0 < len(self.batch_sampler.sampler) % self.batch_size <= needed * size
 
 
-class SkipBatchSampler(BatchSampler):
+class SkipBatchSampler(_AroundBatchSampler):
     """A batch sampler without its first batches, in every epoch.
 
     Args:
@@ -217,20 +228,8 @@ class SkipBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
+        super().__init__(batch_sampler)
         self.skip_batches = skip_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        """What the batches are made of: the batch sampler's own sampler."""
-        return self.batch_sampler.sampler
-
-    @property
-    def total_length(self) -> int:
-        """Batches in an epoch, the skipped ones too."""
-        return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.batch_sampler), self.skip_batches, None)
@@ -239,7 +238,7 @@ class SkipBatchSampler(BatchSampler):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
-class CutBatchSampler(BatchSampler):
+class CutBatchSampler(_AroundBatchSampler):
     """A batch sampler's batches, each in pieces of one size; only the last piece of a batch may be smaller.
 
     What is not listed here (`set_epoch`, …) is the batch sampler's own.
@@ -251,24 +250,14 @@ class CutBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: Any, batch_size: int, pieces: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.batch_size = batch_size
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        super().__init__(batch_sampler)
+        self.batch_size: int = batch_size
         self._pieces = pieces
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "batch_sampler":  # asked for while it is copied, before it has one
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
-
-    @property
-    def sampler(self) -> Any:
-        """What the whole batches are made of."""
-        return self.batch_sampler.sampler
-
-    @sampler.setter
-    def sampler(self, sampler: Any) -> None:
-        self.batch_sampler.sampler = sampler
 
     def __iter__(self) -> Iterator[list[Any]]:
         for batch in map(list, self.batch_sampler):
@@ -302,3 +291,29 @@ def _drawn_by_main(draw: Callable[[], Iterator[Any]], at_once: int) -> Iterator[
         yield from box[0]
         if len(box[0]) < at_once:
             return
+
+
+def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """The same loader with other attributes; it keeps its subclass and every argument, in any version of torch."""
+    copied = copy.copy(loader)
+    copied.__dict__.update(attributes, _iterator=None)  # attribute assignment is forbidden once a DataLoader is built
+    return copied
+
+
+def batches_of(loader: DataLoader[Any]) -> Any:
+    """The loader's batch sampler, which may also be its sampler; None where its dataset makes the batches."""
+    if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler):
+        return loader.sampler
+    return loader.batch_sampler
+
+
+def with_batches(loader: DataLoader[Any], batches: Any, **attributes: Any) -> DataLoader[Any]:
+    """The same loader with another batch sampler, or sampler where it has none, and other attributes."""
+    key = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return copy_loader(loader, **{**attributes, key: batches})
+
+
+def shard_of(loader: DataLoader[Any]) -> BatchSamplerShard | None:
+    """The part of the batches that the loader reads; None for a stream, or where nobody counts."""
+    shard = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return shard if isinstance(shard, BatchSamplerShard) else None

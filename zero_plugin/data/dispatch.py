@@ -1,9 +1,4 @@
-"""The loader that process 0 reads for all.
-
-The loader that process 0 reads for all, and whose batches it sends.
-
-Batches by their rows: count the samples of a collated batch, join several, cut one.
-"""
+"""The loader that process 0 reads for all, and whose batches it cuts by their rows and sends."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from torch.utils.data import DataLoader, IterDataPipe
 from zero_plugin.data.active import Delivery
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.division import Portion, Sharing
-from zero_plugin.data.loader import DropReport, refuse_mesh
+from zero_plugin.data.loader import refuse_mesh
 from zero_plugin.data.read_ahead import Kept, move_batch
 from zero_plugin.distributed.collectives import broadcast, broadcast_object_list, num_processes, process_index
 from zero_plugin.errors import LoopError
@@ -31,7 +26,8 @@ def count_rows(batch: Any) -> int | None:
     Tensors without a dimension, which hold one value for the whole batch, do not count.
     """
     rows = next((leaf.shape[0] for leaf in list_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
-    return next((len(column) for column in _object_columns(batch)), None) if rows is None else rows
+    columns = filter(is_object_column, list_leaves(batch, is_object_column))
+    return next(map(len, columns), None) if rows is None else rows
 
 
 def cut_rows(batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
@@ -68,7 +64,7 @@ def join_rows(batches: Sequence[Any]) -> Any:
     first, count = batches[0], count_rows(batches[0])
     if len(batches) == 1:
         return first
-    parts = [iter(_list_columns(batch)) for batch in batches]
+    parts = [iter(list_leaves(batch, is_object_column)) for batch in batches]
 
     def join(node: Any) -> Any:
         members = [next(part) for part in parts]
@@ -95,21 +91,11 @@ def is_object_column(node: Any, *, with_tensors: bool = False) -> bool:
     return with_tensors or not any(isinstance(leaf, Tensor) for leaf in list_leaves(node))
 
 
-def _list_columns(batch: Any) -> list[Any]:
-    columns: list[Any] = []
-    map_leaves(columns.append, batch, is_leaf=is_object_column)
-    return columns
-
-
-def _object_columns(batch: Any) -> list[Any]:
-    return [node for node in _list_columns(batch) if is_object_column(node)]
-
-
 SliceFunction = Callable[..., Any]
 
 
 class DataLoaderDispatcher(DataLoaderAdapter):
-    """Each process's part of what process 0 reads; the others' data sets are not touched.
+    """Each process's part of what process 0 reads; the others' datasets are not touched.
 
     A step is as many batches as there are processes, joined, or one batch with `split_batches`. It is cut into equal
     parts, in the order of ranks. The samples that an incomplete step lacks for that are the epoch's first
@@ -154,27 +140,21 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             drop_last=_drop_last,
             batched=base.batch_sampler is not None,
         )
-        self._dispatch(base, how, Delivery(non_blocking=_non_blocking), slice_fn)
-        self._skip = skip_batches
-        if iteration:
-            self.set_epoch(iteration)
+        delivery = Delivery(non_blocking=_non_blocking)
+        self._wrap(base, how, delivery, skip=skip_batches, epoch=iteration, slice_fn=slice_fn)
 
-    @classmethod
-    def sharing(
-        cls, base: DataLoader[Any], how: Sharing, delivery: Delivery, slice_fn: SliceFunction | None
-    ) -> DataLoaderDispatcher:
-        """Around a DataLoader that is prepared for one process."""
-        dispatcher = cls.__new__(cls)
-        dispatcher._dispatch(base, how, delivery, slice_fn)
-        return dispatcher
-
-    def _dispatch(
-        self, base: DataLoader[Any], how: Sharing, delivery: Delivery, slice_fn: SliceFunction | None
+    def _wrap(
+        self,
+        base: DataLoader[Any],
+        how: Sharing,
+        delivery: Delivery,
+        *,
+        slice_fn: SliceFunction | None = None,
+        **options: Any,
     ) -> None:
-        self._wrap(base, how, delivery)
+        super()._wrap(base, how, delivery, **options)
         self.split_batches = how.split
         self.slice_fn: SliceFunction = cut_rows if slice_fn is None else slice_fn
-        self._report_dropped = DropReport(how)
 
     def _portions(self, skip: int) -> Iterator[Portion]:
         how, target = self._how, self.device or torch.device("cpu")

@@ -1,13 +1,4 @@
-"""How samples are divided among processes, drawn and shuffled alike.
-
-What one process gets at one step.
-
-Share batches, as lists of indices or samples, among the processes.
-
-Random numbers drawn alike by several copies of a data set, or a second time, without disturbing anybody else's.
-
-A shuffle that depends on the seed and the epoch alone.
-"""
+"""How batches, as lists of indices, are divided among the processes; and random numbers that are drawn alike."""
 
 from __future__ import annotations
 
@@ -16,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import chain, compress, cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +22,7 @@ class Portion(NamedTuple):
 
     Attributes:
         batch: what the loader's collate function made.
-        samples: samples in it, repeated ones included; None where the data set makes the batches and nobody counts.
+        samples: samples in it, repeated ones included; None where the dataset makes the batches and nobody counts.
         real: how many of them, from the front, are not repeated ones; None for all.
         fingerprint: of the beginning of the stream that it comes from; None where streams need not agree.
     """
@@ -46,14 +37,17 @@ class Share(NamedTuple):
     """One process's part of one step.
 
     Attributes:
-        indices: what the data set is asked for.
-        samples: how many samples that is, repeated ones included.
+        indices: what the dataset is asked for.
         real: how many of them, from the front, are not repeated to make the step even.
     """
 
-    indices: Any
-    samples: int
+    indices: list[Any]
     real: int
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has, repeated ones included."""
+        return len(self.indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +90,7 @@ def share_batches(
         LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
     """
     steps = _cut(batches, how) if how.split else _deal(batches, how.world)
-    step = next(steps, None)
-    first = step
+    step = first = next(steps, None)
     while step is not None:
         # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
         is_full = _is_full(step, how)
@@ -112,7 +105,7 @@ def share_batches(
             yield _complete(step, first, how)
         elif len(step) == how.world or (how.rank < len(step) and report_dropped is None and not how.drop_last):
             own = step[how.rank]
-            yield Share(own, len(own), len(own))
+            yield Share(own, len(own))
         elif not how.drop_last and report_dropped is not None:
             report_dropped(sum(map(len, step)))
         step = next(steps, None) if is_full else following
@@ -142,15 +135,11 @@ def _complete(step: list[list[Any]], first: list[list[Any]], how: Sharing) -> Sh
     """This process's share of the last step, filled up from the first step's samples, round and round."""
     if how.batch_size is None:  # nothing says what a full batch is: missing ones are the first ones over again
         missing = how.rank - len(step)
-        own = step[how.rank] if missing < 0 else first[missing % len(first)]
-        return Share(own, len(own), len(own) if missing < 0 else 0)
+        return Share(step[how.rank], len(step[how.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
     filler = cycle(chain.from_iterable(first))
-    for index in range(how.world):
-        real = step[index] if index < len(step) else []
+    for real in [*step, *[[]] * how.world][: how.rank + 1]:
         own = real + list(islice(filler, max(0, how.batch_size - len(real))))
-        if index == how.rank:
-            return Share(own, len(own), len(real))
-    raise AssertionError("rank is below world")
+    return Share(own, len(real))
 
 
 class _Generator(NamedTuple):
@@ -179,27 +168,23 @@ class SameDraws:
     """
 
     def __init__(self, seed: int) -> None:
-        self._generators: tuple[_Generator, ...] = _GENERATORS
-        self._first = True
-        outside = [generator.get() for generator in _GENERATORS]
-        for generator in _GENERATORS:
-            generator.seed(seed)
-        self._inside = [generator.get() for generator in _GENERATORS]
-        _restore(_GENERATORS, outside)
+        self._used: list[_Generator] | None = None  # unknown before the first time
+        with undisturbed():
+            for generator in _GENERATORS:
+                generator.seed(seed)
+            self._inside = _states()
         self._outside: list[Any] = []
 
     def __enter__(self) -> None:
-        self._outside = [generator.get() for generator in self._generators]
-        _restore(self._generators, self._inside)
+        self._outside = _states(self._used)
+        _restore(self._inside, self._used)
 
     def __exit__(self, *_: object) -> None:
-        before, self._inside = self._inside, [generator.get() for generator in self._generators]
-        _restore(self._generators, self._outside)
-        if self._first:
-            self._first = False
-            used = [pickle.dumps(a) != pickle.dumps(b) for a, b in zip(before, self._inside, strict=True)]
-            self._generators = tuple(g for g, is_used in zip(self._generators, used, strict=True) if is_used)
-            self._inside = [state for state, is_used in zip(self._inside, used, strict=True) if is_used]
+        before, self._inside = self._inside, _states(self._used)
+        _restore(self._outside, self._used)
+        if self._used is None:
+            drawn = [pickle.dumps(a) != pickle.dumps(b) for a, b in zip(before, self._inside, strict=True)]
+            self._used, self._inside = list(compress(_GENERATORS, drawn)), list(compress(self._inside, drawn))
 
 
 class Draws(NamedTuple):
@@ -217,7 +202,7 @@ class Draws(NamedTuple):
     def of(cls, sampler: Any) -> Draws:
         """As they stand now."""
         own = _own_generator(sampler)
-        return cls([generator.get() for generator in _GENERATORS], None if own is None else own.get_state())
+        return cls(_states(), None if own is None else own.get_state())
 
     def begin(self, batches: Iterator[Any], sampler: Any) -> Iterator[Any]:
         """The batches of `sampler`, the first drawn from here; the global generators stay as they are.
@@ -230,7 +215,7 @@ class Draws(NamedTuple):
         if own is not None and self.own is not None:
             own.set_state(self.own)
         with undisturbed():
-            _restore(_GENERATORS, self.shared)
+            _restore(self.shared)
             first = list(islice(batches, 1))
         return chain(first, batches)
 
@@ -238,11 +223,11 @@ class Draws(NamedTuple):
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Python's, NumPy's and torch's global generators go on afterwards as if nothing had been drawn inside."""
-    outside = [generator.get() for generator in _GENERATORS]
+    outside = _states()
     try:
         yield
     finally:
-        _restore(_GENERATORS, outside)
+        _restore(outside)
 
 
 def _own_generator(sampler: Any) -> torch.Generator | None:
@@ -250,8 +235,12 @@ def _own_generator(sampler: Any) -> torch.Generator | None:
     return own if isinstance(own, torch.Generator) else None
 
 
-def _restore(generators: tuple[_Generator, ...], states: list[Any]) -> None:
-    for generator, state in zip(generators, states, strict=True):
+def _states(generators: Iterable[_Generator] | None = None) -> list[Any]:
+    return [generator.get() for generator in (_GENERATORS if generators is None else generators)]
+
+
+def _restore(states: list[Any], generators: Iterable[_Generator] | None = None) -> None:
+    for generator, state in zip(_GENERATORS if generators is None else generators, states, strict=True):
         generator.set(state)
 
 

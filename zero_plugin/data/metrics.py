@@ -1,4 +1,4 @@
-"""Gather what an evaluation loop computed: the data set's samples, once each."""
+"""Gather what an evaluation loop computed: the dataset's samples, once each."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from torch import Tensor
 
 from zero_plugin.data.active import DataLoaderStateMixin
 from zero_plugin.data.dispatch import is_object_column
-from zero_plugin.distributed.collectives import gather, gather_object, num_processes
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce, gather, gather_object, num_processes
 from zero_plugin.errors import LoopError
-from zero_plugin.tensors.nested import map_leaves
+from zero_plugin.tensors.nested import list_leaves, map_leaves
 
 
 def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gather_object: bool = False) -> Any:
     """The processes' per-sample values for the current batch, in the order of the single-process loader.
 
     Every process cuts off the samples that were repeated to make its batch even, then the rest is gathered. What a
-    whole loop collects so is exactly the data set, once each, in order.
+    whole loop collects so is exactly the dataset, once each, in order.
 
     A list without tensors, or a plain tuple of anything but containers, holds one object per sample, and comes back as
     a list; other containers keep their shape.
@@ -55,9 +54,7 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
     def is_column(node: Any) -> bool:
         return is_object_column(node, with_tensors=use_gather_object)
 
-    columns: list[Any] = []
-    map_leaves(columns.append, tree, is_leaf=is_column)
-    own = [_cut(column, loader) for column in columns]
+    own = [_cut(column, loader) for column in list_leaves(tree, is_column)]
     if use_gather_object:
         own = [list(column) if isinstance(column, Tensor) else column for column in map(_to_cpu, own)]
     tensors = iter(gather([column for column in own if isinstance(column, Tensor)]))

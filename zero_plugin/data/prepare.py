@@ -1,13 +1,4 @@
-"""Turns a DataLoader into one that gives this process its part.
-
-Turn a DataLoader into one that gives this process its part.
-
-Find out whether a data set or a sampler divides the data among the processes itself.
-
-Smaller batches out of a DataLoader's own: the same samples in the same order, in more steps.
-
-Looks at one batch of a loader without taking it from the loop.
-"""
+"""Turns a DataLoader into one that gives this process its part, in smaller batches if memory ran out before."""
 
 from __future__ import annotations
 
@@ -32,14 +23,13 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import get_all_graph_pipes
 
 from zero_plugin.data.active import Delivery
-from zero_plugin.data.adapter import DataLoaderAdapter, copy_loader
-from zero_plugin.data.batch_sampler import BatchSamplerShard, CutBatchSampler
+from zero_plugin.data.adapter import DataLoaderAdapter, report_dropped
+from zero_plugin.data.batch_sampler import BatchSamplerShard, CutBatchSampler, batches_of, copy_loader, with_batches
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
 from zero_plugin.data.division import SeedableRandomSampler, Sharing, undisturbed
-from zero_plugin.data.loader import DataLoaderShard, DropReport, SkipDataLoader
+from zero_plugin.data.loader import DataLoaderShard, SkipDataLoader
 from zero_plugin.data.stream import CountingCollate, Division, StreamShard, WorkerStart
-from zero_plugin.distributed.collectives import gather_object, num_processes
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce, gather_object, num_processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
 
@@ -72,7 +62,7 @@ def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> D
     """
     if cut == 1:
         return loader
-    batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    batches = batches_of(loader)
     size = getattr(batches, "batch_size", None)
     if size is None and isinstance(batches, list | tuple) and batches:
         size = len(batches[0])
@@ -89,17 +79,15 @@ def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> D
         cutter = BatchSampler(batches.sampler, smaller, batches.drop_last)
     else:
         cutter = CutBatchSampler(batches, smaller, cut)
-    if batches is loader.sampler:
-        return copy_loader(loader, sampler=cutter)
-    return copy_loader(loader, batch_sampler=cutter, batch_size=None if loader.batch_size is None else smaller)
+    return with_batches(loader, cutter, batch_size=None if loader.batch_size is None else smaller)
 
 
-# Their data sets read the rank and the worker themselves, from the environment or the process group.
+# Their datasets read the rank and the worker themselves, from the environment or the process group.
 _DIVIDING_LIBRARIES = frozenset({"litdata", "streaming", "torchdata", "webdataset"})
 
 
 def divides_itself(dataset: Any) -> bool:
-    """Whether an iterable data set surely gives each process and worker its own samples."""
+    """Whether an iterable dataset surely gives each process and worker its own samples."""
     if isinstance(dataset, IterDataPipe):
         pipes = get_all_graph_pipes(traverse_dps(dataset))
         return any(hasattr(pipe, "is_shardable") and pipe.is_shardable() for pipe in pipes)
@@ -144,7 +132,7 @@ def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
     """
     if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
         raise TypeError(f"{type(sampler).__name__} does not tell")
-    # Process r gets numbers r, r + world, … of the data set's permutation, repeated from its beginning.
+    # Process r gets numbers r, r + world, … of the dataset's permutation, repeated from its beginning.
     unrepeated = -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas)  # type: ignore[arg-type]
     return min(sampler.num_samples, max(0, unrepeated))
 
@@ -171,22 +159,22 @@ def prepare_loader(
 ) -> DataLoaderAdapter:
     """The loader's part for process `rank` of `world_size`; the given loader stays as it is. Collective.
 
-    A map-style data set is shared by indices, unless a sampler with `num_replicas` and `rank`, as torch's
-    DistributedSampler, gives each process its own already. An iterable data set divides itself (WebDataset, torchdata,
+    A map-style dataset is shared by indices, unless a sampler with `num_replicas` and `rank`, as torch's
+    DistributedSampler, gives each process its own already. An iterable dataset divides itself (WebDataset, torchdata,
     LitData, MosaicML Streaming, a split `datasets` stream), or is asked for its `shard(num_shards, index)`, or is read
     as a whole by each process and worker, which keeps its own part. A loader that is prepared already is returned as it
     is.
 
     Args:
-        loader: a DataLoader over a map-style or an iterable data set, of a subclass too.
+        loader: a DataLoader over a map-style or an iterable dataset, of a subclass too.
         rank: this process.
         world_size: processes that share the data; they are the default process group.
         device: where the batches go; None leaves them where the loader makes them.
         even_batches: complete the last step with the epoch's first samples, so that every process has a full batch;
-            where the data set divides itself, a process that has read its part begins it again. False: all processes
+            where the dataset divides itself, a process that has read its part begins it again. False: all processes
             stop at the shortest, and the number of samples left out is logged once.
         split_batches: the loader's batch size is that of all processes together.
-        shard_iterable: `never` takes an iterable data set to give each process and worker its own samples.
+        shard_iterable: `never` takes an iterable dataset to give each process and worker its own samples.
         dispatch_batches: process 0 reads for all, and sends the others their parts.
         slice_fn: what divides the batches then, see `DataLoaderDispatcher`.
         use_seedable_sampler: shuffle by `SeedableRandomSampler`, where torch's RandomSampler would.
@@ -197,7 +185,7 @@ def prepare_loader(
         cut: each of the loader's batches comes as so many smaller ones.
 
     Raises:
-        LoopError: no DataLoader, or one that gives batches out of order, a sampler or a data set that is another one
+        LoopError: no DataLoader, or one that gives batches out of order, a sampler or a dataset that is another one
             than the other processes', or one that trains and cannot be `cut`.
         ConfigError: `split_batches` without a batch size that `world_size` divides.
     """
@@ -210,9 +198,9 @@ def prepare_loader(
         loader = _seed_sampler(loader, data_seed)
     whole, loader = loader, cut_batches(loader, cut, split_among=world_size if split_batches else 1)
     stream = isinstance(loader.dataset, IterableDataset)
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    batched = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
-    batch_size = getattr(sampler, "batch_size", None) if batched else 1
+    batches = batches_of(loader)
+    batched = batches is not None
+    batch_size = getattr(batches, "batch_size", None) if batched else 1
     dividing = None if stream or world_size == 1 else find_dividing_sampler(loader, rank, world_size)
     how = Sharing(
         rank=rank,
@@ -222,7 +210,7 @@ def prepare_loader(
         else batch_size,
         even=even_batches and world_size > 1,
         split=split_batches,
-        drop_last=getattr(sampler, "drop_last", False),
+        drop_last=getattr(batches if batched else loader.sampler, "drop_last", False),
         batched=batched,
         cut=1 if loader is whole else cut,
     )
@@ -230,23 +218,22 @@ def prepare_loader(
     if dispatch_batches:
         alone = replace(how, rank=0, world=1, even=False, split=False, batch_size=batch_size)
         base, _ = _give_part(loader, alone, None, shard_iterable)
-        return DataLoaderDispatcher.sharing(base, how, delivery, slice_fn)
+        return DataLoaderDispatcher.around(base, how, delivery, slice_fn=slice_fn)
     if not stream:
         _check_same_length(loader.dataset)
     base, repeats_unseen = _give_part(loader, how, dividing, shard_iterable)
-    return DataLoaderShard.sharing(
-        base, how, delivery, ends_unknown=stream or repeats_unseen is not None, repeats_unseen=repeats_unseen
-    )
+    ends_unknown = stream or repeats_unseen is not None
+    return DataLoaderShard.around(base, how, delivery, ends_unknown=ends_unknown, repeats_unseen=repeats_unseen)
 
 
 def _give_part(
     loader: DataLoader[Any], how: Sharing, dividing: Any, shard_iterable: ShardIterable
 ) -> tuple[DataLoader[Any], str | None]:
     """A loader that reads its part of the data, and the name of the sampler that may repeat samples unseen."""
-    repeats_unseen = None
     stream = isinstance(loader.dataset, IterableDataset)
+    repeats_unseen = None
     if stream:
-        replaced = _share_stream(loader, how, shard_iterable)
+        part = _share_stream(loader, how, shard_iterable)
     else:
         real = None
         if dividing is not None:
@@ -255,43 +242,39 @@ def _give_part(
             except TypeError:
                 repeats_unseen = type(dividing).__name__
         rank, world = (how.rank, how.world) if dividing is None else (0, 1)
-        key = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        replaced = {
-            key: BatchSamplerShard(
-                getattr(loader, key),
-                world,
-                rank,
-                how.split,
-                how.even and world > 1,
-                report_dropped=DropReport(how, is_least=dividing is not None),
-                real=real,
-                batched=how.batched,
-            )
-        }
+        shard = BatchSamplerShard(
+            loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
+            world,
+            rank,
+            how.split,
+            how.even and world > 1,
+            report_dropped=report_dropped(how, is_least=dividing is not None),
+            real=real,
+            batched=how.batched,
+        )
+        part = with_batches(loader, shard)
     if loader.num_workers and (how.rank or (stream and loader.worker_init_fn is not None)):
-        replaced["worker_init_fn"] = WorkerStart(how.rank, loader.worker_init_fn, stream=stream)
-    return copy_loader(loader, **replaced), repeats_unseen
+        part = copy_loader(part, worker_init_fn=WorkerStart(how.rank, loader.worker_init_fn, stream=stream))
+    return part, repeats_unseen
 
 
 def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
     """The loader with a SeedableRandomSampler in place of torch's RandomSampler; as it is where there is none."""
-    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    batches = batches_of(loader)
     sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
         return loader
     seedable = SeedableRandomSampler(
         sampler.data_source,
         sampler.replacement,
-        sampler._num_samples,  # what was asked for: the data set may grow
+        sampler._num_samples,  # what was requested: the dataset may grow
         data_seed=data_seed,
     )
     if batches is None:
         return copy_loader(loader, sampler=seedable)
-    seeded: Any = copy.copy(batches)
+    seeded = copy.copy(batches)
     seeded.sampler = seedable
-    if batches is loader.sampler:
-        return copy_loader(loader, sampler=seeded)
-    return copy_loader(loader, batch_sampler=seeded, sampler=seedable)
+    return with_batches(loader, seeded, sampler=seedable)
 
 
 def _generator_of(dataset: Any) -> torch.Generator | None:
@@ -300,8 +283,8 @@ def _generator_of(dataset: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def _share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIterable) -> dict[str, Any]:
-    """What replaces the loader's attributes."""
+def _share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIterable) -> DataLoader[Any]:
+    """The loader over this process's samples of its stream."""
     dataset: Any = loader.dataset
     if shard_iterable == "never" or divides_itself(dataset):
         division = Division.BY_ITSELF
@@ -312,18 +295,19 @@ def _share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIt
     if division is Division.BY_SKIPPING and how.rank == 0 and (how.world > 1 or loader.num_workers > 1):
         announce(
             f"{type(dataset).__name__}: each of {how.world} processes with {max(1, loader.num_workers)} loader workers "
-            "reads all of the data and keeps its part; if the data set gives each process and worker its own samples, "
+            "reads all of the data and keeps its part; if the dataset gives each process and worker its own samples, "
             "write Accelerator(shard_iterable='never')"
         )
     batched = loader.batch_sampler is not None
-    replaced: dict[str, Any] = {
-        "dataset": StreamShard(dataset, how, division, lasting_workers=loader.persistent_workers),
-        "collate_fn": CountingCollate(loader.collate_fn, batched),
-    }
-    if batched:
-        assert how.batch_size is not None, "a DataLoader over a stream batches by a number only"
-        replaced["batch_sampler"] = BatchSampler(loader.sampler, how.batch_size, loader.drop_last)
-    return replaced
+    shared = copy_loader(
+        loader,
+        dataset=StreamShard(dataset, how, division, lasting_workers=loader.persistent_workers),
+        collate_fn=CountingCollate(loader.collate_fn, batched),
+    )
+    if not batched:
+        return shared
+    assert how.batch_size is not None, "a DataLoader over a stream batches by a number only"
+    return with_batches(shared, BatchSampler(loader.sampler, how.batch_size, loader.drop_last))
 
 
 def _check_loader(loader: Any, world_size: int) -> None:
@@ -338,13 +322,13 @@ def _check_loader(loader: Any, world_size: int) -> None:
 
 
 def _check_same_length(dataset: Any) -> None:
-    """A data set that was cut up by hand before would be shared twice, and its processes would end at other steps."""
+    """A dataset that was cut up by hand before would be shared twice, and its processes would end at other steps."""
     if num_processes() == 1:
         return
     lengths = gather_object([len(dataset) if hasattr(dataset, "__len__") else None])
     if len(set(lengths)) > 1:
         raise LoopError(
-            f"prepare: the processes' data sets hold {', '.join(map(str, lengths))} samples; prepare() shares one data "
+            f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples; prepare() shares one data "
             "set among the processes, so give each of them the whole one"
         )
 
@@ -365,11 +349,11 @@ def _split_size(batch_size: int | None, world_size: int) -> int:
     return batch_size // world_size
 
 
-_SAMPLES: Final = 8  # spread over the data set: where batches are padded, the longest of them counts
+_SAMPLES: Final = 8  # spread over the dataset: where batches are padded, the longest of them counts
 
 
 def peek_batch(loaders: Sequence[DataLoader[Any]]) -> Any:
-    """What the training loader's `collate_fn` makes of some samples of its data set; None where they cannot be had so.
+    """What the training loader's `collate_fn` makes of some samples of its dataset; None where they cannot be had so.
 
     No iterator is made, no sampler is asked, and random numbers go on as if nothing had been read. What is drawn from a
     stream would be lost to the loop, so that a stream gives None.
@@ -390,5 +374,5 @@ def peek_batch(loaders: Sequence[DataLoader[Any]]) -> Any:
             if loader.batch_sampler is None:  # the sampler gives whole batches
                 return loader.collate_fn(data[indices])
             return loader.collate_fn([data[index] for index in indices])
-    except Exception:  # noqa: BLE001 - the user's code; the data set may have other keys. The loop will meet what is wrong
+    except Exception:  # noqa: BLE001 - the user's code; the dataset may have other keys. The loop will meet what is wrong
         return None

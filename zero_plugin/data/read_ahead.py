@@ -1,9 +1,4 @@
-"""What loaders read ahead, and moving a batch to the device.
-
-What a loop over a loader reads of its epoch before it asks for it, and that this spoils nothing it holds.
-
-Move a batch to the device.
-"""
+"""What a loop reads of its epoch before it needs it, and that this spoils nothing it holds; moving a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +37,7 @@ class Kept:
         for leaf, copy in self._leaves:
             if id(leaf) in made if copy is None else not _is_equal(leaf, copy):
                 raise LoopError(
-                    f"the data set or its collate function refills one {_name(leaf)}: reading on has changed what is "
+                    f"the dataset or its collate function refills one {_name(leaf)}: reading on has changed what is "
                     "still in use. Of data without a sure length one batch is read ahead, to know which is the epoch's "
                     "last, and where processes share a stream each reads past the others' samples.\nGive each sample "
                     "its own memory: tensor.clone(), or array.copy()."
@@ -115,7 +110,7 @@ def _may_be_refilled(leaf: Any) -> bool:
 
 def _is_record(leaf: Any) -> bool:
     """Whether it holds tensors, which it moves by itself, so that it cannot be compared."""
-    return hasattr(leaf, "to") and not isinstance(leaf, type | Tensor)
+    return _moves_itself(leaf) and not isinstance(leaf, Tensor)
 
 
 def _copy(leaf: Any) -> Any:
@@ -144,19 +139,6 @@ def move_batch(batch: Any, device: torch.device, *, non_blocking: bool = False) 
 
     With `non_blocking` the copy is not waited for; it overlaps with the computation if the loader pins its memory.
     """
-    return _move(batch, device, non_blocking)
-
-
-def _move(node: Any, device: torch.device, non_blocking: bool) -> Any:
-    kind = type(node)  # the common kinds first: a tiny model's step is not much longer than looking for the others
-    if kind is Tensor:
-        return node.to(device, non_blocking=non_blocking)
-    if kind is list:
-        return [_move(value, device, non_blocking) for value in node]
-    if kind is tuple:
-        return tuple([_move(value, device, non_blocking) for value in node])
-    if kind is dict:
-        return {key: _move(value, device, non_blocking) for key, value in node.items()}
 
     def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -165,7 +147,7 @@ def _move(node: Any, device: torch.device, non_blocking: bool) -> Any:
 
     # A PackedSequence or a graph knows best how it moves; a BatchEncoding's own `to` waits for the copy.
     return map_leaves(
-        move_leaf, node, is_leaf=lambda inner: _moves_itself(inner) and not isinstance(inner, MutableMapping)
+        move_leaf, batch, is_leaf=lambda inner: _moves_itself(inner) and not isinstance(inner, MutableMapping)
     )
 
 

@@ -1,9 +1,4 @@
-"""Iterable datasets divided among processes and their workers.
-
-A loader's worker process: its random numbers, and whether its data set asks which worker it is in.
-
-Share the samples of an iterable data set among the processes and their workers.
-"""
+"""Iterable datasets divided among processes and their loaders' workers."""
 
 from __future__ import annotations
 
@@ -84,7 +79,7 @@ class WorkerStart:
     Args:
         rank: this process.
         user_start: the user's `worker_init_fn`.
-        stream: the loader reads a `StreamShard`. The user's function finds its own data set in the worker info, and if
+        stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info, and if
             it takes it to divide the data, the `StreamShard` is told.
     """
 
@@ -120,8 +115,8 @@ class Division(Enum):
     """Who divides a stream among the processes."""
 
     BY_SKIPPING = "each process reads all of it and keeps its part"
-    BY_SHARD_METHOD = "the data set, asked for its shard"
-    BY_ITSELF = "the data set, from rank and worker"
+    BY_SHARD_METHOD = "the dataset, asked for its shard"
+    BY_ITSELF = "the dataset, from rank and worker"
 
 
 class Drawn(NamedTuple):
@@ -133,20 +128,20 @@ class Drawn(NamedTuple):
 
 
 class StreamShard:
-    """An iterable data set's samples for one process and worker.
+    """An iterable dataset's samples for one process and worker.
 
     By skipping, of every world × batch_size samples of the stream, a step, process r takes the r-th batch_size; its
     worker w reads the steps w, w + workers, …, which is the order in which a DataLoader asks them, so that it gives
-    what one process without workers would. If the data set asks torch which worker it is in, it divides itself among
+    what one process without workers would. If the dataset asks torch which worker it is in, it divides itself among
     them, and each worker's stream is shared out as one of its own. The end of a stream is completed from its beginning
     (`even`), left out (`drop_last`), or dealt out as far as it goes.
 
     Copies that are skipped through must be the same: they draw the same random numbers while they are read.
 
     Attributes:
-        dataset: the user's data set.
+        dataset: the user's dataset.
         division: who divides it among the processes.
-        is_divided: whether the worker's `worker_init_fn` took the data set to divide it among the workers.
+        is_divided: whether the worker's `worker_init_fn` took the dataset to divide it among the workers.
     """
 
     def __init__(self, dataset: Any, how: Sharing, division: Division, *, lasting_workers: bool = False) -> None:
@@ -154,12 +149,12 @@ class StreamShard:
         self.division = division
         self.is_divided = False
         self._how = how
-        self._clock = torch.tensor([0, -1])  # the epoch's seed, and the epoch that the data set is told
+        self._clock = torch.tensor([0, -1])  # the epoch's seed, and the epoch that the dataset is told
         if lasting_workers:  # they see no other change in the main process
             self._clock.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin_epoch(self, seed: int, epoch: int | None) -> None:
-        """Set what the coming iteration draws from, and the epoch that the data set is told; None for nothing."""
+        """Set what the coming iteration draws from, and the epoch that the dataset is told; None for nothing."""
         self._clock[0], self._clock[1] = seed, -1 if epoch is None else epoch
 
     def __iter__(self) -> Iterator[Drawn]:
@@ -213,7 +208,7 @@ class StreamShard:
         return step
 
     def count_batches(self) -> int:
-        """Steps in an epoch, where the data set knows its length; TypeError where it does not."""
+        """Steps in an epoch, where the dataset knows its length; TypeError where it does not."""
         how, (_, world) = self._how, self._place()
         assert how.batch_size is not None
         samples = len(self._dataset_now(1, 0))
@@ -226,7 +221,7 @@ class StreamShard:
         return (self._how.rank, self._how.world) if self.division is Division.BY_SKIPPING else (0, 1)
 
     def _dataset_now(self, workers: int, worker: int) -> Any:
-        """The data set to read from now on, told the epoch."""
+        """The dataset to read from now on, told the epoch."""
         how, epoch = self._how, int(self._clock[1])
         dataset = self.dataset
         if self.division is Division.BY_SHARD_METHOD and how.world > 1:
@@ -240,7 +235,7 @@ class StreamShard:
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of an iterable data set that are one process's, by skipping the others'.
+    """The samples of an iterable dataset that are one process's, by skipping the others'.
 
     With W processes, of every W × `batch_size` samples process r gets the r-th `batch_size`, or with `split_batches` of
     every `batch_size` samples the r-th part. An incomplete end is completed from the first samples, round and round, or
@@ -281,13 +276,13 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data set, if it wants to know; one with a generator instead gets that seeded by the epoch."""
+        """Tell the dataset, if it wants to know; one with a generator instead gets that seeded by the epoch."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Samples of this process; TypeError where the data set has no length."""
+        """Samples of this process; TypeError where the dataset has no length."""
         step, own = self._sizes()
         samples = len(self.dataset)
         return (samples // step if self.drop_last else -(-samples // step)) * own

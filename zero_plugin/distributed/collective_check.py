@@ -1,9 +1,4 @@
-"""Watches that all ranks make the same collective calls, and ends a run that cannot go on.
-
-Watches that all processes come to the same collective calls: who is in another one, or gone, is named in seconds.
-
-What is done before an error ends this process, in bounded time: trackers are finished, a save is completed.
-"""
+"""Watches that all ranks come to the same collective calls, names who does not, and ends a run that cannot go on."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -27,13 +22,13 @@ from torch.distributed import distributed_c10d as c10d
 from zero_plugin.distributed.mismatch import (
     Call,
     ScriptView,
-    Standing,
     Waiting,
+    begin_progress,
     describe_late,
+    describe_overdue,
     find_mismatch,
-    overdue,
     publish,
-    read_standings,
+    read_progress,
     script_line,
 )
 from zero_plugin.errors import LoopError
@@ -87,10 +82,10 @@ class Patience:
     """How long a process waits for the others, in seconds.
 
     Attributes:
-        tick: between two times that the watching thread tells where its process is.
+        tick: between two times that the watching thread publishes where its process is.
         asks: inside one call, between two looks at where the others are.
         late: before a process that has not come is named; then after twice as long, and so on.
-        builds: before a process that compiles says so; then after twice as long, and so on.
+        builds: before a process warns that it compiles; then after twice as long, and so on.
     """
 
     tick: float = 1.0
@@ -102,15 +97,15 @@ class Patience:
 class CollectiveCheck:
     """One process' part in the check that all make the same collective calls in the same order.
 
-    A call costs a few microseconds: it is counted here, and nothing is sent. Once in a `tick` a thread tells the store
-    of the process group where its process is (`Standing`). So this is known of another one:
+    A call costs a few microseconds: it is counted here, and nothing is sent. Once in a `tick` a thread writes to the
+    store of the process group where its process is (`RankProgress`). So this is known of another one:
 
     * how many collective calls it has entered, and the name of the last;
     * how many passes it has begun since: parts of the training that need all processes (a backward that averages, a
       step of ZeRO, a forward that fetches partitioned weights);
     * the line of its script, and how long it is there; what it imports, compiles or saves, and when it last did;
-    * that it is gone: it has said so at its end, or its process id is no more on this machine. On another machine only
-      what it has said counts. That it is silent never does.
+    * that it is gone: it has published that at its end, or its process id is no more on this machine. On another
+      one only what it has published counts. That it is silent never does.
 
     Where processes have been inside one call for long, one of them at a time looks at the others. One rule ends a run:
     this process is in its k-th call, and another one is gone without having come to it, or *is in another of our
@@ -140,18 +135,15 @@ class CollectiveCheck:
         self._world_size = world_size
         self._patience = patience
         self._limit = limit
-        self._entered = 0
-        self._left = 0
-        self._name = ""  # of the last call
-        self._passes = 0  # since it was entered
+        self._progress = begin_progress()
         self._now: Call | None = None
-        self._in_script = False  # whether the script can be told of an error: it waits in the store
+        self._in_script = False  # whether the script can raise an error: it waits in the store
         self._exchanges = 0
         self._error: str | None = None
         self._silent = False  # the store has not answered in time
         self._late = ""  # who has not come to the present call, as far as known
         self._script = threading.get_ident()
-        self._view = ScriptView(self._script, patience.builds)
+        self._view = ScriptView(self._script, patience.builds, self._progress)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zero_plugin collective check", daemon=True)
         self._thread.start()
@@ -164,12 +156,13 @@ class CollectiveCheck:
         """
         if self._now is not None:
             return False
-        passes, self._passes = self._passes, 0
-        self._entered, self._name, self._late = self._entered + 1, name, ""
-        self._now = Call(self._entered, name, passes)
+        progress, self._late = self._progress, ""
+        passes, progress.passes = progress.passes, 0
+        progress.calls, progress.call = progress.calls + 1, name
+        self._now = Call(progress.calls, name, passes)
         if meets:
             try:
-                self._wait_for_all(f"met/{self._entered}/{name}")
+                self._wait_for_all(f"met/{progress.calls}/{name}")
             except BaseException:
                 self._now = None
                 raise
@@ -178,24 +171,24 @@ class CollectiveCheck:
     def leave(self, *, done: bool) -> None:
         """The script has left the call, with its result or by an error."""
         if done:
-            self._left = self._entered
+            self._progress.left = self._progress.calls
         self._now = None
 
     def pass_together(self) -> None:
         """The training comes to an operation that needs all processes, and that is not a call of its own."""
-        self._passes += 1
+        self._progress.passes += 1
 
     def exchange(self, word: str) -> list[str]:
-        """Inside a call: what every process says there, by rank; they wait for each other in the store.
+        """Inside a call: every process' word, by rank; they wait for each other in the store.
 
         Raises:
             LoopError: as for a meeting.
         """
         self._exchanges += 1
-        keys = [f"said/{self._exchanges}/{rank}" for rank in range(self._world_size)]
+        keys = [f"word/{self._exchanges}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], word)
-        self._wait_for_all(f"said/{self._exchanges}")
-        return [said.decode() for said in self._store.multi_get(keys)]
+        self._wait_for_all(f"word/{self._exchanges}")
+        return [each.decode() for each in self._store.multi_get(keys)]
 
     def explain(self, error: RuntimeError) -> None:
         """Raise what lies behind a backend's error; return if it is not that the processes disagree.
@@ -216,10 +209,11 @@ class CollectiveCheck:
             self._in_script = False
 
     def stop(self, *, ended: bool = False, gone: bool = False, failed: bool = False) -> None:
-        """End the thread; this is the last that the others hear, as in `Standing`."""
+        """End the thread; this is the last that the others see, as in `RankProgress`."""
         self._stopping.set()
         self._thread.join(timeout=5)
-        self._answers(lambda: self._tell(ended=ended, gone=gone, failed=failed))
+        last = replace(self._progress, ended=ended, gone=gone, failed=failed)
+        self._answers(lambda: publish(self._store, self._rank, last))
 
     def tell_loss(self, how: str) -> None:
         """Have the others end, whatever they wait in: this process ends, and `how`."""
@@ -247,7 +241,7 @@ class CollectiveCheck:
                 if self._error is not None:
                     raise LoopError(self._error)
                 if waited > self._limit:
-                    raise LoopError(overdue(self._here("has waited"), self._limit, self._late))
+                    raise LoopError(describe_overdue(self._here("has waited"), self._limit, self._late))
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
                 come = self._store.add(key, 0)
@@ -259,47 +253,33 @@ class CollectiveCheck:
     # ---- the watching thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        waiting = Waiting(None, self._patience.late)
+        waiting: Waiting | None = None
         before = time.monotonic()
         with suppress(RuntimeError, ValueError):  # the store or the group is gone
             while not self._stopping.wait(self._patience.tick):
                 now = time.monotonic()
                 awake, before = min(now - before, 2 * self._patience.tick), now
                 self._view.look(awake, lambda line: _log.warning(f"process {self._rank} {line}"))
-                self._tell()
+                publish(self._store, self._rank, self._progress)
                 if self._store.check(["end"]):
                     self._end_with_others()
                     return
-                if waiting.call is not self._now:
-                    waiting = Waiting(self._now, self._patience.late)
-                elif waiting.call is not None and self._finds(waiting, awake):
+                call = self._now
+                if call is None or waiting is None or waiting.call is not call:
+                    waiting = None if call is None else Waiting(call, self._patience.late)
+                elif self._finds(waiting, awake):
                     return
 
-    def _tell(self, *, ended: bool = False, gone: bool = False, failed: bool = False) -> None:
-        standing = Standing(
-            **self._view.describe(),
-            calls=self._entered,
-            call=self._name,
-            left=self._left,
-            passes=self._passes,
-            ended=ended,
-            gone=gone,
-            failed=failed,
-        )
-        publish(self._store, self._rank, standing)
-
     def _end_with_others(self) -> None:
-        """Another process has found an error, or ends and has said so."""
-        told = self._store.get("end").decode()
-        self._error = told
-        # The launcher of one machine ends all by then; and this process may be telling why it ends by itself.
+        """Another process has found an error, or ends and has published that."""
+        error = self._error = self._store.get("end").decode()
+        # The launcher of one machine ends all by then; and this process may be reporting why it ends by itself.
         if not self._in_script and not self._stopping.wait(self._patience.asks):
-            end_process(told if told.endswith(".") else f"{told}; process {self._rank} ends with it.")
+            end_process(error if error.endswith(".") else f"{error}; process {self._rank} ends with it.")
 
     def _finds(self, waiting: Waiting, awake: float) -> bool:
         """Look at the others, if this is the process to do so; whether the run ends."""
         call = waiting.call
-        assert call is not None, "it waits"
         waiting.seconds += awake
         if waiting.seconds < (waiting.looks + 1) * self._patience.asks:
             return False
@@ -321,8 +301,8 @@ class CollectiveCheck:
 
     def _find_soon(self) -> list[str]:
         """What is wrong with the others, for a call that has failed: the others have a moment to say where they are."""
+        assert self._now is not None, "asked inside a call"
         waiting = Waiting(self._now, float("inf"))
-        assert waiting.call is not None, "asked inside a call"
         for _ in range(max(2, round(self._patience.asks / self._patience.tick))):
             time.sleep(self._patience.tick)
             if self._store.check(["end"]):  # of a process that has found it, and ends or has ended
@@ -333,8 +313,7 @@ class CollectiveCheck:
 
     def _look(self, waiting: Waiting) -> str | None:
         """What is wrong with the others, as one message; None if nothing is. Warns of those that are late."""
-        assert waiting.call is not None, "it waits"
-        others = read_standings(self._store, [r for r in range(self._world_size) if r != self._rank])
+        others = read_progress(self._store, [r for r in range(self._world_size) if r != self._rank])
         found = find_mismatch(waiting.call, others)
         if found is not None:
             return f"{self._here()}, but {found}"
@@ -351,7 +330,7 @@ class CollectiveCheck:
         return None
 
     def _here(self, state: str = "is") -> str:
-        return f"process {self._rank} {state} in {self._name}() ({script_line(self._script)})"
+        return f"process {self._rank} {state} in {self._progress.call}() ({script_line(self._script)})"
 
 
 # ---- this process' check ---------------------------------------------------------------------------------------------
@@ -369,16 +348,16 @@ def start_watching(patience: Patience | None = None) -> None:
         return
     end_watching()
     _groups_watched += 1  # groups may follow one another in the same store
-    store = c10d.PrefixStore(f"zero_plugin/agreement/{_groups_watched}", c10d._get_default_store())
+    store = c10d.PrefixStore(f"zero_plugin/collective_check/{_groups_watched}", c10d._get_default_store())
     patience = patience or Patience(tick=max(1.0, group.size() / 500))  # the store has a thousand visitors a second
     _check = CollectiveCheck(store, dist.get_rank(), group.size(), patience, time_out(group))
     _watched_group = group
-    atexit.unregister(_tell_end)
-    atexit.register(_tell_end)
+    atexit.unregister(_publish_end)
+    atexit.register(_publish_end)
 
 
 def time_out(group: Any) -> float:
-    """Of the group's operations, in seconds; without end for a backend that does not tell."""
+    """Of the group's operations, in seconds; without end for a backend that does not say."""
     device = torch.device(dist.get_backend_config(group).split(",")[0].split(":")[0])
     options = getattr(group._get_backend(device), "options", None)
     limit = getattr(options, "_timeout", None)
@@ -393,13 +372,13 @@ def end_watching() -> None:
     _check = _watched_group = None
 
 
-def _tell_end() -> None:
+def _publish_end() -> None:
     if _check is not None:
         _check.stop(gone=True, failed=any(getattr(sys, name, None) for name in ("last_exc", "last_value")))
 
 
 def exchange(word: str) -> list[str]:
-    """Inside a `collective` call: what every process says there, by rank; of one process, its own word.
+    """Inside a `collective` call: every process' word, by rank; of one process, its own.
 
     Raises:
         LoopError: another process does not come to it.

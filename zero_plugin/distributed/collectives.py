@@ -1,24 +1,38 @@
-"""Operations over all processes; with one process, or no process group, they return what one process would see."""
+"""Operations over all processes, and steps that all take or none; with one process they return what it would see."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
+import os
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero_plugin.distributed.collective_check import collective
-from zero_plugin.errors import LoopError
+from zero_plugin.errors import CheckpointError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
-_HEADER = 8  # numbers that processes tell each other before tensors travel
+_log = logging.getLogger(__name__)
+
+_HEADER = 8  # numbers that processes exchange before tensors travel
 _LENGTHS = 5  # first dimensions among them
+
+T = TypeVar("T")
+
+_FULL: Final = ". Make room there, or use another disk."
+_CURES: Final = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: ". Systems also turn a disk read-only after an error of its own: `dmesg` tells.",
+}
 
 Reduction = Literal["sum", "mean", "max", "none"]
 
@@ -66,11 +80,11 @@ def gather(tree: Any) -> Any:
                 "gather: the processes' tensors differ in number, in dtype or beyond the first dimension:",
                 "give as many on each; call pad_across_processes(tensor, dim=1) where they differ beyond the first",
             )
-        told = [header[2:] for header in headers]
+        by_process = [header[2:] for header in headers]
         if len(lengths) > _LENGTHS:
             rest = _gather_equal(torch.tensor(lengths[_LENGTHS:])).tolist()
-            told = [[*first, *later] for first, later in zip(told, rest, strict=True)]
-        leaves = [_concatenate(leaf, [own[i] for own in told]) for i, leaf in enumerate(leaves)]
+            by_process = [[*first, *later] for first, later in zip(by_process, rest, strict=True)]
+        leaves = [_concatenate(leaf, [own[i] for own in by_process]) for i, leaf in enumerate(leaves)]
     gathered = iter(leaves)
     return map_leaves(lambda _: next(gathered), tree)
 
@@ -196,6 +210,90 @@ def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_firs
     return map_leaves(pad_one, tree)
 
 
+class Peers(Protocol):
+    """All processes, as one thread of each reaches them; its calls are collective."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is process 0."""
+
+    def gather(self, text: str | None) -> list[str | None]:
+        """Every process' text, process 0's first."""
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sum of all processes' tensors, which have one shape and dtype."""
+
+
+class _Script(Peers):
+    @property
+    def is_main(self) -> bool:
+        return process_index() == 0
+
+    def gather(self, text: str | None) -> list[str | None]:
+        return gather_object([text])
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        total: Tensor = reduce(numbers, "sum")
+        return total
+
+
+SCRIPT: Final[Peers] = _Script()  # the script's own thread, over the group that it trains with
+
+
+def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:
+    """Run `step`, which waits for no other process; what it returns here. Collective.
+
+    Raises:
+        CheckpointError: on every process, with the first failing one's message. That process raises its own error,
+            unless it is the system's, which becomes a CheckpointError there too.
+    """
+    error: Exception | None = None
+    try:
+        result = step()
+    except Exception as caught:  # noqa: BLE001 - raised below, when no process waits for this one any more
+        error = caught
+    messages = peers.gather(None if error is None else describe_error(error))
+    if isinstance(error, OSError):
+        raise CheckpointError(describe_error(error)) from error
+    if error is not None:
+        raise error
+    failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        raise CheckpointError(f"process {failed[0][0]}: {failed[0][1]}")
+    return result
+
+
+def on_main(step: Callable[[], T]) -> T:
+    """Run `step` on the main process; what it returned, on every process. Collective; raises as `all_or_none`."""
+    outcome = [all_or_none(lambda: step() if SCRIPT.is_main else None)]
+    result: T = broadcast_object_list(outcome)[0]
+    return result
+
+
+def taken_out(all_of: Sequence[Any], left: Sequence[Any]) -> list[int]:
+    """Places of the items that are in `left` no more, as the main process sees it. Collective."""
+    gone = [index for index, item in enumerate(all_of) if not any(item is other for other in left)]
+    places: list[int] = broadcast_object_list([gone])[0]
+    return places
+
+
+def describe_error(error: Exception) -> str:
+    """An error in a sentence for people: this package's messages say it all, others need their kind."""
+    if isinstance(error, OSError) and error.errno:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{os.strerror(error.errno)}{_CURES.get(error.errno, '.')}"
+    return str(error) if isinstance(error, ZeroPluginError) else f"{type(error).__name__}: {error}"
+
+
+def announce(line: str, *, by_each: bool = False) -> None:
+    """Log a warning on the main process only, or by each process that comes here, with its rank."""
+    rank = process_index()
+    if by_each and num_processes() > 1:
+        line = f"process {rank}: {line}"
+    if by_each or rank == 0:
+        _log.warning(line)
+
+
 def _has_group() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
@@ -240,7 +338,7 @@ def _gather_equal(tensor: Tensor) -> Tensor:
 def _exchange(call: str, numbers: Sequence[int]) -> list[list[int]]:
     """Every process' `numbers`, at most 7, filled up with zeros.
 
-    It has one size in all calls, since backends abort where sizes differ: so a process that is in another call is told.
+    It has one size in all calls, since backends abort where sizes differ: so one that is in another call is found.
 
     Raises:
         LoopError: it is.
@@ -254,19 +352,19 @@ def _exchange(call: str, numbers: Sequence[int]) -> list[list[int]]:
     return [other[1:] for other in headers]
 
 
-def _fingerprint(told: Any) -> int:
-    return zlib.crc32(repr(told).encode())
+def _fingerprint(value: Any) -> int:
+    return zlib.crc32(repr(value).encode())
 
 
 def _shape_and_dtype(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype)
 
 
-def _refuse_mismatch(leaves: list[Tensor], call: str, told: Callable[[Tensor], Any] = _shape_and_dtype) -> None:
-    """Raise where `told` of the leaves differs between the processes: backends would abort, wait, or mix up numbers."""
+def _refuse_mismatch(leaves: list[Tensor], call: str, of: Callable[[Tensor], Any] = _shape_and_dtype) -> None:
+    """Raise where `of` the leaves differs between the processes: backends would abort, wait, or mix up numbers."""
     if num_processes() == 1:
         return
-    headers = _exchange(call, [_fingerprint([told(leaf) for leaf in leaves])])
+    headers = _exchange(call, [_fingerprint([of(leaf) for leaf in leaves])])
     if any(header != headers[0] for header in headers):
         _raise_mismatch(leaves, f"{call}: the processes' tensors differ:")
 

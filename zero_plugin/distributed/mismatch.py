@@ -1,9 +1,4 @@
-"""What each rank publishes of its progress through collective calls, and how two are judged.
-
-The rule by which a process in a collective call judges where the others are, and the sentences that tell of it.
-
-Where a process is among its collective calls, and what it does, as it tells the others.
-"""
+"""What each rank publishes of its progress through collective calls, and the rule by which another one judges it."""
 
 from __future__ import annotations
 
@@ -23,12 +18,12 @@ from typing import Any, Final, NamedTuple
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where one process is. What it says of calls and passes, and that it is gone, stays true for good.
+@dataclass(slots=True)
+class RankProgress:
+    """Where one process is. What it publishes of calls and passes, and that it is gone, stays true for good.
 
     Attributes:
-        beat: counts up with each time that it is told; one that stays says nothing about now.
+        beat: counts up with each time that it is published; one that stays says nothing about now.
         calls: collective calls entered so far.
         call: name of the last one entered, "" for none.
         left: collective calls left so far.
@@ -86,24 +81,29 @@ class Standing:
         return "alive"
 
 
-def publish(store: Any, rank: int, standing: Standing) -> None:
-    """Tell the other processes where this one is."""
-    store.set(f"at/{rank}", json.dumps(asdict(standing)))
+def begin_progress() -> RankProgress:
+    """This process's, before its first call."""
+    return RankProgress(machine=_machine(), pid=os.getpid())
 
 
-def read_standings(store: Any, ranks: Sequence[int]) -> dict[int, Standing]:
-    """Where other processes are, as they have told; one that has not is nowhere yet."""
+def publish(store: Any, rank: int, progress: RankProgress) -> None:
+    """Let the other processes see where this one is."""
+    store.set(f"at/{rank}", json.dumps(asdict(progress)))
+
+
+def read_progress(store: Any, ranks: Sequence[int]) -> dict[int, RankProgress]:
+    """Where other processes are, as they have published it; one that has not is nowhere yet."""
     keys = [f"at/{rank}" for rank in ranks]
     if store.check(keys):
-        told = store.multi_get(keys)
+        found = store.multi_get(keys)
     else:  # it would wait for those that are missing
-        told = [store.get(key) if store.check([key]) else b"{}" for key in keys]
-    return {rank: Standing(**json.loads(text)) for rank, text in zip(ranks, told, strict=True)}
+        found = [store.get(key) if store.check([key]) else b"{}" for key in keys]
+    return {rank: RankProgress(**json.loads(text)) for rank, text in zip(ranks, found, strict=True)}
 
 
 @functools.cache
 def _machine() -> str:
-    """Names what gives process ids: two processes that tell the same see each other's."""
+    """Names what gives process ids: two processes of the same name see each other's."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # not Linux
         parts += [
@@ -188,40 +188,34 @@ class ScriptView:
 
     Args:
         script: the script's thread.
-        builds: seconds of compiling after which it is said; then after twice as long, and so on.
+        builds: seconds of compiling after which it is logged; then after twice as long, and so on.
+        progress: what is seen is written there.
     """
 
-    def __init__(self, script: int, builds: float) -> None:
-        self.beat = 0
-        self.line, self.busy = "", ""
-        self.since = 0.0
-        self.quiet = float("inf")
+    def __init__(self, script: int, builds: float, progress: RankProgress) -> None:
         self._script = script
         self._builds = builds
+        self._progress = progress
         self._built = 0.0  # seconds that it compiles
-        self._says_at = builds
+        self._warns_at = builds
 
-    def describe(self) -> dict[str, Any]:
-        """What `Standing` tells of it, and of this process."""
-        known = {"beat": self.beat, "line": self.line, "since": self.since, "busy": self.busy, "quiet": self.quiet}
-        return known | {"machine": _machine(), "pid": os.getpid()}
-
-    def look(self, awake: float, say: Callable[[str], None]) -> None:
-        """Look, `awake` seconds after the last time; say what is compiled, where it takes long."""
+    def look(self, awake: float, warn: Callable[[str], None]) -> None:
+        """Look, `awake` seconds after the last time; warn of what is compiled, where it takes long."""
         line, busy = _what_runs(self._script)
-        self.since = self.since + awake if line == self.line else 0.0
-        self.quiet = 0.0 if busy else self.quiet + awake
+        seen = self._progress
+        seen.since = seen.since + awake if line == seen.line else 0.0
+        seen.quiet = 0.0 if busy else seen.quiet + awake
+        seen.beat, seen.line, seen.busy = seen.beat + 1, line, busy
         self._built = self._built + awake if busy.startswith("compiles ") else 0.0
-        self.beat, self.line, self.busy = self.beat + 1, line, busy
         if not self._built:
-            self._says_at = self._builds
-        elif self._built >= self._says_at:
-            self._says_at *= 2
-            say(f"{busy}, for {self._built:.0f} s so far ({line}); other processes wait for it.")
+            self._warns_at = self._builds
+        elif self._built >= self._warns_at:
+            self._warns_at *= 2
+            warn(f"{busy}, for {self._built:.0f} s so far ({line}); other processes wait for it.")
 
 
 _SHOWN: Final = 4  # late processes in a warning
-_SILENT_S: Final = 5.0  # since when a process' silence is spoken of
+_SILENT_S: Final = 5.0  # since when a process' silence is mentioned
 
 
 class Call(NamedTuple):
@@ -238,19 +232,19 @@ class Call(NamedTuple):
     passes: int
 
 
-def find_mismatch(call: Call, others: Mapping[int, Standing]) -> str | None:
+def find_mismatch(call: Call, others: Mapping[int, RankProgress]) -> str | None:
     """Who of `others` can never come to `call`, and what to do about it; None where each has come, or still may.
 
     One is gone, and had not come; or is in another of our collectives: its call of this number has another name, or
     before that call it has begun a pass that this process has not, and that it needs this process in.
     """
-    for rank, standing in others.items():
-        if standing.calls == call.number and standing.call != call.name:
-            return _different(rank, standing)
-        if standing.left < call.number and standing.is_gone:
-            return _gone(call, rank, standing)
-        if standing.calls == call.number - 1 and standing.passes > call.passes:
-            return _elsewhere(call, rank, standing)
+    for rank, progress in others.items():
+        if progress.calls == call.number and progress.call != call.name:
+            return _different(rank, progress)
+        if progress.left < call.number and progress.is_gone:
+            return _gone(call, rank, progress)
+        if progress.calls == call.number - 1 and progress.passes > call.passes:
+            return _elsewhere(call, rank, progress)
     return None
 
 
@@ -258,39 +252,38 @@ class Waiting:
     """How long this process has been in a call, and what it has seen of the others there.
 
     Args:
-        call: None while it is in none.
+        call: the one.
         warns_at: quiet of another process, in seconds, at which it is named.
     """
 
-    def __init__(self, call: Call | None, warns_at: float) -> None:
+    def __init__(self, call: Call, warns_at: float) -> None:
         self.call = call
         self.seconds = 0.0
         self.looks = 0
         self.warns_at = warns_at
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: its last beat, and when that came
 
-    def silence_of(self, rank: int, standing: Standing) -> float:
-        """Seconds in which the process is known to have said nothing."""
+    def silence_of(self, rank: int, progress: RankProgress) -> float:
+        """Seconds in which the process is known to have published nothing."""
         beat, heard = self._heard.get(rank, (-1, 0.0))
-        if beat != standing.beat:
+        if beat != progress.beat:
             heard = self.seconds
-            self._heard[rank] = (standing.beat, heard)
+            self._heard[rank] = (progress.beat, heard)
         return self.seconds - heard
 
 
-def describe_late(waiting: Waiting, others: Mapping[int, Standing]) -> tuple[str, float]:
+def describe_late(waiting: Waiting, others: Mapping[int, RankProgress]) -> tuple[str, float]:
     """Who has not come to the call, and where each is; and the longest quiet of one, without import, build or save."""
-    assert waiting.call is not None, "it waits"
-    late = {rank: standing for rank, standing in others.items() if standing.calls < waiting.call.number}
-    silences = {rank: waiting.silence_of(rank, standing) for rank, standing in late.items()}
-    told = [_whereabouts(rank, standing, silences[rank]) for rank, standing in late.items()]
-    more = [f"and {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
+    late = {rank: progress for rank, progress in others.items() if progress.calls < waiting.call.number}
+    silences = {rank: waiting.silence_of(rank, progress) for rank, progress in late.items()}
+    places = [_whereabouts(rank, progress, silences[rank]) for rank, progress in late.items()]
+    more = [f"and {len(places) - _SHOWN} more"] if len(places) > _SHOWN else []
     quiet = max((min(waiting.seconds, s.quiet + silences[rank]) for rank, s in late.items()), default=0.0)
-    return "; ".join([*told[:_SHOWN], *more]), quiet
+    return "; ".join([*places[:_SHOWN], *more]), quiet
 
 
-def overdue(here: str, limit: float, late: str) -> str:
-    """What a process says that has waited for `limit` seconds."""
+def describe_overdue(here: str, limit: float, late: str) -> str:
+    """The error of a process that has waited for `limit` seconds."""
     return (
         f"{here} for {limit:.0f} s, the process group's time-out: {late or 'other processes have not come'}.\n"
         "Where a process may take that long, raise it: "
@@ -298,41 +291,41 @@ def overdue(here: str, limit: float, late: str) -> str:
     )
 
 
-def _whereabouts(rank: int, standing: Standing, silence: float) -> str:
-    if not standing.pid:
+def _whereabouts(rank: int, progress: RankProgress, silence: float) -> str:
+    if not progress.pid:
         return f"process {rank} has not said yet where it is"
-    where = f"process {rank} is at {standing.line} for {standing.since:.0f} s"
-    state = standing.process_state
+    where = f"process {rank} is at {progress.line} for {progress.since:.0f} s"
+    state = progress.process_state
     if state == "stopped":
         where += " (its process is stopped)"
     elif silence > _SILENT_S:
         where += f" (silent for {silence:.0f} s{', though its process is alive' if state == 'alive' else ''})"
-    elif standing.busy:
-        where += f", where it {standing.busy}"
-    return f"{where}; its last such call was {standing.last_call}"
+    elif progress.busy:
+        where += f", where it {progress.busy}"
+    return f"{where}; its last such call was {progress.last_call}"
 
 
-def _different(rank: int, standing: Standing) -> str:
-    line = "" if standing.gone else f" ({standing.line})"
+def _different(rank: int, progress: RankProgress) -> str:
+    line = "" if progress.gone else f" ({progress.line})"
     return (
-        f"process {rank} is in {standing.call}(){line}.\n"
+        f"process {rank} is in {progress.call}(){line}.\n"
         "Both are collective: every process has to make the same calls in the same order."
     )
 
 
-def _elsewhere(call: Call, rank: int, standing: Standing) -> str:
+def _elsewhere(call: Call, rank: int, progress: RankProgress) -> str:
     fix = (
         "Every process has to take the same number of steps, and to come to the end."
         if call.name == "end_training"
         else f"{call.name}() is collective: call it on every process, not under "
         "`if accelerator.is_main_process:`. What one process alone may do, it does there by itself."
     )
-    return f"process {rank} did not come: it went on, and waits for this process at {standing.line}.\n{fix}"
+    return f"process {rank} did not come: it went on, and waits for this process at {progress.line}.\n{fix}"
 
 
-def _gone(call: Call, rank: int, standing: Standing) -> str:
-    how = "failed" if standing.failed else "ended"
+def _gone(call: Call, rank: int, progress: RankProgress) -> str:
+    how = "failed" if progress.failed else "ended"
     return (
-        f"process {rank} has {how}; its last such call was {standing.last_call}.\n"
+        f"process {rank} has {how}; its last such call was {progress.last_call}.\n"
         f"{call.name}() is collective: every process has to come to it."
     )

@@ -1,9 +1,4 @@
-"""What a script asks of its processes: who it is among them, who goes first, and its share of what all hold.
-
-What a script asks of its processes: who it is among them, who goes first, who does what, and waiting.
-
-One process's share of what all hold: the same consecutive pieces, longest first, whatever is divided.
-"""
+"""What a script asks of its processes: who it is among them, who goes first, and its part of what all hold."""
 
 from __future__ import annotations
 
@@ -54,51 +49,31 @@ def _length(inputs: Any) -> int:
         if len(set(lengths.values())) > 1:
             raise LoopError(f"split_between_processes needs values of one length in a dict, and got {lengths}.")
         return next(iter(lengths.values()), 0)
-    if _taker(inputs) is None:
-        raise LoopError(
-            f"split_between_processes cannot divide a {type(inputs).__name__}; give a list, a tuple, a tensor, an "
-            "array, a datasets.Dataset, or a dict of these."
-        )
-    return len(inputs)
+    datasets = sys.modules.get("datasets")  # whoever holds a Dataset has imported it
+    if (
+        (isinstance(inputs, Tensor | np.ndarray) and inputs.ndim)
+        or (isinstance(inputs, Sequence) and not isinstance(inputs, str | bytes))
+        or (datasets is not None and isinstance(inputs, datasets.Dataset))
+    ):
+        return len(inputs)
+    raise LoopError(
+        f"split_between_processes cannot divide a {type(inputs).__name__}; give a list, a tuple, a tensor, an "
+        "array, a datasets.Dataset, or a dict of these."
+    )
 
 
 def _take(inputs: Any, indices: Sequence[int], device: torch.device | None) -> Any:
     if isinstance(inputs, Mapping):
         return {key: _take(value, indices, device) for key, value in inputs.items()}
-    taker = _taker(inputs)
-    assert taker is not None, "its length was asked before"
-    taken = taker(inputs, indices)
-    return taken.to(device) if device is not None and isinstance(taken, Tensor) else taken
-
-
-def _taker(inputs: Any) -> Callable[[Any, Sequence[int]], Any] | None:
-    """What takes elements at indices out of such an object; None where nothing does."""
     if isinstance(inputs, Tensor):
-        return _take_tensor if inputs.ndim else None
+        if isinstance(indices, range):
+            return inputs[indices.start : indices.stop]
+        return inputs[torch.tensor(indices, dtype=torch.int64, device=inputs.device)].to(device)
     if isinstance(inputs, np.ndarray):
-        return _take_array if inputs.ndim else None
-    if isinstance(inputs, Sequence) and not isinstance(inputs, str | bytes):
-        return _take_sequence
-    datasets = sys.modules.get("datasets")  # whoever holds a Dataset has imported it
-    return _select if datasets is not None and isinstance(inputs, datasets.Dataset) else None
-
-
-def _take_sequence(inputs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
-    taken = [inputs[index] for index in indices]
-    return tuple(taken) if isinstance(inputs, tuple) else taken
-
-
-def _take_tensor(inputs: Tensor, indices: Sequence[int]) -> Tensor:
-    if isinstance(indices, range):
-        return inputs[indices.start : indices.stop]
-    return inputs[torch.tensor(indices, dtype=torch.int64, device=inputs.device)]
-
-
-def _take_array(inputs: Any, indices: Sequence[int]) -> Any:
-    return inputs[np.asarray(indices, dtype=np.int64)]
-
-
-def _select(inputs: Any, indices: Sequence[int]) -> Any:
+        return inputs[np.asarray(indices, dtype=np.int64)]
+    if isinstance(inputs, Sequence):
+        taken = [inputs[index] for index in indices]
+        return tuple(taken) if isinstance(inputs, tuple) else taken
     return inputs.select(indices)
 
 

@@ -373,17 +373,13 @@ def _share_cores(processes: int) -> None:
             torch.set_num_threads(max(1, cores // processes))
 
 
-def _is_on_one_machine() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
-
-
 def _choose_network() -> dict[str, str]:
     """The variables that name the interface that gloo and NCCL listen at, where nobody has named one.
 
     On one machine that is loopback. On several it leads to rank 0's machine: gloo by itself takes that of this
     machine's name; NCCL finds one.
     """
-    alone = _is_on_one_machine()
+    alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     interface = interface_towards(OWN_ADDRESS if alone else os.environ.get("MASTER_ADDR", ""))
     if interface is None:
         return {}

@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 
 from zero_plugin.config.handover import from_environment
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.distributed.stop_request import leave_stop_note
+from zero_plugin.distributed.stop_request import install_stop_handler
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, read_first_failure, report_end
 from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
@@ -103,7 +103,7 @@ class _NotesStops:
     """Unpickled by the main thread of a replica's process, which alone can say what a signal does."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return leave_stop_note, ()
+        return install_stop_handler, ()
 
 
 def _pass_stops_on() -> list[int]:

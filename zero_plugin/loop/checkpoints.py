@@ -34,7 +34,7 @@ from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
-from zero_plugin.distributed.together import SCRIPT, Peers, all_or_none, on_main, taken_out
+from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out
 from zero_plugin.errors import CheckpointError
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run

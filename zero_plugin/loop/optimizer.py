@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero_plugin.distributed.collectives import num_processes
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import LoneOptimizer, has_step_hooks

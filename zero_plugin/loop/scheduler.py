@@ -8,8 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from zero_plugin.config.resolve.facts import SchedulerFacts, SchedulerSection
-from zero_plugin.distributed.collectives import num_processes
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.schedule_report import ScheduleLength, describe_section, describe_torch_schedule
 from zero_plugin.strategies.torch_optimizers import CurveLR

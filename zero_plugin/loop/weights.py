@@ -35,7 +35,7 @@ from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
-from zero_plugin.distributed.together import all_or_none, on_main
+from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.loop.memory_check import expect_room_to_load
 from zero_plugin.loop.prepared import Prepared

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 
 

@@ -41,10 +41,10 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
     return function(tree)
 
 
-def list_leaves(tree: Any) -> list[Any]:
+def list_leaves(tree: Any, is_leaf: Callable[[Any], bool] = _only_plain_leaves) -> list[Any]:
     """Every leaf, in the order in which `map_leaves` meets them."""
     leaves: list[Any] = []
-    map_leaves(leaves.append, tree)
+    map_leaves(leaves.append, tree, is_leaf)
     return leaves
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import DIRECT_BACKWARD, OWN_GRADIENTS
 from zero_plugin.strategies.deepspeed.gradients import EngineGradients

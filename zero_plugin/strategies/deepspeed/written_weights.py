@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.distributed.together import announce
+from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.deepspeed.mistakes import is_looked_at, versions_of
 from zero_plugin.strategies.deepspeed.states import engine_pieces, follow_loading, precede_setting, unreachable_by
