@@ -4,7 +4,7 @@ ZeroPluginError
 ├── ConfigError         what the user wrote in a file, a flag or code cannot run; lists every problem found
 ├── LaunchError         the launcher could not start or keep the workers
 ├── MachineError        this machine lacks something the run needs (a compiler, libaio, a stale build lock)
-├── StrategyError       no strategy, or not the one asked for, can run here
+├── StrategyError       no strategy, or not the requested one, can run here
 ├── LoopError           the training loop calls the layer in an order that has no meaning
 └── CheckpointError     a checkpoint cannot be written, is damaged, or does not fit; names file or tensor
 """
@@ -93,7 +93,7 @@ class LaunchError(ZeroPluginError):
 
 
 class MachineError(ZeroPluginError):
-    """The machine lacks something that the run needs; the message ends with the command that mends it."""
+    """The machine lacks something that the run needs; the message ends with the command that fixes it."""
 
 
 class StrategyError(ZeroPluginError):

@@ -14,7 +14,7 @@ from zero_plugin.distributed.seeding import synchronize_rng_states
 from zero_plugin.errors import LoopError
 
 _LOOPS = count(1)
-_TOLD_AFTER = 3  # micro-batches, when it is known which loops run side by side
+_WARNED_AFTER = 3  # micro-batches, when it is known which loops run side by side
 _ENCLOSING = 2  # micro-batches in a row that had none of a loop's batches: it is around another loop
 
 
@@ -24,8 +24,8 @@ class DataLoaderStateMixin:
     Attributes:
         batch_size: samples per process and batch; None where batches have no common size.
         end_of_dataloader: whether the current batch is the epoch's last, on all processes.
-        remainder: samples in the epoch's last step, over all processes, told at that step at the latest; 0 may stand
-            for a full one, -1 for one that is not known or, where it is incomplete, is left out.
+        remainder: samples in the epoch's last step, over all processes, known at that step at the latest; 0 may
+            mean a full one, -1 for one that is not known or, where it is incomplete, is left out.
         position: index of the current batch in the loop; -1 before the first.
         batches_left: batches to come in this epoch after the current one; None where that is not known.
         batch_samples: samples in the current batch, repeated ones included; None where nobody counts.
@@ -53,7 +53,11 @@ class DataLoaderStateMixin:
     def reset(self) -> None:
         """No batch of an epoch was seen."""
         self.end_of_dataloader, self.position = False, -1
-        self.remainder = _count_remainder(self)
+        loader: Any = self
+        try:
+            self.remainder = -1 if loader.drop_last else loader.total_dataset_length % loader.total_batch_size
+        except (AttributeError, TypeError):  # a stream, or batches of no common size
+            self.remainder = -1
 
     def begin(self) -> None:
         """A loop over the loader begins."""
@@ -126,7 +130,7 @@ class RunningLoops:
         # keeps it alive.
         self._seen = {loader.loop: _Seen(loader.position, encloses=True) for loader in running.loaders}
         self._side_by_side = 0  # micro-batches in a row of loops that end at different ones
-        self._is_told = False
+        self._is_warned = False
 
     def find_leader(self) -> DataLoaderStateMixin | None:
         """The loader whose epoch's end ends the window."""
@@ -153,8 +157,8 @@ class RunningLoops:
             else:
                 seen.rests += 1
                 seen.encloses = seen.encloses or seen.rests >= _ENCLOSING
-        if accumulates and self._ends_windows and len(loaders) > 1 and not self._is_told:
-            self._tell(self._beside(loaders))
+        if accumulates and self._ends_windows and len(loaders) > 1 and not self._is_warned:
+            self._warn(self._beside(loaders))
         return is_own
 
     def _beside(self, loaders: list[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
@@ -167,13 +171,13 @@ class RunningLoops:
         known = [length for length in lengths if length is not None]
         return loaders[lengths.index(max(known))] if len(known) == len(lengths) else loaders[0]
 
-    def _tell(self, loaders: list[DataLoaderStateMixin]) -> None:
+    def _warn(self, loaders: list[DataLoaderStateMixin]) -> None:
         """Once, where the loops that run side by side end at different batches."""
         lengths = {loader.epoch_length for loader in loaders}
         differ = len(loaders) > 1 and (len(lengths) > 1 or None in lengths)
         self._side_by_side = self._side_by_side + 1 if differ else 0
-        if self._side_by_side >= _TOLD_AFTER:
-            self._is_told = True
+        if self._side_by_side >= _WARNED_AFTER:
+            self._is_warned = True
             leader = self._lead(loaders)
             others = ", ".join(_describe(loader) for loader in loaders if loader is not leader)
             announce(
@@ -186,13 +190,6 @@ def _describe(loader: Any) -> str:
     length = loader.epoch_length
     data = type(getattr(loader, "dataset", loader)).__name__
     return f"the loader over {data} ({'of unknown length' if length is None else f'{length} batches'})"
-
-
-def _count_remainder(loader: Any) -> int:
-    try:
-        return -1 if loader.drop_last else loader.total_dataset_length % loader.total_batch_size
-    except (AttributeError, TypeError):  # a stream, or batches of no common size
-        return -1
 
 
 @dataclass(frozen=True)
@@ -228,7 +225,7 @@ class _Accumulating(Protocol):
 
 
 class GradientState:
-    """Where the newest `Accelerator` stands in its accumulation and its data; every instance is the same one.
+    """Where the newest `Accelerator` is in its accumulation and its data; every instance is the same one.
 
     Args:
         gradient_accumulation_plugin: what to show while there is no `Accelerator`.
@@ -255,7 +252,7 @@ class GradientState:
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """What the run was told of accumulation, as far as it differs from the defaults."""
+        """What was configured of accumulation, as far as it differs from the defaults."""
         return dict(self._shared_state.get("plugin_kwargs", {}))
 
     @property
@@ -283,7 +280,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As the plugin was told; it has no effect."""
+        """As configured in the plugin; it has no effect."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property

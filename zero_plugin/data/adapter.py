@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from zero_plugin.data.active import DataLoaderStateMixin, Delivery, GradientState
 from zero_plugin.data.batch_sampler import BatchSamplerShard, is_torchs_own, shard_of, with_batches
 from zero_plugin.data.division import Draws, Portion, Sharing, undisturbed
-from zero_plugin.data.read_ahead import Reading, copy_containers, move_batch
+from zero_plugin.data.read_ahead import Reading, move_batch
 from zero_plugin.data.stream import StreamShard, let_threads_settle
 from zero_plugin.distributed.collectives import announce, broadcast
 from zero_plugin.errors import LoopError
@@ -23,8 +23,8 @@ from zero_plugin.errors import LoopError
 class Epochs:
     """The epochs of a loader.
 
-    What has a `set_epoch` is told the epoch that the loop sets. A loop that sets none gets the next one at each start,
-    so that shuffling differs from epoch to epoch; what the user told by himself, on the object, is left as it is.
+    What has a `set_epoch` gets the epoch that the loop sets. A loop that sets none gets the next one at each start,
+    so that shuffling differs from epoch to epoch; what the user has set by himself, on the object, is left as it is.
 
     Args:
         parts: the dataset, the batch sampler, the sampler, …
@@ -344,12 +344,11 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
                 place.batches += 1
                 place.is_end = self.position + 1 == batches
                 # In a list, so that nothing here keeps it from being freed when the loop drops it.
-                given = [move_batch(made, device, non_blocking=non_blocking) if device is not None else made]
+                stays = device is None and is_sure
+                given = [made if stays else move_batch(made, device, non_blocking=non_blocking)]
                 if is_sure:
                     self._is_last = place.is_end
                 else:
-                    if device is None:
-                        given = [copy_containers(made)]
                     reading.hold(made, given[0])
                     self._is_last = None
                     if is_stream:

@@ -255,7 +255,7 @@ class CutBatchSampler(_AroundBatchSampler):
         self._pieces = pieces
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "batch_sampler":  # asked for while it is copied, before it has one
+        if name.startswith("__") or name == "batch_sampler":  # looked up while it is copied, before it has one
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 

@@ -77,6 +77,11 @@ def join_rows(batches: Sequence[Any]) -> Any:
     return map_leaves(join, first, is_leaf=is_object_column)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The batch with `function(tensor)` in place of every tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
 def is_object_column(node: Any, *, with_tensors: bool = False) -> bool:
     """Whether it is a list, or a plain tuple of anything but containers, of one object per sample.
 
@@ -173,8 +178,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                 )
             self.remainder = samples  # when the loop has the last step, it is this one's
             if first is None:
-                first = cut_rows(step, slice(0, how.world))
-                first = map_leaves(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, first)
+                first = map_tensors(Tensor.clone, cut_rows(step, slice(0, how.world)))
             part, rest = divmod(samples, how.world)
             if rest and how.even:
                 step = _join([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
@@ -193,19 +197,26 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             return step
         if step is not None:
             step = move_batch(step, target)
-        box = [map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, step)]
+        box = [map_tensors(lambda tensor: tensor.to("meta"), step)]
         broadcast_object_list(box)
         if self._how.rank:
-            step = map_leaves(lambda leaf: torch.empty_like(leaf, device=target) if _is_tensor(leaf) else leaf, box[0])
-        sent = iter(broadcast([leaf for leaf in list_leaves(step) if _is_tensor(leaf)]))
-        return map_leaves(lambda leaf: next(sent) if _is_tensor(leaf) else leaf, step)
+            step = map_tensors(lambda tensor: torch.empty_like(tensor, device=target), box[0])
+        sent = iter(broadcast([leaf for leaf in list_leaves(step) if isinstance(leaf, Tensor)]))
+        return map_tensors(lambda _: next(sent), step)
 
     def _read_steps(self, skip: int) -> Iterator[Any]:
-        how = self._how
-        needed = 1 if how.split else how.world
+        needed = 1 if self._how.split else self._how.world
+        may_refill = needed > 1 and self._may_refill()
         batches = (portion.batch for portion in self._read(skip * needed))
-        while step := self._read_step(batches, needed):
-            if len(step) < needed and how.drop_last:
+        while True:
+            step: list[Any] = []
+            kept: list[Kept] = []
+            for batch in islice(batches, needed):
+                step.append(batch)
+                kept.append(Kept(batch if may_refill else None))
+            for one in kept:
+                one.check()
+            if not step or (len(step) < needed and self._how.drop_last):
                 return
             yield _join(step)
 
@@ -215,22 +226,8 @@ class DataLoaderDispatcher(DataLoaderAdapter):
         broadcast_object_list(box)
         return box[0]
 
-    def _read_step(self, batches: Iterator[Any], needed: int) -> list[Any]:
-        step: list[Any] = []
-        kept: list[Kept] = []
-        watches = needed > 1 and self._may_refill()
-        for batch in islice(batches, needed):
-            step.append(batch)
-            if watches:
-                kept.append(Kept(batch))
-        for one in kept:
-            one.check()
-        return step
-
     def _count_steps(self) -> int:
-        how = self._how
-        base = self.base_dataloader if self._shard is None else self._shard
-        batches = self._stream.count_batches() if self._stream is not None else len(base)
+        how, batches = self._how, super()._count_steps()
         steps = batches if how.split else batches // how.world if how.drop_last else -(-batches // how.world)
         return steps - self._lacks_the_last_step()
 
@@ -250,7 +247,3 @@ def _join(batches: list[Any]) -> Any:
             "dispatch_batches: the batches of one step differ beyond their first dimension, so they cannot be joined; "
             "write dispatch_batches=None, and each process reads its own, or pad all batches to one length"
         ) from error
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)

@@ -59,9 +59,9 @@ class Sharing:
         batch_size: samples in a full batch of one process; None where batches have no common size.
         even: complete the last step from the first samples of the epoch, so that every process has a full batch.
         split: each of the loader's batches is cut into one piece per process, instead of dealt out whole.
-        drop_last: an incomplete last step is left out, as the loader was told.
+        drop_last: an incomplete last step is left out, as the loader was configured.
         batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
-            unknown size, and stands here for one sample.
+            unknown size, and counts here as one sample.
         cut: into how many batches each of the user's was cut before.
     """
 
@@ -83,7 +83,7 @@ def share_batches(
     At step k the processes' shares, in the order of ranks, are the batches k·world … (k+1)·world-1 of `batches`, or
     with `split` the pieces of batch k. Only the last step can be incomplete. It is then completed from the epoch's
     first samples (`even`), or left out on every process where some process would have nothing (`report_dropped` gets
-    the number of samples lost, unless `drop_last` asked for it). Without `report_dropped` each process goes on as far
+    the number of samples lost, unless `drop_last` requested it). Without `report_dropped` each process goes on as far
     as its own shares reach, and the first ones may have one more than the last.
 
     Raises:

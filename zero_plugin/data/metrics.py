@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_plugin.data.active import DataLoaderStateMixin
-from zero_plugin.data.dispatch import is_object_column
+from zero_plugin.data.dispatch import is_object_column, map_tensors
 from zero_plugin.distributed.collectives import announce, gather, gather_object, num_processes
 from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
@@ -56,7 +56,9 @@ def gather_for_metrics(tree: Any, loader: DataLoaderStateMixin | None, use_gathe
 
     own = [_cut(column, loader) for column in list_leaves(tree, is_column)]
     if use_gather_object:
-        own = [list(column) if isinstance(column, Tensor) else column for column in map(_to_cpu, own)]
+        # Objects travel by pickle: a tensor on a GPU would come back on the sender's.
+        on_cpu = map_tensors(lambda tensor: tensor.detach().cpu(), own)
+        own = [list(column) if isinstance(column, Tensor) else column for column in on_cpu]
     tensors = iter(gather([column for column in own if isinstance(column, Tensor)]))
     objects = [column for column in own if not isinstance(column, Tensor)]
     everybodys = zip(*gather_object([objects]), strict=True) if objects else ()
@@ -77,11 +79,6 @@ def _cut(column: Any, loader: DataLoaderStateMixin) -> Any:
         one = column.reshape(1) if isinstance(column, Tensor) else [column]
         return one[: 0 if real == 0 else 1]
     return column if real is None else column[:real]
-
-
-def _to_cpu(column: Any) -> Any:
-    """Objects travel by pickle: a tensor on a GPU would come back on the sender's."""
-    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, column)
 
 
 def _warn_of_repeats(loader: DataLoaderStateMixin) -> None:

@@ -127,11 +127,10 @@ def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any
 def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
     """How many of the samples that `sampler` gives this process, from the front, are not repeated to make all even.
 
-    Raises:
-        TypeError: nothing tells; only torch's own DistributedSampler in its own order is known.
+    None where that is not known: of all but torch's own DistributedSampler in its own order.
     """
     if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        raise TypeError(f"{type(sampler).__name__} does not tell")
+        return None
     # Process r gets numbers r, r + world, … of the dataset's permutation, repeated from its beginning.
     unrepeated = -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas)  # type: ignore[arg-type]
     return min(sampler.num_samples, max(0, unrepeated))
@@ -217,45 +216,57 @@ def prepare_loader(
     delivery = Delivery(device, non_blocking, tuple(rng_types), _generator_of(loader.dataset) if stream else None)
     if dispatch_batches:
         alone = replace(how, rank=0, world=1, even=False, split=False, batch_size=batch_size)
-        base, _ = _give_part(loader, alone, None, shard_iterable)
+        base = _give_part(loader, alone, shard_iterable)
         return DataLoaderDispatcher.around(base, how, delivery, slice_fn=slice_fn)
     if not stream:
         _check_same_length(loader.dataset)
-    base, repeats_unseen = _give_part(loader, how, dividing, shard_iterable)
-    ends_unknown = stream or repeats_unseen is not None
-    return DataLoaderShard.around(base, how, delivery, ends_unknown=ends_unknown, repeats_unseen=repeats_unseen)
+    real = None if dividing is None else count_real_samples(loader, dividing)
+    repeats_unseen = None if dividing is None or real is not None else type(dividing).__name__
+    return DataLoaderShard.around(
+        _give_part(loader, how, shard_iterable, is_divided=dividing is not None, real=real),
+        how,
+        delivery,
+        ends_unknown=stream or repeats_unseen is not None,
+        repeats_unseen=repeats_unseen,
+    )
 
 
 def _give_part(
-    loader: DataLoader[Any], how: Sharing, dividing: Any, shard_iterable: ShardIterable
-) -> tuple[DataLoader[Any], str | None]:
-    """A loader that reads its part of the data, and the name of the sampler that may repeat samples unseen."""
+    loader: DataLoader[Any],
+    how: Sharing,
+    shard_iterable: ShardIterable,
+    *,
+    is_divided: bool = False,
+    real: int | None = None,
+) -> DataLoader[Any]:
+    """A loader that reads its part of the data.
+
+    Args:
+        loader: reads all of it.
+        how: it is shared.
+        shard_iterable: of `prepare_loader`.
+        is_divided: the loader's sampler gives this process its own part.
+        real: how many of that part's samples, from the front, are not repeated ones; None for all.
+    """
     stream = isinstance(loader.dataset, IterableDataset)
-    repeats_unseen = None
     if stream:
         part = _share_stream(loader, how, shard_iterable)
     else:
-        real = None
-        if dividing is not None:
-            try:
-                real = count_real_samples(loader, dividing)
-            except TypeError:
-                repeats_unseen = type(dividing).__name__
-        rank, world = (how.rank, how.world) if dividing is None else (0, 1)
+        rank, world = (0, 1) if is_divided else (how.rank, how.world)
         shard = BatchSamplerShard(
             loader.sampler if loader.batch_sampler is None else loader.batch_sampler,
             world,
             rank,
             how.split,
             how.even and world > 1,
-            report_dropped=report_dropped(how, is_least=dividing is not None),
+            report_dropped=report_dropped(how, is_least=is_divided),
             real=real,
             batched=how.batched,
         )
         part = with_batches(loader, shard)
     if loader.num_workers and (how.rank or (stream and loader.worker_init_fn is not None)):
         part = copy_loader(part, worker_init_fn=WorkerStart(how.rank, loader.worker_init_fn, stream=stream))
-    return part, repeats_unseen
+    return part
 
 
 def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
@@ -328,24 +339,17 @@ def _check_same_length(dataset: Any) -> None:
     lengths = gather_object([len(dataset) if hasattr(dataset, "__len__") else None])
     if len(set(lengths)) > 1:
         raise LoopError(
-            f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples; prepare() shares one data "
-            "set among the processes, so give each of them the whole one"
+            f"prepare: the processes' datasets hold {', '.join(map(str, lengths))} samples; prepare() shares one "
+            "dataset among the processes, so give each of them the whole one"
         )
 
 
 def _split_size(batch_size: int | None, world_size: int) -> int:
     if batch_size is None or batch_size % world_size:
         found = "has no batch size of all processes" if batch_size is None else f"has batch_size={batch_size}"
-        raise ConfigError(
-            [
-                Problem(
-                    where="prepare(DataLoader)",
-                    key="split_batches",
-                    message=f"the loader {found}, which cannot be split among {world_size} processes",
-                    fix=f"give it a batch_size that is a multiple of {world_size}, or write split_batches: false",
-                )
-            ]
-        )
+        message = f"the loader {found}, which cannot be split among {world_size} processes"
+        fix = f"give it a batch_size that is a multiple of {world_size}, or write split_batches: false"
+        raise ConfigError([Problem("prepare(DataLoader)", "split_batches", message, fix)])
     return batch_size // world_size
 
 

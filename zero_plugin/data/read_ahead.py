@@ -92,16 +92,6 @@ class Reading:
         return Reading, ()  # a copied loader has read nothing
 
 
-def copy_containers(batch: Any) -> Any:
-    """The batch in other lists and dicts, as one that was moved is: a collate function may use its own again."""
-    kind = type(batch)
-    if kind is list or kind is tuple:
-        return kind([copy_containers(value) for value in batch])
-    if kind is dict:
-        return {key: copy_containers(value) for key, value in batch.items()}
-    return batch
-
-
 def _may_be_refilled(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return leaf.layout is torch.strided and leaf.device.type in ("cpu", "cuda") and not leaf.is_nested
@@ -134,13 +124,18 @@ def _name(leaf: Any) -> str:
     return "tensor" if isinstance(leaf, Tensor) else "array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
 
 
-def move_batch(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with every tensor on `device`, however nested; what cannot move stays as it is.
+def move_batch(batch: Any, device: torch.device | None, *, non_blocking: bool = False) -> Any:
+    """The batch with every tensor on `device`, however nested, in containers of its own; the rest stays as it is.
 
-    With `non_blocking` the copy is not waited for; it overlaps with the computation if the loader pins its memory.
+    Args:
+        batch: as a collate function made it, which may use its own containers again.
+        device: where to; None moves nothing.
+        non_blocking: do not wait for the copy; it overlaps with the computation if the loader pins its memory.
     """
 
     def move_leaf(leaf: Any) -> Any:
+        if device is None:
+            return leaf
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=non_blocking)
         return leaf.to(device) if _moves_itself(leaf) else leaf

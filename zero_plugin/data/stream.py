@@ -80,7 +80,7 @@ class WorkerStart:
         rank: this process.
         user_start: the user's `worker_init_fn`.
         stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info, and if
-            it takes it to divide the data, the `StreamShard` is told.
+            it takes it to divide the data, the `StreamShard` gets to know.
     """
 
     def __init__(self, rank: int, user_start: Callable[[int], Any] | None, *, stream: bool) -> None:
@@ -149,12 +149,12 @@ class StreamShard:
         self.division = division
         self.is_divided = False
         self._how = how
-        self._clock = torch.tensor([0, -1])  # the epoch's seed, and the epoch that the dataset is told
+        self._clock = torch.tensor([0, -1])  # the epoch's seed, and the epoch that the dataset gets
         if lasting_workers:  # they see no other change in the main process
             self._clock.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin_epoch(self, seed: int, epoch: int | None) -> None:
-        """Set what the coming iteration draws from, and the epoch that the dataset is told; None for nothing."""
+        """Set what the coming iteration draws from, and the epoch that the dataset gets; None for nothing."""
         self._clock[0], self._clock[1] = seed, -1 if epoch is None else epoch
 
     def __iter__(self) -> Iterator[Drawn]:
@@ -221,7 +221,7 @@ class StreamShard:
         return (self._how.rank, self._how.world) if self.division is Division.BY_SKIPPING else (0, 1)
 
     def _dataset_now(self, workers: int, worker: int) -> Any:
-        """The dataset to read from now on, told the epoch."""
+        """The dataset to read from now on, set to the epoch."""
         how, epoch = self._how, int(self._clock[1])
         dataset = self.dataset
         if self.division is Division.BY_SHARD_METHOD and how.world > 1:

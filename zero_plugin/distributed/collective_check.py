@@ -126,7 +126,7 @@ class CollectiveCheck:
         rank: of this process.
         world_size: of all.
         patience: how long it waits.
-        limit: seconds after which a meeting fails: the process group's own time-out.
+        limit: seconds after which waiting in the store fails: the process group's own time-out.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: Patience, limit: float = float("inf")) -> None:
@@ -152,7 +152,7 @@ class CollectiveCheck:
         """The script comes to a collective call. False inside another one, which it is a part of.
 
         Raises:
-            LoopError: another process is in another call, or gone, or has not come to a meeting in time.
+            LoopError: another process is in another call, or gone, or has not come in time to a call that `meets`.
         """
         if self._now is not None:
             return False
@@ -182,7 +182,7 @@ class CollectiveCheck:
         """Inside a call: every process' word, by rank; they wait for each other in the store.
 
         Raises:
-            LoopError: as for a meeting.
+            LoopError: as for a call that `meets`.
         """
         self._exchanges += 1
         keys = [f"word/{self._exchanges}/{rank}" for rank in range(self._world_size)]

@@ -211,33 +211,30 @@ def pad_across_processes(tree: Any, dim: int = 0, pad_index: float = 0, pad_firs
 
 
 class Peers(Protocol):
-    """All processes, as one thread of each reaches them; its calls are collective."""
+    """All processes, as one thread of each reaches them; its calls are collective.
+
+    Here it is the script's own thread, over the group that it trains with; a thread beside it needs a group of its own.
+    """
 
     @property
     def is_main(self) -> bool:
         """Whether this is process 0."""
-
-    def gather(self, text: str | None) -> list[str | None]:
-        """Every process' text, process 0's first."""
-
-    def sum(self, numbers: Tensor) -> Tensor:
-        """The sum of all processes' tensors, which have one shape and dtype."""
-
-
-class _Script(Peers):
-    @property
-    def is_main(self) -> bool:
         return process_index() == 0
 
     def gather(self, text: str | None) -> list[str | None]:
+        """Every process' text, process 0's first."""
         return gather_object([text])
 
     def sum(self, numbers: Tensor) -> Tensor:
+        """The sum of all processes' tensors, which have one shape and dtype."""
         total: Tensor = reduce(numbers, "sum")
         return total
 
 
-SCRIPT: Final[Peers] = _Script()  # the script's own thread, over the group that it trains with
+class _Script(Peers): ...
+
+
+SCRIPT: Final[Peers] = _Script()
 
 
 def all_or_none(step: Callable[[], T], peers: Peers = SCRIPT) -> T:

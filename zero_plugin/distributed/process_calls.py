@@ -19,14 +19,14 @@ from zero_plugin.errors import LoopError
 
 
 def split(inputs: Any, index: int, count: int, *, padded_on: torch.device | None) -> Any:
-    """Share `index` of `count` of a sequence, a tensor, an array, a data set, or of each value of a dict.
+    """Part `index` of `count` of a sequence, a tensor, an array, a dataset, or of each value of a dict.
 
     Args:
         inputs: the same on every process; the values of a dict have one length.
-        index: which share.
-        count: how many shares.
-        padded_on: repeat the last element so that all shares have one length, with tensors on this device; None leaves
-            the last shares shorter, and maybe empty.
+        index: which part.
+        count: how many parts.
+        padded_on: repeat the last element so that all parts have one length, with tensors on this device; None leaves
+            the last parts shorter, and maybe empty.
 
     Raises:
         LoopError: it cannot be divided, the values of a dict differ in length, or there is no element to repeat.

@@ -267,7 +267,7 @@ def start_processes(
         if _own.lives and not _own.holders and not _own.launched and "cuda" not in dist.get_backend_config():
             _own.end()  # a group of one that somebody made for the CPU, and left
     if not dist.is_initialized():
-        if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from host memory
+        if cuda and backend in (None, "nccl"):  # gloo beside it carries what collectives send from CPU memory
             backend = "cpu:gloo,cuda:nccl"
         backend = backend or "gloo"
         _own.make(backend, device, init_method, timeout or _TIMEOUT)

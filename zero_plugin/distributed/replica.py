@@ -35,7 +35,7 @@ class Replica:
         """The variables that describe a process group of these replicas; none for one replica.
 
         Where the launcher named no meeting point, it is that of torch_xla's own process groups. What a launcher that
-        knows its own machine alone has said of one is taken out of the environment.
+        knows its own machine alone has set of one is taken out of the environment.
         """
         if self.world_size == 1:
             return {}

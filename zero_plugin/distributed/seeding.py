@@ -26,7 +26,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: also make torch refuse operations without a deterministic implementation.
     """
     if device_specific:
-        # Before `Accelerator()` there is no process group, but the launcher has said which process this is.
+        # Before `Accelerator()` there is no process group, but the launcher has set which process this is.
         seed += process_index() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     random.seed(seed)
     np.random.seed(seed % 2**32)

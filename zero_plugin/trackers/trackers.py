@@ -105,7 +105,7 @@ class JsonlTracker(KnownTracker):
     """One JSON object per line in `<logging_dir>/<run_name>/metrics.jsonl`; hyper-parameters in `config.json` there.
 
     A line holds the `step`, the `time` in seconds since 1970, and the values. Numbers that JSON cannot hold are the
-    strings `nan`, `inf` and `-inf`. A second run of the same name goes on at the file's end.
+    strings `nan`, `inf` and `-inf`. A second run of the same name appends to the file.
     """
 
     name = "jsonl"

@@ -125,11 +125,11 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     """
     device = PartialState().device
     own = None if tensor is None else (tensor.shape, tensor.dtype)
-    told = collectives.gather_object([own])
-    holders = [rank for rank, given in enumerate(told) if given is not None]
+    found = collectives.gather_object([own])
+    holders = [rank for rank, given in enumerate(found) if given is not None]
     if len(holders) != 1:
         raise LoopError(f"copy_tensor_to_devices got a tensor on processes {holders}; pass it on one, None elsewhere")
-    shape, dtype = told[holders[0]]
+    shape, dtype = found[holders[0]]
     if tensor is None:
         tensor = torch.empty(shape, dtype=dtype, device=device)
     received: Tensor = collectives.broadcast(tensor.to(device), holders[0])
@@ -140,7 +140,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 def GatheredParameters(  # noqa: N802 - DeepSpeed's name for it
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Inside, parameters that ZeRO-3 has partitioned are whole on every process; others are so anyway. Collective.
+    """Inside, parameters that ZeRO-3 has partitioned are unpartitioned on every process. Collective.
 
     Args:
         params: parameters, or a parameter.

@@ -10,7 +10,7 @@ from zero_plugin.utils.constants import STR_OPERATION_TO_FUNC
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a version stands to another as `operation` says.
+    """Whether a version compares to another as `operation` says.
 
     Args:
         library_or_version: name of an installed package, or a parsed version.
@@ -29,5 +29,5 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed torch stands to `version` as `operation` says; torch itself is not imported."""
+    """Whether the installed torch compares to `version` as `operation` says; torch itself is not imported."""
     return compare_versions("torch", operation, version)
