@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.distributed.processes import Processes
-from zero_plugin.distributed.replica import Replica, find_replica
+from zero_plugin.distributed.processes import Processes, describe_group, find_replica
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.strategies.xla import XlaStrategy
 
@@ -40,7 +39,7 @@ def test_where_replicas_meet(monkeypatch: pytest.MonkeyPatch, world_size: int, a
     """In the launcher's store on one machine; of several each launcher has its own, though nobody said how many."""
     for name, value in _AGENT.items():
         monkeypatch.setenv(name, value)
-    group = Replica(0, 0, world_size, 4, torch.device("cpu")).describe_group()
+    group = describe_group(Processes(0, 0, world_size, torch.device("cpu")), 4)
     assert (group["MASTER_ADDR"], group["MASTER_PORT"]) == (address, port)
     assert ("TORCHELASTIC_USE_AGENT_STORE" in os.environ) == (world_size == 4)
 
@@ -89,7 +88,7 @@ def test_a_first_backward_that_fails(
         raise RuntimeError(said)
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("zero_plugin.distributed.replica.start_runtime", lambda: "TPU")
+    monkeypatch.setattr("zero_plugin.distributed.processes.start_runtime", lambda: "TPU")
     monkeypatch.setattr(torch.Tensor, "backward", fail)
     with pytest.raises(raised, match=told):
         find_replica()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def report_dropped(how: Sharing, *, is_least: bool = False) -> LogOnce:
     return LogOnce(line if how.rank == 0 else "")
 
 
-class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
+class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin, ABC):
     """A DataLoader around another; iterate it, as often as there are epochs.
 
     Whether a batch is the epoch's last is known with it. Over map-style data with torch's own samplers the length
@@ -236,9 +237,9 @@ class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
         """How workers are started."""
         return self.base_dataloader.multiprocessing_context
 
+    @abstractmethod
     def _portions(self, skip: int) -> Iterator[Portion]:
         """This process's batches of an epoch, without the first `skip`."""
-        return self._read(skip)
 
     def _count_steps(self) -> int:
         """Batches of a whole epoch on this process; TypeError for a stream without a length."""

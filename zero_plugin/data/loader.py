@@ -166,6 +166,9 @@ class SkipDataLoader(DataLoaderAdapter):
         base: DataLoader[Any] = DataLoader(dataset, **kwargs)
         self._wrap(base, describe_alone(base), Delivery(), skip=skip_batches)
 
+    def _portions(self, skip: int) -> Iterator[Portion]:
+        return self._read(skip)
+
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader over the same data that begins every epoch at batch `num_batches` of this process.

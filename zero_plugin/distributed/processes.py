@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,16 +25,22 @@ from torch.distributed.rendezvous import rendezvous
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.messages import show_messages
 from zero_plugin.distributed.collective_check import collective, end_watching, make_last_calls, start_watching
-from zero_plugin.distributed.replica import find_replica
 from zero_plugin.errors import LaunchError, LoopError, ZeroPluginError
 from zero_plugin.machine.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
 from zero_plugin.machine.scheduler_job import find_place, own_gpu
-from zero_plugin.machine.xla_runtime import check_world_size, find_tpu
+from zero_plugin.machine.xla_runtime import (
+    check_world_size,
+    find_tpu,
+    import_torch_xla,
+    refuse_threads,
+    start_runtime,
+)
 
 _log = logging.getLogger(__name__)
 
 _COORDINATES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = timedelta(minutes=30)
+_LATE_DEVICE = "device_ready_queues_"  # in an assertion of torch/csrc/autograd/engine.cpp
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # as the environment describes a group of one
 
 
@@ -282,15 +288,73 @@ def _finds_xla(cpu: bool) -> bool:
 
 
 def _start_replica(timeout: timedelta) -> Processes:
-    replica = find_replica()
+    replica, on_this_machine = find_replica()
     if not dist.is_initialized():
-        os.environ.update(replica.describe_group())
+        os.environ.update(describe_group(replica, on_this_machine))
         _own.make("gloo", replica.device, None, timeout)
         _own.end_at_exit()
     _own.on_xla = True
     check_world_size(replica.world_size, {"WORLD_SIZE": str(dist.get_world_size())})
     start_watching()
-    return Processes(dist.get_rank(), replica.local_rank, replica.world_size, replica.device)
+    return replace(replica, rank=dist.get_rank())
+
+
+def find_replica() -> tuple[Processes, int]:
+    """Start the XLA runtime. This process among those that it connects, and how many of them are on this machine.
+
+    Raises:
+        LaunchError: the runtime has no TPU, connects fewer processes than were started, or runs several in threads; or
+            this process has run a `backward` before.
+        MachineError: torch_xla or the runtime does not work here.
+    """
+    start_runtime()  # first, since an import of torch_xla says PJRT_DEVICE where nobody has
+    torch_xla = import_torch_xla()
+    runtime = torch_xla.runtime
+    world_size = runtime.world_size()
+    check_world_size(world_size)
+    refuse_threads(world_size)
+    torch_xla.manual_seed(torch.initial_seed())  # what `set_seed` before could not reach
+    device = torch_xla.device()
+    try:
+        torch.zeros((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if _LATE_DEVICE not in str(error):
+            raise  # of the compiler, or for want of memory
+        raise LaunchError(
+            "a backward() ran before the XLA runtime was started: torch's autograd engine counted the devices then, "
+            "and does not serve this one.\nMake the Accelerator, or PartialState(), before the first backward()."
+        ) from error
+    if world_size == 1:
+        return Processes(0, 0, 1, device), 1
+    place = Processes(runtime.global_ordinal(), runtime.local_ordinal(), world_size, device)
+    return place, runtime.local_device_count()
+
+
+def describe_group(replica: Processes, on_this_machine: int) -> dict[str, str]:
+    """The variables that describe a process group of XLA replicas; none for one replica.
+
+    Where the launcher named no meeting point, it is that of torch_xla's own process groups. What a launcher that knows
+    its own machine alone has set of one is taken out of the environment.
+
+    Args:
+        replica: this process.
+        on_this_machine: how many of them are here.
+    """
+    if replica.world_size == 1:
+        return {}
+    if replica.world_size > on_this_machine and _has_agent_store():
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # each machine has its own
+            os.environ.pop(name, None)
+    runtime = import_torch_xla().runtime
+    address = os.environ.get("MASTER_ADDR")
+    return {
+        "RANK": str(replica.rank),
+        "LOCAL_RANK": str(replica.local_rank),
+        "WORLD_SIZE": str(replica.world_size),
+        "LOCAL_WORLD_SIZE": str(on_this_machine),
+        "MASTER_ADDR": address or (runtime.get_master_ip() if runtime.device_type() == "TPU" else OWN_ADDRESS),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "12355"),
+    }
 
 
 def refuse_shared_gpu(store: Any, rank: int, gpu: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -50,31 +51,21 @@ def choose_trackers(
         known = [str(name) for name in get_available_trackers()]
         everywhere = [name for name in known if logging_dir or not _TRACKERS[name].requires_logging_directory]
         names = [*(each for each in names if isinstance(each, GeneralTracker)), *everywhere]
-    chosen: list[type[KnownTracker] | GeneralTracker] = []
-    problems: list[Problem] = []
-    for each in dict.fromkeys(names):
-        kind = each if isinstance(each, GeneralTracker) else _TRACKERS.get(each)
-        problem = _find_problem(each, kind, logging_dir)
-        if problem is not None:
-            problems.append(problem)
-        elif kind is not None:
-            chosen.append(kind)
-    if problems:
+    chosen = dict.fromkeys(names)
+    found = [_find_problem(name, logging_dir) for name in chosen if isinstance(name, str)]
+    if problems := [problem for problem in found if problem is not None]:
         raise ConfigError(problems)
-    return chosen
+    return [_TRACKERS[each] if isinstance(each, str) else each for each in chosen]
 
 
-def _find_problem(
-    given: str | GeneralTracker, kind: type[KnownTracker] | GeneralTracker | None, logging_dir: Any
-) -> Problem | None:
-    name = given if isinstance(given, str) else given.name
-    where = f"Accelerator(log_with={name!r})"
+def _find_problem(name: str, logging_dir: Any) -> Problem | None:
+    where, kind = f"Accelerator(log_with={name!r})", _TRACKERS.get(name)
     if kind is None:
         legal = ", ".join([*_TRACKERS, "all"])
         return Problem(where, "", "is no tracker", f"Write {legal}, or pass an object of your own GeneralTracker.")
-    if isinstance(kind, type) and not _is_installed(kind):
+    if not _is_installed(kind):
         return Problem(where, "", f"{kind.needs} is not installed", f"pip install {kind.needs}")
-    if kind.requires_logging_directory and logging_dir is None and isinstance(kind, type):
+    if kind.requires_logging_directory and logging_dir is None:
         return Problem(where, "", "it writes files, and no folder is given", "Add project_dir='…'.")
     return None
 
@@ -83,18 +74,10 @@ def _is_installed(kind: type[KnownTracker]) -> bool:
     return not kind.needs or importlib.util.find_spec(kind.needs) is not None
 
 
-def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors and arrays as the numbers, or lists of numbers, that they hold."""
-    return {key: _plain(value) for key, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return plain_values(value)
-    if isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "tolist")):
-        return value.item() if _elements(value) == 1 else value.tolist()
-    return value
-
-
-def _elements(value: Any) -> int:
-    return int(value.numel()) if isinstance(value, torch.Tensor) else int(value.size)
+def plain_values(values: Any) -> Any:
+    """Tensors and arrays, also in dicts, as the numbers, or lists of numbers, that they hold."""
+    if isinstance(values, Mapping):
+        return {key: plain_values(value) for key, value in values.items()}
+    if isinstance(values, torch.Tensor) or (hasattr(values, "dtype") and hasattr(values, "tolist")):
+        return values.item() if math.prod(values.shape) == 1 else values.tolist()
+    return values
