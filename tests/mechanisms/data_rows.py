@@ -26,7 +26,7 @@ ROWS = [
     Row(
         "the order is process 0's",
         "data/batch_sampler.py",
-        "        if self._report_dropped is None or _is_sequential(self.batch_sampler):",
+        "        if self._report_dropped is None or self.num_processes == 1 or _is_sequential(self.batch_sampler):",
         "        if True:",
         (PROCESSES,),
         "in check_the_order_is_process_0_s",
@@ -149,7 +149,7 @@ ROWS = [
     Row(
         "even batches are completed",
         "data/division.py",
-        "        own = real + list(islice(filler, max(0, how.batch_size - len(real))))",
+        "        own = [*real, *islice(filler, max(0, how.batch_size - len(real)))]",
         "        own = list(real)",
         (f"{BATCHES}::test_even_batches_complete_the_last_step_from_the_first_samples[2-whole]",),
         "assert",

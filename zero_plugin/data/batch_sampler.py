@@ -151,36 +151,26 @@ class BatchSamplerShard(_AroundBatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         self.counts = deque()  # a new one: an iteration still under way keeps its own
-        if self.num_processes == 1 and self._report_dropped is not None:
-            return self._draw_alone(self.counts)
         return self._draw_shares(self.counts)
 
     def _draw_shares(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        if self._report_dropped is None or _is_sequential(self.batch_sampler):
+        if self._report_dropped is None or self.num_processes == 1 or _is_sequential(self.batch_sampler):
             batches = self._drawn()
         else:
             batches = _drawn_by_main(self._drawn, self._batches_per_broadcast())
         if not self._batched:
             batches = ([item] for item in batches)
-        for share in islice(share_batches(batches, self._sharing(), self._report_dropped), self._skip, None):
-            counts.append((share.samples, share.real))
-            yield share.indices if self._batched else share.indices[0]
+        left = sys.maxsize if self._real is None else self._real
+        for position, share in enumerate(share_batches(batches, self._sharing(), self._report_dropped)):
+            if position >= self._skip:
+                counts.append((share.samples, min(share.real, left)))
+                yield share.indices if self._batched else share.indices[0]
+            left = max(0, left - share.samples)
 
     def _batches_per_broadcast(self) -> int:
         if is_torchs_own(self.batch_sampler):
             return _BATCHES_PER_BROADCAST
         return 1 if self.split_batches else self.num_processes
-
-    def _draw_alone(self, counts: deque[tuple[int, int]]) -> Iterator[Any]:
-        """Every batch as it comes: one generator, since a tiny model's step is not much longer than a chain of them."""
-        left = sys.maxsize if self._real is None else self._real
-        for position, batch in enumerate(self._drawn()):
-            indices = batch if not self._batched or hasattr(batch, "__len__") else list(batch)
-            samples = len(indices) if self._batched else 1
-            if position >= self._skip:
-                counts.append((samples, min(samples, left)))
-                yield indices
-            left = max(0, left - samples)
 
     def _drawn(self) -> Iterator[Any]:
         sampler = getattr(self.batch_sampler, "sampler", self.batch_sampler)

@@ -89,7 +89,7 @@ def share_batches(
     Raises:
         LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
     """
-    steps = _cut(batches, how) if how.split else _deal(batches, how.world)
+    steps = _cut(batches, how) if how.split and how.world > 1 else _deal(batches, how.world)
     step = first = next(steps, None)
     while step is not None:
         # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
@@ -120,7 +120,7 @@ def _is_full(step: list[list[Any]], how: Sharing) -> bool:
 
 def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]:
     iterator = iter(batches)
-    while step := [list(batch) for batch in islice(iterator, world)]:
+    while step := [batch if hasattr(batch, "__len__") else list(batch) for batch in islice(iterator, world)]:
         yield step
 
 
@@ -138,7 +138,7 @@ def _complete(step: list[list[Any]], first: list[list[Any]], how: Sharing) -> Sh
         return Share(step[how.rank], len(step[how.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
     filler = cycle(chain.from_iterable(first))
     for real in [*step, *[[]] * how.world][: how.rank + 1]:
-        own = real + list(islice(filler, max(0, how.batch_size - len(real))))
+        own = [*real, *islice(filler, max(0, how.batch_size - len(real)))]
     return Share(own, len(real))
 
 

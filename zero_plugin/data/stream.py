@@ -274,6 +274,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch = 0
+        self._own = batch_size // num_processes if split_batches else batch_size  # samples of a step
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset, if it wants to know; one with a generator instead gets that seeded by the epoch."""
@@ -283,17 +284,15 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Samples of this process; TypeError where the dataset has no length."""
-        step, own = self._sizes()
-        samples = len(self.dataset)
-        return (samples // step if self.drop_last else -(-samples // step)) * own
+        samples, step = len(self.dataset), self._own * self.num_processes
+        return (samples // step if self.drop_last else -(-samples // step)) * self._own
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
-        step, own = self._sizes()
-        samples, first = iter(self.dataset), list[Any]()
-        mine = slice(self.process_index * own, (self.process_index + 1) * own)
+        samples, first, step = iter(self.dataset), list[Any](), self._own * self.num_processes
+        mine = slice(self.process_index * self._own, (self.process_index + 1) * self._own)
         while drawn := list(islice(samples, step)):
             first = first or drawn
             if len(drawn) < step:
@@ -301,12 +300,6 @@ class IterableDatasetShard(IterableDataset[Any]):
                     return
                 drawn += islice(cycle(list(first)), step - len(drawn))
             yield from drawn[mine]
-
-    def _sizes(self) -> tuple[int, int]:
-        """Samples of a step, and this process's of them."""
-        if self.split_batches:
-            return self.batch_size, self.batch_size // self.num_processes
-        return self.batch_size * self.num_processes, self.batch_size
 
 
 class CountingCollate:
