@@ -1,1 +1,1 @@
-"""Experiment trackers: where a run writes its measurements, one file for each."""
+"""Experiment trackers: where a run writes its measurements."""
