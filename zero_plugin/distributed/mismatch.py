@@ -119,7 +119,7 @@ _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _LIBRARIES = (_PACKAGE, _TORCH, *(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib")), "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")  # of the user, or of another environment that is on the path
 
-# What runs for long and is no sign of a mistake, by the file that is on the stack as long as it does.
+# What runs for long and is no sign of a mistake, by the file, or its folder, that is on the stack as long as it does.
 _BUSY = {
     "<frozen importlib._bootstrap>": "imports",
     f"{_TORCH}utils/cpp_extension.py": "compiles",
@@ -127,8 +127,9 @@ _BUSY = {
     f"{_TORCH}_dynamo/convert_frame.py": "compiles",
     f"{_TORCH}_inductor/compile_fx.py": "compiles",
     f"{_TORCH}serialization.py": "saves or loads",
+    f"{_PACKAGE}checkpoint/": "saves or loads",
+    "/safetensors/": "saves or loads",
 }
-_BUSY_FOLDERS = {f"{_PACKAGE}checkpoint/": "saves or loads", "/safetensors/": "saves or loads"}
 
 
 def script_line(thread: int) -> str:
@@ -146,7 +147,7 @@ def _what_runs(thread: int) -> tuple[str, str]:
             if done or frame.f_code.co_name != "<module>":
                 break
             continue  # a module's own lines run as long as it is imported
-        kind = _kind_of(frame.f_code.co_filename)
+        kind = next((kind for file, kind in _BUSY.items() if file in frame.f_code.co_filename), "")
         # A lock that is waited for is inside the build that it belongs to; else the outermost says most.
         if kind and not (done.startswith("waits") and kind == "compiles"):
             done, name = kind, ""
@@ -169,10 +170,6 @@ def _is_library(frame: FrameType) -> bool:
 
 def _line_of(frame: FrameType | None) -> str:
     return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _kind_of(file: str) -> str:
-    return _BUSY.get(file) or next((kind for folder, kind in _BUSY_FOLDERS.items() if folder in file), "")
 
 
 def _named_in(frame: FrameType) -> str:
