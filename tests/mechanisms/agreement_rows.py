@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rows import Row
 
-AGREEMENT = "tests/agreement/test_agreement.py"
+AGREEMENT = "tests/distributed/test_agreement.py"
 END = "tests/strategies/test_end.py"
 
 ROWS = [
