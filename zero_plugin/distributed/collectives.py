@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_plugin.distributed.collective_check import collective, print_line
+from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import CheckpointError, LoopError, ZeroPluginError
 from zero_plugin.tensors.nested import list_leaves, map_leaves
 
