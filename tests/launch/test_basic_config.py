@@ -49,17 +49,15 @@ def test_precision_is_of_the_gpus() -> None:
     assert best_precision(machine) in (("bf16", "no") if machine.gpus else ("no",))
 
 
-def test_write_basic_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It returns the path; where a file is already it returns False, says so, and leaves the file."""
+def test_write_basic_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It returns the path; where a file is already it returns False, warns, and leaves the file."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     file = write_basic_config()
     assert file == default_config_file(os.environ)
     assert find_problems(read_document(file)) == []
-    assert capsys.readouterr().out == ""
+    assert caplog.text == ""
     assert write_basic_config(mixed_precision="bf16") is False
-    assert str(file) in capsys.readouterr().out
+    assert str(file) in caplog.text
     assert read_document(file).launch.value("mixed_precision") == "no"
     other = write_basic_config("FP16", str(tmp_path / "deep" / "other.json"))
     assert read_document(str(other)).launch.value("mixed_precision") == "fp16"

@@ -16,7 +16,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script
-from zero_plugin.launch.remote_worker import Parcel, choose_variables, pack, unpack
+from zero_plugin.launch.remote_worker import WorkerConfig, choose_variables, decode_config, encode_config
 from zero_plugin.launch.spec import LaunchSpec, Program
 from zero_plugin.machine.hardware import Machine
 
@@ -95,25 +95,25 @@ def test_the_word_holds_folder_program_and_environment(hostfile: Path) -> None:
     assert spec.hosts is not None
     word = spec.hosts.command[-1]
     assert re.fullmatch(r"[\w=-]+", word, re.ASCII)
-    parcel = unpack(word)
-    assert parcel.folder == str(hostfile.parent)
-    assert list(parcel.arguments) == [__file__, "--lr", "1", "a b", "ü;$x"]
-    handed = from_environment(parcel.environment)
+    config = decode_config(word)
+    assert config.folder == str(hostfile.parent)
+    assert list(config.arguments) == [__file__, "--lr", "1", "a b", "ü;$x"]
+    handed = from_environment(config.environment)
     assert handed is not None
     assert handed.launch.value("num_processes") == 4
     assert handed.launch.without("num_processes") == spec.document.launch
     assert handed.deepspeed == spec.document.deepspeed
-    assert parcel.environment["NCCL_DEBUG"] == "INFO"
-    assert parcel.environment["DS_ACCELERATOR"] == "cpu"
-    assert "HOME" not in parcel.environment
-    assert "hf_secret" not in str(parcel)
+    assert config.environment["NCCL_DEBUG"] == "INFO"
+    assert config.environment["DS_ACCELERATOR"] == "cpu"
+    assert "HOME" not in config.environment
+    assert "hf_secret" not in str(config)
     assert (spec.hosts.sent, spec.hosts.kept) == (("NCCL_DEBUG",), ("HF_TOKEN",))
 
 
 def test_bytes_that_are_no_text_survive() -> None:
     """A file name that is not UTF-8 arrives as it was typed."""
-    parcel = Parcel("/x", ["caf\udce9.py"], {}, None, "a", 1, False)
-    assert unpack(pack(parcel)) == parcel
+    config = WorkerConfig("/x", ["caf\udce9.py"], {}, None, "a", 1, False)
+    assert decode_config(encode_config(config)) == config
 
 
 def test_only_an_allow_list_is_sent() -> None:

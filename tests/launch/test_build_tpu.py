@@ -26,7 +26,7 @@ _NO_ZERO = "ZeRO stage 2 dropped, as"
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the extra `tpu` is installed, which the tests in tests/xla have."""
-    monkeypatch.setattr("zero_plugin.launch.build_tpu.find_version_problem", lambda: "")
+    monkeypatch.setattr("zero_plugin.launch.tpu.find_version_problem", lambda: "")
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.launch.spec import Host, filter_hosts, read_hostfile
+from zero_plugin.launch.hosts import filter_hosts, read_hostfile
+from zero_plugin.launch.spec import Host
 
 
 def write(folder: Path, text: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.launch.pre_rendezvous import store_command
+from zero_plugin.launch.rendezvous import store_command
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]
 

@@ -1,20 +1,31 @@
-"""`zero-plugin launch`: start a script on every GPU, or on the CPU, as a config file and flags say."""
+"""`zero-plugin launch` and `zero-plugin demo`: start a script on every GPU, or on the CPU, as a file and flags say."""
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.config.document import Document
+from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
+from zero_plugin.config.messages import show_messages
+from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch, sequence_length
 from zero_plugin.launch.command import overridden, shell_script, tell_cores
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.spec import Program
-from zero_plugin.machine.hardware import look_at_machine
+from zero_plugin.machine.hardware import Machine, look_at_machine
+
+_logger = logging.getLogger(__name__)
+
+_DEMO = Path(__file__).parents[1] / "demo"
 
 
 @with_launch_flags()
@@ -36,24 +47,54 @@ def launch(
         "module" if flags.get("module") else "executable" if flags.get("no_python") else "script"
     )
     document = document_from_flags(flags)
-    endpoint = flags.get("rdzv_endpoint")
-    said = [f"configuration: {', '.join(document.sources)}"] if document.sources and "config_file" not in flags else []
-    document, of_job = fill_from_job(document, os.environ, endpoint)
+    notes = [f"configuration: {', '.join(document.sources)}"] if document.sources and "config_file" not in flags else []
+    document, of_job = fill_from_job(document, os.environ, flags.get("rdzv_endpoint"))
     machine = look_at_machine()
     if "model" in flags:
         document, of_plan = plan_launch(document, flags["model"], sequence_length(flags), machine.gpus)
-        said += of_plan
-    spec = build_spec(
-        document,
-        Program(program, tuple(arguments or ()), kind),
-        machine,
-        os.environ,
-        rendezvous_endpoint=endpoint,
-    )
-    said += [tell_cores(spec)] if spec.cores_reason else []
-    for sentence in [] if flags.get("quiet") else [*said, *of_job, *overridden(spec.environment, os.environ)]:
-        print(sentence, file=sys.stderr)
+        notes += of_plan
+    _start(document, Program(program, tuple(arguments or ()), kind), machine, flags, [*notes, *of_job])
+
+
+@with_launch_flags("module", "no_python", "model", "sequence_length")  # the program is the demo's
+def demo(
+    ctx: typer.Context,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGUMENT", help="Arguments of the training script.", show_default=False),
+    ] = None,
+    **_: Any,
+) -> None:
+    """Train a small GPT on Python's own library: ZeRO-2, on every GPU, else by two processes on the CPU.
+
+    Every launch flag changes how it runs, e.g. --zero_stage 3 --offload_optimizer_device cpu. What follows -- goes to
+    the training script: zero-plugin demo -- --steps 1000 --width 256; zero-plugin demo -- --help lists it all.
+    """
+    flags = {"config_file": str(_DEMO / "config.yaml"), **typed_flags(ctx)}
+    document, machine = document_from_flags(flags), look_at_machine()
+    settings = launch_settings(document)
+    on_cpu = asks_for_cpu(settings) or not machine.gpus
+    if on_cpu and settings.num_processes is None and settings.distributed_type != "NO":
+        why = "the run is on the CPU, where two processes show what is split"
+        two = Entry(2, Origin("rule", "zero-plugin demo", why))
+        document = replace(document, launch=document.launch.replace({("num_processes",): two}))
+    _start(document, Program(str(_DEMO / "train.py"), tuple(arguments or ())), machine, flags)
+
+
+def _start(
+    document: Document, program: Program, machine: Machine, flags: Mapping[str, Any], notes: Sequence[str] = ()
+) -> None:
+    """Decide the launch, log what is worth knowing of it, then run it or, for `--dry_run`, print it.
+
+    Raises:
+        Exit: with the exit code of the workers.
+    """
+    spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))
+    show_messages(quiet=bool(flags.get("quiet")), prefix="")
+    of_spec = [*([tell_cores(spec)] if spec.cores_reason else []), *overridden(spec.environment, os.environ)]
+    for note in [*notes, *of_spec]:
+        _logger.info(note)
     if flags.get("dry_run"):
         print(shell_script(spec))
     else:
-        raise typer.Exit(run_workers(spec, quiet=bool(flags.get("quiet"))))
+        raise typer.Exit(run_workers(spec))

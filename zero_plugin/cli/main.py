@@ -24,7 +24,7 @@ _COMMANDS = {
     "test": ("zero_plugin.cli.selftest", "selftest", False),
     "doctor": ("zero_plugin.cli.doctor", "doctor", False),
     "env": ("zero_plugin.cli.env", "env", False),
-    "demo": ("zero_plugin.cli.demo", "demo", False),
+    "demo": ("zero_plugin.cli.launch", "demo", False),
 }
 _CHECKPOINT_COMMANDS = {
     "inspect": ("zero_plugin.cli.checkpoint", "inspect", False),

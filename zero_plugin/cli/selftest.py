@@ -16,6 +16,7 @@ from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.output import print_findings
 from zero_plugin.cli.selftest_checks.outcome import Outcome, document_of_test, read_outcomes
+from zero_plugin.config.messages import show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers
@@ -61,7 +62,8 @@ def selftest(
         if flags.get("dry_run"):
             print(shell_script(spec))
             return
-        code = run_workers(spec, quiet=True)
+        show_messages(quiet=True, prefix="")
+        code = run_workers(spec)
         found = read_outcomes(outcomes)
     if not found and spec.hosts is not None:
         print("this machine is none of the hosts; their results are above", file=sys.stderr)

@@ -1,10 +1,7 @@
 """Decides a launch: from the checked document, the program and this machine to the complete spec.
 
-Decide a launch: from the checked document, the program and this machine to the complete spec.
-
-Makes the plan of a launch where the model is named: what only a plan can fill is settled before a worker starts.
-
-Fill in what SLURM or MPI knows of the machines, where `zero-plugin launch` runs inside a job.
+Where a model is named, what only a plan can fill is settled before; inside a job of SLURM or MPI, what the job knows of
+the machines is filled in.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from typing import Any, Final, Literal, NamedTuple
 from zero_plugin.config.amounts import read_count
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.launch_settings import (
     LaunchSettings,
     asks_for_cpu,
@@ -29,11 +25,11 @@ from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import config_for_scripts, resolve
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.build_hosts import asked_launcher, build_hosts_spec
-from zero_plugin.launch.build_tpu import build_tpu_spec, choose_tpu
 from zero_plugin.launch.command import foreign_variables
-from zero_plugin.launch.report import STATIC_PORT, find_problems, where
+from zero_plugin.launch.hosts import asked_launcher, build_hosts_spec
+from zero_plugin.launch.report import STATIC_PORT, find_problems
 from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Request, Setting
+from zero_plugin.launch.tpu import build_tpu_spec, choose_tpu
 from zero_plugin.machine.hardware import Binding, Machine, choose_cores, find_gpus, has_gpu_driver, port_is_free
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.machine.network import (
@@ -71,7 +67,7 @@ def build_spec(
     Raises:
         ConfigError: everything about the launch that cannot run here, at once.
     """
-    document = choose_tpu(document, launch_settings(document), machine)
+    document = choose_tpu(document, machine)
     settings = launch_settings(document)
     request = Request(document, settings, program, environ, rendezvous_endpoint)
     if asks_for_tpu(settings):
@@ -83,25 +79,30 @@ def build_spec(
     processes, reason = _local_processes(settings, gpus)
     accelerator: Literal["cpu", "cuda"] = "cuda" if gpus else "cpu"
     resolved = request.resolve(
-        find_problems(document, settings, program, machine, gpus=gpus, endpoint=rendezvous_endpoint),
+        find_problems(request, machine, gpus),
         accelerator=accelerator,
         processes=processes * settings.num_machines,
         bf16=_has_bf16(document, accelerator),
     )
     rendezvous = _rendezvous(settings, rendezvous_endpoint)
     environment = {
-        **_environment(document, settings, machine, processes, on_cpu=on_cpu, environ=environ),
+        **_environment(request, machine, processes, on_cpu=on_cpu),
         **_interfaces(rendezvous, environ, on_cpu=on_cpu),
         **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
     }
-    seen = {**environ, **{name: setting.value for name, setting in environment.items()}}
     binding = Binding((), "")
     if settings.enable_cpu_affinity:
+        seen = {**environ, **{name: setting.value for name, setting in environment.items()}}
         binding = choose_cores(processes, find_gpus(processes, seen) if gpus else ())
-    return replace(
-        request.spec(processes, settings.num_machines, rendezvous, environment),
+    return LaunchSpec(
+        program,
+        document,
+        settings,
+        local_processes=processes,
         local_processes_reason=reason,
-        min_machines=settings.min_machines,
+        machines=settings.num_machines,
+        rendezvous=rendezvous,
+        environment=environment,
         deepspeed_config=config_for_scripts(document, resolved) if request.on_deepspeed else None,
         cores=binding.cores,
         cores_reason=binding.reason,
@@ -114,13 +115,13 @@ def _local_processes(settings: LaunchSettings, gpus: int) -> tuple[int, str]:
         return wanted // machines, f"{wanted} over {machines} machines" if machines > 1 else ""
     if settings.distributed_type == "NO":
         return 1, "distributed_type is NO"
-    return (
-        (gpus, "one for each GPU") if gpus else (1, "one, since the run is on the CPU and num_processes is not given")
-    )
+    if gpus:
+        return gpus, "one for each GPU"
+    return 1, "one, since the run is on the CPU and num_processes is not given"
 
 
 def _has_bf16(document: Document, accelerator: Literal["cpu", "cuda"]) -> bool:
-    """Whether the workers compute in bf16: asked for `mixed_precision: auto` alone, since the answer imports torch."""
+    """Whether the workers compute in bf16: found out for `mixed_precision: auto` alone, since that imports torch."""
     if document.launch.value("mixed_precision") is not AUTO:
         return True
     from zero_plugin.plan.run_facts import probe_machine
@@ -133,26 +134,24 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     options: dict[str, str | int] = {key.strip(): value.strip() for key, _, value in pairs}
     if settings.num_machines == 1:
         return Rendezvous(LOOPBACK, f"{OWN_ADDRESS}:{settings.main_process_port or 0}", uuid.uuid4().hex)
-    there = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
+    address = endpoint or f"{settings.main_process_ip}:{settings.main_process_port or STATIC_PORT}"
     if settings.rdzv_backend == "static":
-        return Rendezvous("static", there, "zero_plugin", options | {"rank": settings.machine_rank})
+        return Rendezvous("static", address, "zero_plugin", options | {"rank": settings.machine_rank})
     # torch compares with the addresses of this machine's name alone, and would name itself to the others by that name.
-    host, typed_port = host_of(there), there.rpartition(":")[2]
-    if settings.rdzv_backend == "c10d" and "is_host" not in options and is_own_address(host):
-        alone_here = typed_port.isdigit() and port_is_free(
-            int(typed_port)
-        )  # else another launcher of this machine has it
-        options |= {"is_host": "true"} if alone_here and not is_loopback(host) else {}
-    return Rendezvous(settings.rdzv_backend, there, "zero_plugin", options, local_address=address_towards(host))
+    host, port = host_of(address), address.rpartition(":")[2]
+    chosen = settings.rdzv_backend == "c10d" and "is_host" not in options and port.isdigit()
+    if chosen and is_own_address(host) and not is_loopback(host) and port_is_free(int(port)):
+        options["is_host"] = "true"  # where the port is taken, another launcher of this machine is the host
+    return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
 
 
-def _interfaces(meeting: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, Setting]:
-    """The network that leads to the meeting point, where the user names none: on one machine, loopback. Libraries take
-    the one of this machine's name, which on many systems leads nowhere, and on one machine would let others in."""
-    host = host_of(meeting.endpoint)
+def _interfaces(rendezvous: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, Setting]:
+    """The network that leads to the rendezvous, where the user names none: on one machine, loopback. Libraries take the
+    one of this machine's name, which on many systems leads nowhere, and on one machine would let others in."""
+    host = host_of(rendezvous.endpoint)
     interface = interface_towards(host)
     reason = f"this machine reaches {host} by it"
-    if meeting.backend == LOOPBACK:
+    if rendezvous.backend == LOOPBACK:
         reason = "the run is on this machine alone: nothing listens where others could reach it"
     names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
     if interface is not None and not on_cpu:
@@ -160,31 +159,20 @@ def _interfaces(meeting: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool
     return {name: Setting(to, reason) for name, to in names.items() if name not in environ}
 
 
-def _environment(
-    document: Document,
-    settings: LaunchSettings,
-    machine: Machine,
-    processes: int,
-    *,
-    on_cpu: bool,
-    environ: Mapping[str, str],
-) -> dict[str, Setting]:
-    handed_over = to_environment(document, processes * settings.num_machines)
-    added = {ENVIRONMENT_VARIABLE: Setting(handed_over, "the configuration, for the workers")}
-    if settings.num_cpu_threads_per_process is not None:
-        threads = settings.num_cpu_threads_per_process
-        added["OMP_NUM_THREADS"] = Setting(str(threads), where(document, "num_cpu_threads_per_process"))
-    elif "OMP_NUM_THREADS" not in environ:
+def _environment(request: Request, machine: Machine, processes: int, *, on_cpu: bool) -> dict[str, Setting]:
+    settings, environ = request.settings, request.environ
+    added = request.common_environment(processes * settings.num_machines)
+    if "OMP_NUM_THREADS" not in added and "OMP_NUM_THREADS" not in environ:
         threads = max(1, machine.cores // processes)
         added["OMP_NUM_THREADS"] = Setting(str(threads), f"{machine.cores} cores over {processes} processes")
     if on_cpu and "DS_ACCELERATOR" not in environ:
         why = "the run is on the CPU" if machine.gpus else "this machine has no GPU"
         added["DS_ACCELERATOR"] = Setting("cpu", f"for DeepSpeed: {why}")
-    if on_cpu and machine.gpus and asks_for_deepspeed(document, settings):
+    if on_cpu and machine.gpus and request.on_deepspeed:
         added["CUDA_VISIBLE_DEVICES"] = Setting("", "ZeRO on the CPU: Accelerate would take a GPU that it sees")
     if settings.gpu_ids != "all" and not on_cpu:
         ids = _visible_ids(settings.gpu_ids, environ.get("CUDA_VISIBLE_DEVICES"))
-        added["CUDA_VISIBLE_DEVICES"] = Setting(ids, where(document, "gpu_ids"))
+        added["CUDA_VISIBLE_DEVICES"] = Setting(ids, request.where("gpu_ids"))
     return added
 
 
@@ -286,7 +274,7 @@ _JOB: Final = "the job"
 def fill_from_job(
     document: Document, environ: Mapping[str, str], rendezvous_endpoint: str | None = None
 ) -> tuple[Document, list[str]]:
-    """Take number of machines, this one's rank and the meeting point from the job around this launcher.
+    """Take number of machines, this one's rank and where they meet from the job around this launcher.
 
     A flag wins over the job; so does a file, but for its `machine_rank`, which all machines read alike.
 

@@ -1,8 +1,6 @@
-"""Command lines of workers, and the variables that scripts of other layers read.
+"""The command lines of a worker and of a whole launch, and the variables that scripts of other layers read.
 
-The command line of one worker, and the torchrun command line that equals a whole launch.
-
-The variables by which scripts built on Accelerate or transformers' Trainer learn what the configuration says.
+By these variables scripts built on Accelerate or transformers' Trainer learn what the configuration says.
 """
 
 from __future__ import annotations
@@ -127,40 +125,48 @@ NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _PREFIX = {"script": [], "module": ["-m"], "executable": ["--no_python"]}
 
 
-def worker_command(spec: LaunchSpec) -> list[str]:
-    """What each worker process executes; output is unbuffered, as torchrun's workers have it."""
-    return [sys.executable, "-u", *_worker_arguments(spec)]
-
-
 def program_arguments(program: Program) -> list[str]:
     """The program and its arguments, as the worker file takes them."""
     return [*_PREFIX[program.kind], program.name, *program.arguments]
 
 
-def python_command(spec: LaunchSpec) -> list[str]:
-    """A command that starts the worker of a TPU by itself, without restarts, given the same environment."""
-    return ["python", "-u", *_worker_arguments(spec)]
+def worker_command(spec: LaunchSpec, python: str = sys.executable) -> list[str]:
+    """What each worker process executes; output is unbuffered, as torchrun's workers have it."""
+    return [python, "-u", *_worker_arguments(spec)]
+
+
+def _worker_arguments(spec: LaunchSpec) -> list[str]:
+    cores = ["--cores", "/".join(map(core_ranges, spec.cores))] if spec.cores else []
+    replicas: list[str] = []
+    if spec.replicas is not None:
+        count = "all" if spec.replicas.count is None else str(spec.replicas.count)
+        replicas = ["--replicas", count, spec.replicas.function]
+    return [str(Path(worker.__file__)), *cores, *replicas, *program_arguments(spec.program)]
 
 
 def torchrun_command(spec: LaunchSpec) -> list[str]:
     """A torchrun command that starts the same workers, given the same environment."""
-    meeting = spec.rendezvous
-    on_one_machine = meeting.backend == LOOPBACK
-    options = {key: value for key, value in meeting.options.items() if key != "rank"}
+    rendezvous, settings = spec.rendezvous, spec.settings
+    least = f"{settings.min_machines}:" if settings.min_machines is not None else ""
+    conf = ",".join(f"{key}={value}" for key, value in rendezvous.options.items() if key != "rank")
+    options = {
+        "nnodes": f"{least}{spec.machines}",
+        "nproc-per-node": spec.local_processes,
+        "max-restarts": settings.max_restarts,
+        "rdzv-backend": rendezvous.backend,
+        "rdzv-endpoint": rendezvous.endpoint,
+        "rdzv-id": rendezvous.run_id,
+        "rdzv-conf": conf or None,
+        "node-rank": rendezvous.options.get("rank"),
+        "local-addr": rendezvous.local_address,
+        "role": settings.role if settings.role != "default" else None,
+        "log-dir": settings.log_dir,
+        "tee": spec.streams if spec.streams != "0" else None,
+    }
+    on_one_machine = rendezvous.backend == LOOPBACK
     return [
         *(["python", "-m", "zero_plugin.launch.rendezvous"] if on_one_machine else ["torchrun"]),
-        f"--nnodes={spec.machines if spec.min_machines is None else f'{spec.min_machines}:{spec.machines}'}",
-        f"--nproc-per-node={spec.local_processes}",
-        f"--max-restarts={spec.max_restarts}",
-        f"--rdzv-backend={meeting.backend}",
-        f"--rdzv-endpoint={meeting.endpoint}",
-        f"--rdzv-id={meeting.run_id}",
-        *([f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}"] if options else []),
-        *([f"--node-rank={meeting.options['rank']}"] if "rank" in meeting.options else []),
-        *([f"--local-addr={meeting.local_address}"] if meeting.local_address else []),
-        *([f"--role={spec.role}"] if spec.role != "default" else []),
-        *([f"--log-dir={spec.log_dir}"] if spec.log_dir else []),
-        *([f"--tee={spec.streams}"] if spec.streams != "0" else []),
+        *(f"--{name}={value}" for name, value in options.items() if value is not None),
         *_worker_arguments(spec),
     ]
 
@@ -184,14 +190,15 @@ def shell_script(spec: LaunchSpec) -> str:
             json.dumps(spec.deepspeed_config, indent=2),
             "END",
         ]
-    if spec.max_restarts and spec.machines > 1:
+    if spec.settings.max_restarts and spec.machines > 1:
         lines += [
             "# else the workers of a restart would meet in the store of those before them",
             f"export {NEW_STORE}=1",
         ]
     if spec.replicas is None and spec.machines == 1:
         lines.append("# torchrun, with a rendezvous that no other machine reaches")
-    command = torchrun_command(spec) if spec.replicas is None else python_command(spec)
+    # the worker of a TPU starts by itself, without restarts
+    command = torchrun_command(spec) if spec.replicas is None else worker_command(spec, "python")
     return "\n".join([*lines, shlex.join(command)])
 
 
@@ -201,7 +208,7 @@ def tell_cores(spec: LaunchSpec) -> str:
 
 
 def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:
-    """DeepSpeed's launcher; what its last word holds is told before it."""
+    """DeepSpeed's launcher; what its last word holds is listed before it."""
     slots = ", ".join(f"{host.name} ({len(host.slots)})" for host in hosts.hosts)
     return [
         f"# by {hosts.launcher}, from DeepSpeed's launcher, on {slots}",
@@ -210,15 +217,3 @@ def _hosts_script(spec: LaunchSpec, hosts: Hosts) -> list[str]:
         f"# and, of this environment: {', '.join(hosts.sent) or 'nothing'}",
         f"(cd / && {shlex.join(hosts.command)})",
     ]
-
-
-def _worker_arguments(spec: LaunchSpec) -> list[str]:
-    cores = ["--cores", "/".join(map(core_ranges, spec.cores))] if spec.cores else []
-    return [str(Path(worker.__file__)), *cores, *_replica_arguments(spec), *program_arguments(spec.program)]
-
-
-def _replica_arguments(spec: LaunchSpec) -> list[str]:
-    if spec.replicas is None:
-        return []
-    count = "all" if spec.replicas.count is None else str(spec.replicas.count)
-    return ["--replicas", count, spec.replicas.function]

@@ -1,19 +1,14 @@
-"""Runs a spec on torchrun's engine, until every worker is gone.
+"""Runs a spec on torchrun's engine, in this process, until every worker is gone.
 
-Run a spec on torchrun's engine, in this process, until every worker is gone.
-
-How workers end: within seconds when one has failed, in their own time at SIGTERM; what they started ends too.
+Workers end within seconds when one has failed, and in their own time at SIGTERM; what they started ends too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,18 +20,13 @@ from typing import Any, Final
 from zero_plugin.config.handover import CUT_VARIABLE, Shortage, take_shortage
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
-from zero_plugin.launch.on_hosts import run_on_hosts
-from zero_plugin.launch.pre_rendezvous import Contact, meet_machines
-from zero_plugin.launch.report import (
-    describe_failure,
-    describe_idle,
-    find_first_failure,
-    shell_code,
-    tell_end,
-)
+from zero_plugin.launch.hosts import run_on_hosts
+from zero_plugin.launch.report import describe_failure, describe_idle, find_first_failure, shell_code, tell_end
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
 from zero_plugin.machine.memory import MemoryWatch
 from zero_plugin.machine.op_builds import RunningBuilds
+
+_logger = logging.getLogger(__name__)
 
 _AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
 _LOOK_S: Final = 0.05
@@ -148,12 +138,11 @@ _NOISE = (
 )
 
 
-def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
+def run_workers(spec: LaunchSpec) -> int:
     """Start the workers, wait for them and return the exit code for the shell.
 
     Args:
         spec: what runs, and where; workers on the machines of a hostfile are DeepSpeed's launcher's.
-        quiet: whether nothing is said that is no error.
 
     The code is 0, the first failing rank's, or 128 + n where signal n ended the launcher or that rank. When this
     returns, no worker is left on this machine.
@@ -163,70 +152,53 @@ def run_workers(spec: LaunchSpec, *, quiet: bool = False) -> int:
         MachineError: what reaches the machines of a hostfile is not installed.
     """
     if spec.hosts is not None:
-        return run_on_hosts(spec.hosts, quiet=quiet)
+        return run_on_hosts(spec.hosts)
     os.environ.update({name: setting.value for name, setting in spec.environment.items()})  # workers get a copy
     os.environ[CUT_VARIABLE] = "1"
-
-    _import_torchrun()
-    from zero_plugin.launch import rendezvous
-
-    rendezvous.register()
-    set_log_level(debug=spec.debug)
-    contact = Contact(spec.rendezvous, spec.machines, spec.min_machines)
-    restarts = 0
-    if spec.machines > 1 and spec.max_restarts:
+    max_restarts, restarts = spec.settings.max_restarts, 0
+    if spec.machines > 1 and max_restarts:
         os.environ[NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
 
     def log_restart(failures: Mapping[int, Ended]) -> None:
         nonlocal restarts
         restarts += 1
-        if restarts <= spec.max_restarts:
-            told = tell_end(find_first_failure(failures, Path(folder)))
-            smaller = _cut_micro_batch(take_shortage(Path(folder)))
-            print(  # noqa: T201
-                f"{told}; all workers start again (restart {restarts} of {spec.max_restarts}){smaller}", file=sys.stderr
-            )
+        if restarts <= max_restarts:
+            first, smaller = find_first_failure(failures, folder), _cut_micro_batch(take_shortage(folder))
+            message = "%s; all workers start again (restart %d of %d)%s"
+            _logger.warning(message, tell_end(first), restarts, max_restarts, smaller)
 
-    memory, ending = MemoryWatch(), end_workers_so(spec.grace_period, log_restart)
-    with log_folder(spec.log_dir) as folder, configuration_file(spec), contact, memory, ending as idle:
-        return _run_until_all_end(spec, Path(folder), contact, memory, idle, quiet=quiet)
+    memory, ending = MemoryWatch(), end_workers_so(spec.settings.grace_period, log_restart)
+    with torchrun_ready(spec) as folder, configuration_file(spec), memory, ending as idle:
+        return _run_until_all_end(spec, folder, memory, idle)
 
 
-def _import_torchrun() -> None:
-    """Nothing that torch's import makes dies before this process does: to collect through it costs 0.3 s."""
-    gc.disable()
-    import torch.distributed.launcher.api  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
-
-
-def _run_until_all_end(
-    spec: LaunchSpec, folder: Path, contact: Contact, memory: MemoryWatch, idle: Mapping[int, str], *, quiet: bool
-) -> int:
-    """Meet the other machines, run the workers on torchrun's engine, and say what came of them; an exit code."""
+def _run_until_all_end(spec: LaunchSpec, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
+    """Meet the other machines, run the workers on torchrun's engine, and log what came of them; an exit code."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    config, store = _torchrun_config(spec, folder), None  # from now on signals end this process at once
-    try:
-        store = meet_machines(spec.rendezvous, spec.machines, quiet=quiet)
-        return _run_attempts(spec, config, folder, memory, idle)
-    except SignalException as error:
-        if contact.lost:
-            return 1
-        print(f"stopped by {error.sigval.name}; no worker is left", file=sys.stderr)  # noqa: T201
-        return 128 + int(error.sigval)
-    except (RendezvousError, DistError) as error:
-        if any(folder.glob("*/attempt_*")):
-            contact.lost = f"the connection to the other machines is lost; all workers here are stopped: {error}"
-            return 1
-        raise LaunchError(_why_not_met(spec.rendezvous, spec.machines, error)) from error
-    finally:
-        del store  # the others may need it until torchrun has left their common exit
-        if contact.lost:
-            contact.leave()
+    from zero_plugin.launch.rendezvous import Contact, meet_machines
+
+    config, store = torchrun_config(spec, folder, **_signals_handled()), None  # from now on signals end this process
+    with Contact(spec.rendezvous, spec.machines, spec.settings.min_machines) as contact:
+        try:
+            store = meet_machines(spec.rendezvous, spec.machines)
+            return _run_attempts(spec, config, folder, memory, idle)
+        except SignalException as error:
+            if contact.lost:
+                return 1
+            _logger.warning("stopped by %s; no worker is left", error.sigval.name)
+            return 128 + int(error.sigval)
+        except (RendezvousError, DistError) as error:
+            if any(folder.glob("*/attempt_*")):
+                contact.lost = f"the connection to the other machines is lost; all workers here are stopped: {error}"
+                return 1
+            raise LaunchError(_why_not_met(spec.rendezvous, spec.machines, error)) from error
+        finally:
+            del store  # the others may need it until torchrun has left their common exit
+            if contact.lost:
+                contact.leave()
 
 
 def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
@@ -238,47 +210,73 @@ def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWat
     while True:
         try:
             elastic_launch(config, executable)(*arguments)
-            break
         except ChildFailedError as error:
             first = find_first_failure(error.failures, folder)
             shortage = take_shortage(folder)
             # Launchers of several machines begin again together, or not at all: that is --max_restarts.
             if spec.machines == 1 and (smaller := _cut_micro_batch(shortage)):
-                print(f"{tell_end(first)}; all workers start again{smaller}", file=sys.stderr)  # noqa: T201
+                _logger.warning("%s; all workers start again%s", tell_end(first), smaller)
                 continue
             processes = {rank: failure.pid for rank, failure in error.failures.items()}
-            told = describe_failure(
+            described = describe_failure(
                 first, machines=spec.machines, memory=memory, processes=processes, shortage=shortage
             )
-            print("\n".join([told, *describe_idle(idle)]), file=sys.stderr)  # noqa: T201
+            _logger.error("%s", "\n".join([described, *describe_idle(idle)]))
             return shell_code(first.exitcode)
-    return 0
+        return 0
 
 
-def _torchrun_config(spec: LaunchSpec, folder: Path) -> Any:
-    """The spec as torchrun's engine takes it."""
+@contextmanager
+def torchrun_ready(spec: LaunchSpec) -> Iterator[Path]:
+    """Prepare torchrun's engine in this process, for a launch from a shell or from a notebook.
+
+    Yields:
+        A folder of this run alone, for the ranks' error files and, where the user keeps them, logs.
+    """
+    import torch.distributed.launcher.api  # noqa: F401 - makes the loggers, and sets their levels
+
+    from zero_plugin.launch import rendezvous
+
+    rendezvous.register()
+    _set_log_level(debug=spec.settings.debug)
+    if spec.settings.log_dir is None:
+        with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+    else:
+        Path(spec.settings.log_dir).mkdir(parents=True, exist_ok=True)
+        yield Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=spec.settings.log_dir))
+
+
+def torchrun_config(spec: LaunchSpec, folder: Path, **more: Any) -> Any:
+    """The spec as torchrun's engine takes it.
+
+    Args:
+        spec: how many workers, and where they meet.
+        folder: of `torchrun_ready`.
+        more: fields of torch's launch configuration that the spec says nothing of.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
     return LaunchConfig(
-        min_nodes=spec.min_machines or spec.machines,
+        min_nodes=spec.settings.min_machines or spec.machines,
         max_nodes=spec.machines,
         nproc_per_node=spec.local_processes,
-        role=spec.role,
+        role=spec.settings.role,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), tee=Std.from_str(spec.streams)),
         run_id=spec.rendezvous.run_id,
         rdzv_backend=spec.rendezvous.backend,
         rdzv_endpoint=spec.rendezvous.endpoint,
         rdzv_configs=dict(spec.rendezvous.options),
-        max_restarts=spec.max_restarts,
-        monitor_interval=spec.monitor_interval,
+        max_restarts=spec.settings.max_restarts,
+        monitor_interval=spec.settings.monitor_interval,
         local_addr=spec.rendezvous.local_address,
-        **_signals_handled(LaunchConfig),
+        **more,
     )
 
 
 def _cut_micro_batch(shortage: Shortage | None) -> str:
-    """Let the workers started from now on have smaller micro-batches; how, to be told, or "" where they may not."""
+    """Let the workers started from now on have smaller micro-batches; how, or "" where they may not."""
     if shortage is None or not shortage.cut:
         return ""
     os.environ[CUT_VARIABLE] = str(shortage.cut)
@@ -288,18 +286,7 @@ def _cut_micro_batch(shortage: Shortage | None) -> str:
     )
 
 
-@contextlib.contextmanager
-def log_folder(kept_in: str | None) -> Iterator[str]:
-    """A folder of this run alone, for the ranks' error files and, where the user keeps them, logs."""
-    if kept_in is None:
-        with tempfile.TemporaryDirectory(prefix="zero_plugin_", ignore_cleanup_errors=True) as folder:
-            yield folder
-    else:
-        Path(kept_in).mkdir(parents=True, exist_ok=True)
-        yield tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=kept_in)
-
-
-@contextlib.contextmanager
+@contextmanager
 def configuration_file(spec: LaunchSpec) -> Iterator[None]:
     """The DeepSpeed JSON as a file that lasts as long as the workers, and its name in their environment."""
     if spec.deepspeed_config is None:
@@ -312,41 +299,41 @@ def configuration_file(spec: LaunchSpec) -> Iterator[None]:
         yield
 
 
-def _why_not_met(meeting: Rendezvous, machines: int, error: Exception) -> str:
+def _why_not_met(rendezvous: Rendezvous, machines: int, error: Exception) -> str:
     """Why the machines did not find each other, and what to do."""
     if type(error).__name__ == "RendezvousTimeoutError":
-        limit = meeting.options.get("join_timeout", meeting.options.get("timeout", 600))
+        limit = rendezvous.options.get("join_timeout", rendezvous.options.get("timeout", 600))
         return (
-            f"not all of the {machines} machines came together at {meeting.endpoint} within {limit} s. Nothing was "
+            f"not all of the {machines} machines came together at {rendezvous.endpoint} within {limit} s. Nothing was "
             "started here.\nStart the same command on every machine; --rdzv_conf join_timeout=SECONDS waits longer."
         )
     cause = next((str(e) for e in (error.__cause__, error.__context__, error) if e is not None and str(e)), "")
     return (
-        f"the machines did not meet at {meeting.endpoint}: {cause}\n"
+        f"the machines did not meet at {rendezvous.endpoint}: {cause}\n"
         "The launcher on the machine that has this address must run, and its port be free and open to the others."
     )
 
 
-def _signals_handled(config: type[Any]) -> dict[str, Any]:
-    """As an argument of torch's launch configuration; before 2.10 it has none, and handles SIGHUP under nohup too."""
-    handled = ",".join(_prepare_signals())
-    return {"signals_to_handle": handled} if "signals_to_handle" in config.__dataclass_fields__ else {}
-
-
-def _prepare_signals() -> list[str]:
-    """Let signals end this process at once while no worker exists; the names of those that torchrun shall handle then.
+def _signals_handled() -> dict[str, Any]:
+    """Let signals end this process at once while no worker exists, and torchrun handle them then.
 
     While torch waits for other machines no Python code runs, so that Ctrl-C would be heard after minutes. Under nohup
     SIGHUP stays ignored: torchrun by itself would end the run when the terminal closes.
+
+    Returns:
+        The argument of torch's launch configuration; before 2.10 it has none, and handles SIGHUP under nohup too.
     """
+    from torch.distributed.launcher.api import LaunchConfig
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    return [number.name for number in numbers]
+    name = "signals_to_handle"
+    return {name: ",".join(n.name for n in numbers)} if name in LaunchConfig.__dataclass_fields__ else {}
 
 
-def set_log_level(*, debug: bool) -> None:
+def _set_log_level(*, debug: bool) -> None:
     """Have torchrun say more of what it does where `debug`."""
     if debug:
         logging.basicConfig(level=logging.INFO)

@@ -1,14 +1,11 @@
-"""From launch flags to the checked document.
+"""From launch flags and the file they name to the one checked document; flags that are refused; a first launch config.
 
-From launch flags and the file they name to the one checked document.
-
-Flags of `accelerate launch` for what this package does not have, and what to do in place of each.
-
-The launch config that suits this machine, without a question.
+The first launch config is the one that suits this machine, without a question.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,11 +18,14 @@ from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, read_assignments
 from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, ON_EVERY_MACHINE, ignored_keys
 from zero_plugin.config.located import as_number
+from zero_plugin.config.messages import show_messages
 from zero_plugin.config.read import DEFAULT_STAGE, read_document
 from zero_plugin.config.tree import Entry, KeyPath, Origin
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import Machine, look_at_machine
+
+_logger = logging.getLogger(__name__)
 
 # What a switch says about how the processes work together. ZeRO on the CPU of a machine with GPUs is asked for in the
 # file: `distributed_type: DEEPSPEED` with `use_cpu: true`.
@@ -248,7 +248,7 @@ def write_basic_config(
         save_location: the file; by default the one that `zero-plugin launch` reads when it is given none.
 
     Returns:
-        The file's path; False, with a printed sentence, if there is one already.
+        The file's path; False, with a warning, if there is one already.
 
     Raises:
         ConfigError: such a precision is not legal.
@@ -256,7 +256,8 @@ def write_basic_config(
     """
     file = default_config_file(os.environ) if save_location is None else Path(save_location)
     if file.exists():
-        print(f"{file} exists and is left as it is. Run `zero-plugin config`, or name another file.")  # noqa: T201
+        show_messages()
+        _logger.warning("%s exists and is left as it is. Run `zero-plugin config`, or name another file.", file)
         return False
     write_config(basic_values(look_at_machine(), mixed_precision.lower()), file)
     return file

@@ -1,25 +1,32 @@
-"""Run a function in forked copies of this process, on torchrun's engine, until every one is gone."""
+"""Runs a function in forked copies of this process until every one is gone: on torchrun's engine, or on a TPU."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.launch.engine import end_copies_soon, log_folder, set_log_level
+from zero_plugin.launch.engine import end_copies_soon, torchrun_config, torchrun_ready
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
-from zero_plugin.launch.worker import die_with_launcher
+from zero_plugin.launch.tpu import ENDED_SILENTLY, end_training
+from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, put_first
+from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
+
+_logger = logging.getLogger(__name__)
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _INTERRUPTED: Final = 130  # 128 + SIGINT
@@ -28,7 +35,8 @@ _TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for
 # The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
 _DRIVER_ASKED: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # what the engine leaves in the environment
-_TRACEBACK: Final = "traceback"  # file beside torchrun's error file of each worker
+_FAILURE: Final = "failure"  # file with the traceback of the copy that failed first
+_called: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # what copies inherit; torch_xla would pickle it
 
 
 def run_forked(
@@ -50,48 +58,112 @@ def run_forked(
     on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
     threads = find_threads(int(os.environ["OMP_NUM_THREADS"]), on_gpus=on_gpus)
     from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    from zero_plugin.launch import rendezvous
-
-    rendezvous.register()
-    set_log_level(debug=spec.debug)
-    ends = _own_signals(), _signals_wait_for_forks(), end_copies_soon()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(log_folder(spec.log_dir))
-        for context in (*ends, meant_to_fork(), variables_while(_DRIVER_ASKED, _LEFT)):
+        folder = stack.enter_context(torchrun_ready(spec))
+        for context in (_own_signals(), _signals_wait_for_forks(), end_copies_soon(), meant_to_fork()):
             stack.enter_context(context)
-        config = LaunchConfig(
-            min_nodes=spec.machines,
-            max_nodes=spec.machines,
-            nproc_per_node=spec.local_processes,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            run_id=spec.rendezvous.run_id,
-            rdzv_backend=spec.rendezvous.backend,
-            rdzv_endpoint=spec.rendezvous.endpoint,
-            rdzv_configs=dict(spec.rendezvous.options),
-            max_restarts=spec.max_restarts,
-            monitor_interval=spec.monitor_interval,
-            local_addr=spec.rendezvous.local_address,
-            start_method="fork",
-            log_line_prefix_template=line_prefix,
-        )
+        stack.enter_context(variables_while(_DRIVER_ASKED, _LEFT))
+        config = torchrun_config(spec, folder, start_method="fork", log_line_prefix_template=line_prefix)
         config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
         try:
             elastic_launch(config, _work)(function, args, threads, spec.cores)
         except ChildFailedError as error:
             if any(failure.exitcode == _INTERRUPTED for failure in error.failures.values()):
                 raise KeyboardInterrupt from None  # the signal reached them, and was lost here
-            raise LaunchError(_describe(error.failures, Path(folder))) from None
+            raise LaunchError(_describe(error.failures, folder)) from None
         except SignalException as error:
             if error.sigval is signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise LaunchError(f"stopped by {error.sigval.name}; no worker is left") from None
         except (RendezvousError, DistError) as error:
             raise LaunchError(f"the machines did not meet at {spec.rendezvous.endpoint}: {error}") from error
+
+
+def run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: int | None) -> None:
+    """Run `function(*args)` on the devices of a TPU; on one device it runs here.
+
+    When this returns or raises, no copy is left.
+
+    Args:
+        function: what to run; it needs no name that another process could import.
+        args: its arguments; nothing is pickled.
+        count: how many devices there must be; None takes all.
+
+    Raises:
+        LaunchError: this process cannot be copied any more; a copy has failed.
+        MachineError: torch_xla or the runtime does not work here.
+    """
+    global _called
+    torch_xla = import_torch_xla()
+    if count == 1:
+        torch_xla.launch(_call_here, args=(function, args), debug_single_process=True)
+        return
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        raise LaunchError(
+            "this process has used an XLA device already, and its copies could not.\n"
+            "Restart the kernel, and keep what uses a device inside the launched function."
+        )
+    threads = find_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)), on_gpus=False)
+    _called = (function, args)
+    wanted = {"FORK_LAUNCHED": "1", **({} if count is None else {"WORLD_SIZE": str(count)})}
+    with tempfile.TemporaryDirectory(prefix="zero_plugin_") as folder, variables_while(wanted), meant_to_fork():
+        try:
+            with _copies_end_with_ctrl_c():
+                torch_xla.launch(_run_on_device, args=(folder, threads), start_method="fork")
+        except BrokenProcessPool:
+            failure = Path(folder) / _FAILURE
+            raise LaunchError(failure.read_text() if failure.exists() else ENDED_SILENTLY) from None
+        except (RuntimeError, OSError) as error:  # the runtime's, since the function's end its copy
+            raise explain_start(error) from error
+        finally:
+            _called = None
+
+
+def _call_here(_rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    function(*args)
+
+
+def _run_on_device(rank: int, folder: str, threads: int) -> None:
+    """One device's part; where it fails, its process ends at once, and torch_xla then ends the others."""
+    assert _called is not None, "the copy was made after it was set"
+    function, args = _called
+    _begin_copy(threads)
+    try:
+        function(*args)
+        end_training()
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of the user's function
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            end_training()
+            return
+        _leave_failure(error, rank, Path(folder))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _copies_end_with_ctrl_c() -> Iterator[None]:
+    """torch_xla would wait for them, and they train on in threads that hear of no signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    others = set(multiprocessing.active_children())
+
+    def end(*_: Any) -> None:
+        for copy in set(multiprocessing.active_children()) - others:
+            copy.kill()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- before ----------------------------------------------------------------------------------------------------------
@@ -129,10 +201,9 @@ def find_threads(wanted: int, *, on_gpus: bool = True) -> int:
         return wanted
     trial.kill()
     trial.join()
-    print(  # noqa: T201 - a launcher's word
-        "zero_plugin: torch has computed here with several threads, which hang in a copy of this process; each process "
-        "computes with one. Restart the kernel and launch before anything computes, to have more.",
-        file=sys.stderr,
+    _logger.warning(
+        "torch has computed here with several threads, which hang in a copy of this process; each process computes "
+        "with one. Restart the kernel and launch before anything computes, to have more."
     )
     return 1
 
@@ -228,57 +299,56 @@ def meant_to_fork() -> Iterator[None]:
 # ---- in the copy -----------------------------------------------------------------------------------------------------
 
 
+def _begin_copy(threads: int) -> None:
+    """Forget what of the launcher's state and life a copy must not go on with."""
+    die_with_launcher()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(threads)
+    if (state := sys.modules.get("zero_plugin.loop.state")) is not None:
+        state.forget_run()
+
+
 def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cores: tuple[frozenset[int], ...]) -> None:
     """Run the function as a process of its own would: nothing of the launcher's goes on, and its end is an end."""
-    die_with_launcher()
+    _begin_copy(threads)
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     os.environ["FORK_LAUNCHED"] = "1"
     if cores:
         os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])])
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads)
-    if (state := sys.modules.get("zero_plugin.loop.state")) is not None:
-        state.forget_run()
     atexit._clear()  # the launcher's, which multiprocessing would not call here either
+    attempt = Path(os.environ[ERROR_FILE]).parents[1]
     try:
         function(*args)
         atexit._run_exitfuncs()  # ends the training with the other processes
     except SystemExit as end:
         if end.code not in (None, 0):
-            _leave_traceback(end)
+            _leave_failure(end, os.environ["RANK"], attempt)
             raise
         atexit._run_exitfuncs()
     except KeyboardInterrupt:
         raise SystemExit(_INTERRUPTED) from None  # torch would take it for a good end, and wait for the result
     except Exception as error:
-        _leave_traceback(error)
+        _leave_failure(error, os.environ["RANK"], attempt)
         raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _leave_traceback(error: BaseException) -> None:
-    """Where the launcher finds it, with this process's rank in the first line."""
+def _leave_failure(error: BaseException, rank: int | str, folder: Path) -> None:
+    """Write down for the launcher what happened, with this process's traceback, unless another failed before."""
     own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     lines = traceback.format_exception(type(error), error, own_frames)
     if (memory := sys.modules.get("zero_plugin.loop.out_of_memory")) is not None:
         lines += [f"{line}\n" for line in memory.describe_end(error)]
-    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(_TRACEBACK)
-    file.write_text("".join([f"{os.environ['RANK']}\n", *lines]))
-
-
-# ---- after -----------------------------------------------------------------------------------------------------------
+    put_first(folder / _FAILURE, f"process {rank} failed first; all are stopped.\n\n{''.join(lines).rstrip()}")
 
 
 def _describe(failures: Any, folder: Path) -> str:
     """What happened, with the traceback of the process that failed first."""
     rank, failure = next(iter(failures.items()))
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: int(attempt.name.partition("_")[2]))
-    files = attempts[-1].glob(f"*/{_TRACEBACK}") if attempts else ()
-    first = min(files, key=lambda file: file.stat().st_mtime_ns, default=None)
-    if first is None or failure.exitcode < 0:
+    if failure.exitcode < 0 or not attempts or not (file := attempts[-1] / _FAILURE).exists():
         return describe_failure(FirstFailure(rank, failure.exitcode))
-    number, _, text = first.read_text().partition("\n")
-    return f"process {number} failed first; all are stopped.\n\n{text.rstrip()}"
+    return file.read_text()

@@ -1,10 +1,7 @@
-"""Starts one process on a machine of a hostfile, from one encoded word.
+"""Starts one process on a machine of a hostfile, where DeepSpeed's launcher, mpirun or srun has reached it.
 
-Start one process where DeepSpeed's launcher, mpirun or srun has reached a machine of the run.
-
-Started by its path, as `remote_worker.py RUN WORD`: RUN marks the processes of one launch, WORD holds all the rest.
-
-What a process on another machine needs, as one word that no shell on the way can misread.
+Started by its path, as `remote_worker.py RUN CONFIG`: RUN marks the processes of one launch, CONFIG is all that a
+process needs, encoded as one word that no shell on the way can misread.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _SECRET: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class WorkerConfig:
     """One launch, for a process of it on any machine.
 
     Attributes:
@@ -63,14 +60,14 @@ class Parcel:
     bind: bool
 
 
-def pack(parcel: Parcel) -> str:
-    """The parcel in letters, digits, `-`, `_` and `=`."""
-    return base64.urlsafe_b64encode(zlib.compress(json.dumps(asdict(parcel)).encode(), 9)).decode()
+def encode_config(config: WorkerConfig) -> str:
+    """The configuration in letters, digits, `-`, `_` and `=`."""
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(asdict(config)).encode(), 9)).decode()
 
 
-def unpack(word: str) -> Parcel:
-    """The parcel that `pack` made into this word."""
-    return Parcel(**json.loads(zlib.decompress(base64.urlsafe_b64decode(word))))
+def decode_config(word: str) -> WorkerConfig:
+    """The configuration that `encode_config` made into this word."""
+    return WorkerConfig(**json.loads(zlib.decompress(base64.urlsafe_b64decode(word))))
 
 
 def choose_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -81,34 +78,34 @@ def choose_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[
 
 
 def main() -> None:
-    """Run the program of the parcel on the command line, as this machine's process number LOCAL_RANK."""
-    parcel = unpack(sys.argv[2])
+    """Run the program of the encoded configuration on the command line, as this machine's process number LOCAL_RANK."""
+    config = decode_config(sys.argv[2])
     try:
-        os.chdir(parcel.folder)
+        os.chdir(config.folder)
     except OSError as error:
         raise SystemExit(
-            f"{socket.gethostname()}: the launch was typed in {parcel.folder}, and here that is {error.strerror!r}.\n"
+            f"{socket.gethostname()}: the launch was typed in {config.folder}, and here that is {error.strerror!r}.\n"
             "Every machine of the hostfile needs the same folders, for example on a shared file system."
         ) from None
-    os.environ.update(parcel.environment)
+    os.environ.update(config.environment)
     if "RANK" not in os.environ:
-        os.environ.setdefault("MASTER_ADDR", parcel.main_address)
-        os.environ.setdefault("MASTER_PORT", str(parcel.main_port))
+        os.environ.setdefault("MASTER_ADDR", config.main_address)
+        os.environ.setdefault("MASTER_PORT", str(config.main_port))
         if (place := find_place(os.environ)) is not None:
             os.environ.update(place.environment(os.environ))
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     on_gpus = has_gpu_driver() and os.environ.get("DS_ACCELERATOR") != "cpu"
     for name, value in _of_this_machine(here, on_gpus=on_gpus).items():
         os.environ.setdefault(name, value)
-    if parcel.bind:
+    if config.bind:
         _bind(here, on_gpus=on_gpus)
-    if parcel.deepspeed_config is not None:
+    if config.deepspeed_config is not None:
         folder = tempfile.mkdtemp(prefix="zero_plugin_")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         file = Path(folder) / "deepspeed.json"
-        file.write_text(json.dumps(parcel.deepspeed_config, indent=2))
+        file.write_text(json.dumps(config.deepspeed_config, indent=2))
         os.environ[CONFIG_FILE_VARIABLE] = str(file)
-    sys.argv[1:] = parcel.arguments
+    sys.argv[1:] = config.arguments
     worker.main()
 
 

@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _INTERRUPTED = 130  # 128 + SIGINT
 _NOT_WRITTEN = 120  # with which Python ends where its standard output cannot be written
 _LONGEST_LINE = 240
-_STARTERS = (__file__, str(Path(__file__).with_name("replicas.py")))  # whose frames are none of the user's
+_STARTERS = (__file__, str(Path(__file__).with_name("tpu.py")))  # whose frames are none of the user's
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def report_end(error: BaseException, rank: int) -> int:
     if isinstance(error, SystemExit):
         code = int(error.code) if isinstance(error.code, int) else 1
         if _claim_first_failure(code, str(rank)) and isinstance(error.code, str):
-            print(error.code, file=sys.stderr)  # noqa: T201 - as Python itself does
+            sys.stderr.write(f"{error.code}\n")  # as Python itself does
         return code
     return _report_exception(error, str(rank))
 
@@ -151,7 +151,7 @@ def _run_program() -> int:
             return 0
         code = int(end.code) if isinstance(end.code, int) else 1  # True is an int too
         if not isinstance(end.code, int):
-            print(end.code, file=sys.stderr)  # noqa: T201 - as Python itself does
+            sys.stderr.write(f"{end.code}\n")  # as Python itself does
         if code:
             _claim_first_failure(code, _rank())
         return code
@@ -166,7 +166,7 @@ def _run_replicas(arguments: list[str]) -> None:
     """Not before it is needed: the launcher's other workers import nothing but the standard library here."""
     count, function, *program = arguments
     _set_import_folder(Path.cwd() if program[0] == "-m" else Path(program[0]).resolve().parent)
-    from zero_plugin.launch.replicas import run_replicas
+    from zero_plugin.launch.tpu import run_replicas
 
     run_replicas(function, count, program)
 
@@ -206,7 +206,7 @@ def _report_exception(error: BaseException, rank: str) -> int:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     else:
         line = next(iter(f"{type(error).__name__}: {error}".splitlines()))[:_LONGEST_LINE]
-        print(f"rank {rank} failed later: {line}", file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"rank {rank} failed later: {line}\n")  # in place of a traceback
     return code
 
 

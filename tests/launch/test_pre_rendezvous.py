@@ -12,11 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.launch.pre_rendezvous import meet_machines
+from zero_plugin.launch.rendezvous import meet_machines
 from zero_plugin.launch.spec import Rendezvous
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,11 +48,9 @@ class WatchedStore:
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where machines meet: something listens there, but they share a store of this process, which needs no network."""
     shared = HashStore()
-    monkeypatch.setattr(torch._C._distributed_c10d, "TCPStore", lambda *_, **__: shared)
-    monkeypatch.setattr(torch._C._distributed_c10d, "PrefixStore", WatchedStore)
-    monkeypatch.setattr(
-        "zero_plugin.launch.pre_rendezvous.listening_socket", lambda *_: SimpleNamespace(detach=lambda: -1)
-    )
+    monkeypatch.setattr("zero_plugin.launch.rendezvous.TCPStore", lambda *_, **__: shared)
+    monkeypatch.setattr("zero_plugin.launch.rendezvous.PrefixStore", WatchedStore)
+    monkeypatch.setattr("zero_plugin.launch.rendezvous.listening_socket", lambda *_: SimpleNamespace(detach=lambda: -1))
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -64,7 +61,7 @@ def meet(meeting: str, endpoint: str, machine: tuple[int, int], held_up_at: int,
     rank, machines = machine
     waits = Rendezvous("static", endpoint, "", {"rank": rank, "timeout": 1.5 if dies else 60})
     try:
-        meet_machines(waits, machines, quiet=True)
+        meet_machines(waits, machines)
     except LaunchError as error:
         return str(error)
     except Killed:
@@ -112,7 +109,7 @@ def test_one_machine_too_many(endpoint: str) -> None:
 
 def test_a_machine_that_is_killed_while_they_meet(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one ends within its time, and names it; it goes on only if the lost one had seen both."""
-    monkeypatch.setattr("zero_plugin.launch.pre_rendezvous._FAREWELL_S", 0.2)
+    monkeypatch.setattr("zero_plugin.launch.rendezvous._FAREWELL_S", 0.2)
     told = {"came, but does not answer any more": 0, "did not come": 0, "met": 0}
     for ends in hold_up_each(endpoint, [(0, 2), (1, 2)], dies=True):
         lost = ends.index("killed")
