@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from zero_plugin.cli.config import ask_launch_config
-from zero_plugin.cli.prompts import NumberedLists
+from zero_plugin.cli.prompts import Prompts
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.commented import key_comments
 from zero_plugin.config.read import read_document
@@ -491,7 +491,7 @@ def test_wrong_answers_are_asked_again(junk: str, tmp_path: Path) -> None:
 def test_what_was_found_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with GPUs, Enter alone gives ZeRO-2 on all of them, in what they compute best."""
     monkeypatch.setattr("builtins.input", lambda _: "")
-    assert ask_launch_config(NumberedLists(), Machine(gpus=4, cores=8), "bf16") == {
+    assert ask_launch_config(Prompts(), Machine(gpus=4, cores=8), "bf16") == {
         "distributed_type": "DEEPSPEED",
         "mixed_precision": "bf16",
         "num_processes": 4,

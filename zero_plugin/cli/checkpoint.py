@@ -1,11 +1,4 @@
-"""`zero-plugin checkpoint`: what is in a checkpoint, whether it is complete, and conversions.
-
-`zero-plugin checkpoint`: what is in a checkpoint, whether it is whole, and to and from other formats.
-
-Prints what checkpoints and other folders hold.
-
-Reads checkpoints again, and prints what differs from their checksums.
-"""
+"""`zero-plugin checkpoint`: what is in a checkpoint, whether it is complete, and conversions from and to others."""
 
 from __future__ import annotations
 
@@ -32,7 +25,7 @@ from zero_plugin.checkpoint.manifest import (
     several_checkpoints,
     summarise,
 )
-from zero_plugin.cli.output import progress_bar
+from zero_plugin.cli.output import print_line, print_rows, progress_bar
 from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.model_folder import read_model_folder
@@ -209,26 +202,8 @@ def _written_by(topology: Mapping[str, Any]) -> str:
 
 
 def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that fits the terminal; for a pipe aligned columns, whose lines are never broken."""
-    if not sys.stdout.isatty():
-        lines = [*([head] if head else []), *rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        print(*([title] if title else []), sep="")
-        for line in lines:
-            print("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip())
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    console.print(Text(title, "bold"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head), header_style="dim")
-    for column in head or [""] * len(rows[0]):
-        table.add_column(column, overflow="fold", justify="right" if column in ("size", "tensors", "step") else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    print_line(title, "bold")
+    print_rows(rows, head, to_the_right=("size", "tensors", "step"))
 
 
 def verify_all(folder: Path) -> bool:

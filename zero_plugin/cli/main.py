@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -14,23 +14,27 @@ import zero_plugin
 from zero_plugin.errors import ConfigError, ZeroPluginError
 from zero_plugin.launch.flags import refuse_flag
 
-# command: (module, function, whether what follows the first argument belongs to the user's script)
-_COMMANDS = {
-    "config": ("zero_plugin.cli.config", "config", False),
-    "launch": ("zero_plugin.cli.launch", "launch", True),
-    "check": ("zero_plugin.cli.check", "check", False),
-    "explain": ("zero_plugin.cli.explain", "explain", False),
-    "plan": ("zero_plugin.cli.plan", "plan", False),
-    "test": ("zero_plugin.cli.selftest", "selftest", False),
-    "doctor": ("zero_plugin.cli.doctor", "doctor", False),
-    "env": ("zero_plugin.cli.env", "env", False),
-    "demo": ("zero_plugin.cli.launch", "demo", False),
-}
-_CHECKPOINT_COMMANDS = {
-    "inspect": ("zero_plugin.cli.checkpoint", "inspect", False),
-    "verify": ("zero_plugin.cli.checkpoint", "verify", False),
-    "export": ("zero_plugin.cli.checkpoint", "export", False),
-    "import": ("zero_plugin.cli.checkpoint", "import_", False),
+_HELP: Final = {"help_option_names": ["--help", "-h"]}
+# By group and command: the module and the function. `checkpoint` is a group itself.
+_COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
+    "zero-plugin": {
+        "config": "zero_plugin.cli.config:config",
+        "launch": "zero_plugin.cli.launch:launch",
+        "check": "zero_plugin.cli.check:check",
+        "explain": "zero_plugin.cli.explain:explain",
+        "plan": "zero_plugin.cli.plan:plan",
+        "test": "zero_plugin.cli.selftest:selftest",
+        "doctor": "zero_plugin.cli.doctor:doctor",
+        "env": "zero_plugin.cli.env:env",
+        "demo": "zero_plugin.cli.launch:demo",
+        "checkpoint": "",
+    },
+    "checkpoint": {
+        "inspect": "zero_plugin.cli.checkpoint:inspect",
+        "verify": "zero_plugin.cli.checkpoint:verify",
+        "export": "zero_plugin.cli.checkpoint:export",
+        "import": "zero_plugin.cli.checkpoint:import_",
+    },
 }
 
 
@@ -50,69 +54,35 @@ class _Command(TyperCommand):
 class _LazyCommands(TyperGroup):
     """Imports a command's module when the command is named, so that none pays for another's imports."""
 
-    commands_known = _COMMANDS
-
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
-        return list(self.commands_known)
+        return list(_COMMANDS[str(self.name)])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-        if cmd_name not in self.commands_known:
-            return None
-        module, function, takes_script = self.commands_known[cmd_name]
-        return _build_command(cmd_name, getattr(import_module(module), function), takes_script=takes_script)
+        target = _COMMANDS[str(self.name)].get(cmd_name)
+        if target == "":
+            help_text = "Look into checkpoints, verify them, and take them from and to other formats."
+            return typer.main.get_group(_group(cmd_name, help=help_text))
+        module, _, function = (target or "").partition(":")
+        return _command(cmd_name, getattr(import_module(module), function)) if target else None
 
 
-class _CheckpointCommands(_LazyCommands):
-    commands_known = _CHECKPOINT_COMMANDS
-
-
-class _AllCommands(_LazyCommands):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*super().list_commands(ctx), "checkpoint"]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _checkpoint_group() if cmd_name == "checkpoint" else super().get_command(ctx, cmd_name)
-
-
-def _build_command(name: str, function: Callable[..., None], *, takes_script: bool) -> TyperCommand:
+def _command(name: str, function: Callable[..., None]) -> Any:
     app = typer.Typer(add_completion=False)
-    app.command(
-        name,
-        cls=_Command,
-        context_settings={
-            "allow_interspersed_args": not takes_script,
-            "token_normalize_func": lambda flag: flag.replace("-", "_"),  # --zero_stage and --zero-stage are one
-            "help_option_names": ["--help", "-h"],
-        },
-    )(function)
-    command = typer.main.get_command(app)
-    assert isinstance(command, TyperCommand), "an app with one command is that command"
-    return command
-
-
-def _checkpoint_group() -> Any:
-    app = typer.Typer(
-        name="checkpoint",
-        cls=_CheckpointCommands,
-        add_completion=False,
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["--help", "-h"]},
-    )
-
-    @app.callback()
-    def _checkpoint() -> None:
-        """Look into checkpoints, verify them, and take them from and to other formats."""
-
+    settings = {
+        "allow_interspersed_args": name != "launch",  # what follows the script is the script's
+        "token_normalize_func": lambda flag: flag.replace("-", "_"),  # --zero_stage and --zero-stage are one
+    }
+    app.command(name, cls=_Command, context_settings={**settings, **_HELP})(function)
     return typer.main.get_command(app)
 
 
-_app = typer.Typer(
-    cls=_AllCommands,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
-)
+def _group(name: str, **more: Any) -> typer.Typer:
+    return typer.Typer(
+        name=name, cls=_LazyCommands, add_completion=False, no_args_is_help=True, context_settings=dict(_HELP), **more
+    )
+
+
+_app = _group("zero-plugin", pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

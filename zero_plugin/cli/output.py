@@ -1,21 +1,18 @@
-"""Tables, progress bars and findings that commands print.
+"""What commands print: tables, resolved values by section, progress bars, and what checks came to.
 
-Prints resolved values by section: a table that fits the terminal, or aligned plain lines for a pipe.
-
-Amounts of bytes: as text, and as a bar that fills while they are read or written.
-
-Prints what checks came to: a mark, a name and what was found, and under what is not well the way to mend it.
+A table fits the terminal; for a pipe it has aligned plain lines, which are never broken, so that they can be searched.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from shutil import get_terminal_size
+from typing import Final, Literal
 
 from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.config.document import Document
@@ -33,6 +30,57 @@ _SECTIONS: Final[Mapping[str, str]] = {
     "scheduler_counts": "scheduler",
 }
 _STYLES: Final = {"flag": "cyan", "code": "cyan", "rule": "green", "default": "dim", "open": "yellow", "unset": "dim"}
+
+
+Cell = str | tuple[str, str]  # a text, or a text and its style on a terminal
+
+
+def print_line(text: str, style: str = "", *, wraps: bool = False) -> None:
+    """Print a line, in a style on a terminal; it is broken only where it `wraps` there."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False).print(Text(text, style), soft_wrap=not wraps)
+
+
+def print_rows(
+    rows: Sequence[Sequence[Cell]],
+    head: Sequence[str] = (),
+    *,
+    widths: Sequence[int] = (),
+    to_the_right: Collection[str] = (),
+) -> None:
+    """Print rows in columns that are aligned.
+
+    Args:
+        rows: as many cells each.
+        head: names of the columns; none are printed by default.
+        widths: of the first columns; by default as the cells need them.
+        to_the_right: columns whose cells a terminal shows at their right side.
+    """
+    texts = [head, *rows] if head else rows
+    lines = [[cell if isinstance(cell, str) else cell[0] for cell in line] for line in texts]
+    if not sys.stdout.isatty():
+        needed = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        needed[: len(widths)] = widths
+        for line in lines:
+            print("  ".join(f"{text:<{width}}" for text, width in zip(line, needed, strict=True)).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head), header_style="dim")
+    for number, _ in enumerate(lines[0] if lines else ()):
+        name = head[number] if head else ""
+        width = widths[number] if number < len(widths) else None
+        table.add_column(name, width=width, overflow="fold", justify="right" if name in to_the_right else "left")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
+    Console(highlight=False).print(table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +126,7 @@ def print_table(explained: Explained, options: Mapping[str, str]) -> None:
     notes = [*(note.headline for note in explained.document.notes), *said]
     if waiting:
         notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")
-    if sys.stdout.isatty():
-        _print_wrapped(explained.headline, {name: sections[name] for name in ordered}, notes)
-    else:
-        _print_plain(explained.headline, {name: sections[name] for name in ordered}, notes)
+    _print_sections(explained.headline, {name: sections[name] for name in ordered}, notes)
 
 
 def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> None:
@@ -104,12 +149,12 @@ def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> No
         return
     if not pairs:
         print(f"{names[0]} and {names[1]} resolve to the same values")
-    width = max(map(len, names))
-    values = max((len(_value(row)) for _, pair in pairs for row in pair), default=0)
+    widths = (max(map(len, names)) + 2, max((len(_value(row)) for _, pair in pairs for row in pair), default=0))
     for key, pair in pairs:
         print(key)
-        for file, row in zip(names, pair, strict=True):
-            print(f"  {file:{width}}  {_value(row):{values}}  {_origin(row)}")
+        print_rows(
+            [(f"  {name}", _value(row), _origin(row)) for name, row in zip(names, pair, strict=True)], widths=widths
+        )
 
 
 def _unset(path: KeyPath, explained: Explained) -> Row:
@@ -150,45 +195,25 @@ def _place(where: str) -> str:
     return f"{Path(file).name}:{line}" if line.isdigit() and column.isdigit() else where
 
 
-def _print_plain(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:
-    lines = [line for section in sections.values() for line in section]
-    keys, values = (max((len(line[column]) for line in lines), default=0) for column in (0, 1))
-    print(headline)
-    for name, section in sections.items():
-        print(f"\n{name}")
-        for key, value, origin, _ in section:
-            print(f"  {key:{keys}}  {value:{values}}  {origin}")
-    if notes:
-        print()
-    for note in notes:
-        print(f"note: {note}")
-
-
-def _print_wrapped(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    width = console.width
-    names = [_within(section, key) for section, lines in sections.items() for key, *_ in lines]
-    longest = max(map(len, names), default=0)
-    # However long a name is, two fifths of the terminal are left for the reasons.
-    key_width = min(longest, width * 2 // 5)
-    value_width = min(max((len(v) for lines in sections.values() for _, v, *_ in lines), default=0), width // 5)
-    console.print(Text(headline, "bold"), soft_wrap=True)
+def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:
+    """Print lines of a key, a value, where it came from, and the style of both."""
+    columns = get_terminal_size().columns if sys.stdout.isatty() else 0
+    if columns:  # where the section is above, and a name may be broken
+        sections = {name: [(_within(name, key), *rest) for key, *rest in lines] for name, lines in sections.items()}
+    every = [line for lines in sections.values() for line in lines]
+    keys, values = (max((len(line[column]) for line in every), default=0) for column in (0, 1))
+    if columns:  # however long a name is, two fifths of the terminal are left for the reasons
+        keys, values = min(keys, columns * 2 // 5), min(values, columns // 5)
+    print_line(headline, "bold")
     for section, lines in sections.items():
-        console.print(f"\n[bold]{section}[/bold]")
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(width=key_width + 2)
-        table.add_column(width=value_width, overflow="fold")
-        table.add_column(overflow="fold")
-        for key, value, origin, style in lines:
-            name = "\n    ".join(_folded(_within(section, key), key_width))
-            table.add_row(Text(f"  {name}"), Text(value, "" if style == "dim" else style), Text(origin, style))
-        console.print(table)
+        print_line(f"\n{section}", "bold")
+        rows = [
+            ("  " + "\n    ".join(_folded(key, keys)), (value, "" if style == "dim" else style), (origin, style))
+            for key, value, origin, style in lines
+        ]
+        print_rows(rows, widths=(keys + 2, values))
     for number, note in enumerate(notes):
-        console.print(Text(f"{'' if number else chr(10)}note: {note}", "dim"), soft_wrap=False)
+        print_line(f"{'' if number else chr(10)}note: {note}", "dim", wraps=True)
 
 
 def _within(section: str, key: str) -> str:

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -97,28 +97,29 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
         if failed:
             on_failure(failed)
 
-    SubprocessContext.close = end  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(SubprocessContext, "close", end):
         yield idle
-    finally:
-        SubprocessContext.close = close  # type: ignore[method-assign]
 
 
-@contextmanager
-def end_copies_soon() -> Iterator[None]:
+def end_copies_soon() -> AbstractContextManager[None]:
     """While it is entered, what torchrun has forked off a notebook ends as soon after a failure as other workers do."""
     from torch.multiprocessing.spawn import ProcessContext
 
     wait = ProcessContext._join_procs_with_timeout
+    return replaced(
+        ProcessContext, "_join_procs_with_timeout", lambda copies, timeout: wait(copies, min(timeout, _AFTER_FAILURE_S))
+    )
 
-    def wait_less(copies: ProcessContext, timeout: float) -> None:
-        wait(copies, min(timeout, _AFTER_FAILURE_S))
 
-    ProcessContext._join_procs_with_timeout = wait_less  # type: ignore[method-assign, assignment]
+@contextmanager
+def replaced(owner: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """While it is entered, a class of torch's has another method: there is no public way to have what that does."""
+    own = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        ProcessContext._join_procs_with_timeout = wait  # type: ignore[method-assign]
+        setattr(owner, name, own)
 
 
 def _why_idle(pid: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.errors import LaunchError
-from zero_plugin.launch.engine import end_copies_soon, torchrun_config, torchrun_ready
+from zero_plugin.launch.engine import end_copies_soon, replaced, torchrun_config, torchrun_ready
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
 from zero_plugin.launch.tpu import ENDED_SILENTLY, end_training
@@ -149,9 +149,6 @@ def _run_on_device(rank: int, folder: str, threads: int) -> None:
 @contextlib.contextmanager
 def _copies_end_with_ctrl_c() -> Iterator[None]:
     """torch_xla would wait for them, and they train on in threads that hear of no signal."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     others = set(multiprocessing.active_children())
 
     def end(*_: Any) -> None:
@@ -159,11 +156,10 @@ def _copies_end_with_ctrl_c() -> Iterator[None]:
             copy.kill()
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, end)
-    try:
+    with _own_signals() as may_handle:
+        if may_handle:
+            signal.signal(signal.SIGINT, end)
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # ---- before ----------------------------------------------------------------------------------------------------------
@@ -227,8 +223,7 @@ def _try_copy(on_gpus: bool) -> None:
     os._exit(0)
 
 
-@contextlib.contextmanager
-def _signals_wait_for_forks() -> Iterator[None]:
+def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
     """A signal that comes while torch makes the copies counts when they are made.
 
     torch raises it as an exception, which has no way out of what Python runs around a fork: it would be lost, and leave
@@ -239,35 +234,27 @@ def _signals_wait_for_forks() -> Iterator[None]:
     fork: Callable[[Any], None] = MultiprocessContext._start
 
     def fork_undisturbed(workers: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            fork(workers)  # torch handles no signals there
-            return
-        come: list[int] = []
-        handlers = {number: signal.signal(number, lambda number, _: come.append(number)) for number in _SIGNALS}
-        try:
+        received: list[int] = []
+        with _own_signals() as may_handle:
+            for number in _SIGNALS if may_handle else ():  # torch handles no signals in another thread
+                signal.signal(number, lambda number, _: received.append(number))
             fork(workers)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        if come:
-            signal.raise_signal(come[0])
+        if received:
+            signal.raise_signal(received[0])
 
-    MultiprocessContext._start = fork_undisturbed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        MultiprocessContext._start = fork  # type: ignore[method-assign]
+    return replaced(MultiprocessContext, "_start", fork_undisturbed)
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """torchrun's engine sets handlers and leaves them; a notebook needs its own again."""
+def _own_signals() -> Iterator[bool]:
+    """Afterwards signals are handled as before: torchrun's engine sets handlers and leaves them, where a notebook needs
+    its own again. Yields whether handlers can be set at all, which only the main thread can."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # it sets none there
+        yield False
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
-        yield
+        yield True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
