@@ -162,12 +162,12 @@ def test_exit_code_of_the_first_failing_rank(launch: Launch, tmp_path: Path) -> 
 
 
 def test_a_killed_rank_is_explained(launch: Launch, tmp_path: Path) -> None:
-    """SIGKILL of one rank: 137, the rank named although its peer's traceback came first, host memory explained."""
+    """SIGKILL of one rank: 137, the rank named although its peer's traceback came first, CPU memory explained."""
     (tmp_path / "kill.py").write_text(GLOO + "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n")
     done = launch("--cpu", "--num_processes", "2", "kill.py")
     assert done.returncode == 137
     assert "rank 1 was ended by signal 9 (SIGKILL)" in done.stderr
-    assert "host memory" in done.stderr
+    assert "CPU memory" in done.stderr
 
 
 def test_an_error_of_ours_in_a_worker_keeps_its_exit_code(launch: Launch, tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def test_sigkill_is_explained_as_host_memory() -> None:
     """-9 names host memory, this machine's size, and what lowers the use; other ends do not."""
     text = describe_failure(FirstFailure(2, -9))
     assert f"rank 2 was ended by signal 9 (SIGKILL), on {socket.gethostname()}" in text
-    assert "nearly always the kernel, because host memory ran out" in text
+    assert "nearly always the kernel, because CPU memory ran out" in text
     assert "GiB" in text
-    assert "host memory" not in describe_failure(FirstFailure(2, -11))
+    assert "CPU memory" not in describe_failure(FirstFailure(2, -11))
     assert "exit code 3" in describe_failure(FirstFailure(2, 3))
 
 
@@ -88,7 +88,7 @@ def test_what_the_kernel_counted_decides(kills: int, said: str, unsaid: str) -> 
         (FirstFailure(0, -11), "PYTHONFAULTHANDLER"),
         (FirstFailure(0, -6), "time-out"),
         (FirstFailure(0, -4), "torch_extensions"),
-        (FirstFailure(0, 137), "host memory"),
+        (FirstFailure(0, 137), "CPU memory"),
         (FirstFailure(0, 1, "OutOfMemoryError"), "gradient_accumulation_steps"),
         (FirstFailure(0, 1, LOST_PEER), "cannot be reached any more"),
     ],

@@ -140,7 +140,7 @@ def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> No
     findings = {finding.check: finding for finding in examine(document_from_mapping({}, "code"), {}, build=False)}
     assert findings["host memory"].found.startswith("48 GiB of 64 GiB free")
     env()
-    assert "host memory   64 GiB" in capsys.readouterr().out
+    assert "CPU memory    64 GiB" in capsys.readouterr().out
     assert "(64 GiB here, for all processes together)" in describe_failure(FirstFailure(0, -9))
     assert "48 GiB can be had" in describe_shortage(MemoryError(), LOOP, CPU, rank=0).headline
 

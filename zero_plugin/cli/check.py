@@ -42,7 +42,7 @@ class Findings:
     """What a check found.
 
     Attributes:
-        files: the files that were asked for, in order.
+        files: the files that were named, in order.
         skipped: files of folders that are no configurations.
         problems: errors, warnings and notes, file by file, in reading order.
         contents: the text of files that cannot be read again, by name.
@@ -325,7 +325,7 @@ def _problems(file: str, content: bytes | None = None) -> Iterator[Problem]:
 
 
 def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
-    """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to mend."""
+    """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to fix."""
     hopeless = find_hopeless(
         document,
         accelerator="cuda",

@@ -344,7 +344,7 @@ def import_(
     overwrite: Annotated[bool, _OVERWRITE] = False,
     trust_pickle: Annotated[bool, _TRUST] = False,
 ) -> None:
-    """Make a checkpoint, which load_state goes on from on any topology, of DeepSpeed's or of a Hugging Face folder.
+    """Make a checkpoint, which load_state resumes from on any topology, of DeepSpeed's or of a Hugging Face folder.
 
     Of what DeepSpeed's save_checkpoint wrote (stages 0 to 3): weights, masters, optimizer states, schedule and
     counters; its pickles are read without running any code. Of a Hugging Face folder: the weights.

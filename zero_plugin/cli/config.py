@@ -37,7 +37,7 @@ _STAGES: Final[Mapping[int | str, str]] = {
 }
 _PLACES: Final = {
     "none": "nowhere: they stay on the device",
-    "cpu": "in host memory",
+    "cpu": "in CPU memory",
     "nvme": "on a local NVMe disk",
 }
 _PRECISIONS: Final = {
@@ -373,7 +373,7 @@ def config(
 
 def _write(file: Path, default: bool) -> None:
     blocked = None if file.is_dir() else obstacle(file.parent)
-    if file.is_dir() or blocked is not None:  # said before the questions, not after them
+    if file.is_dir() or blocked is not None:  # reported before the questions, not after them
         why = "it is a folder" if blocked is None else f"{blocked} is no folder that can be written"
         fix = "Give --config_file the path of a file that can be written."
         raise ConfigError([Problem("--config_file", "", f"{file} cannot be written: {why}", fix)])

@@ -34,7 +34,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     yield "system", platform.platform()
     yield "cores", str(count_cores())
-    yield "host memory", show_bytes(total_cpu_memory())
+    yield "CPU memory", show_bytes(total_cpu_memory())
     yield "GPUs", ", ".join(_gpu_names()) or "none"
     chosen = os.environ.get(PJRT_DEVICE)
     yield "TPU", find_tpu(os.environ) or (f"{PJRT_DEVICE} is {chosen}" if chosen else "none")

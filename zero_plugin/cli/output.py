@@ -110,7 +110,7 @@ def print_table(explained: Explained, options: Mapping[str, str]) -> None:
 
     Args:
         explained: what to print.
-        options: by dotted key, the option that stands for what would fill it in a run.
+        options: by dotted key, the option that replaces what would fill it in a run.
     """
     launch_keys = set(explained.document.launch) | set(explained.resolved.launch)
     sections: dict[str, list[tuple[str, str, str, str]]] = {}
@@ -122,8 +122,8 @@ def print_table(explained: Explained, options: Mapping[str, str]) -> None:
     ordered = sorted(sections, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     waiting = sum(row.kind == "open" for row in explained.rows)
     keys = {dotted(row.path) for row in explained.rows}
-    said = [line for line in explained.resolved.said_aloud if line.partition(" = ")[0] not in keys]
-    notes = [*(note.headline for note in explained.document.notes), *said]
+    logged = [line for line in explained.resolved.said_aloud if line.partition(" = ")[0] not in keys]
+    notes = [*(note.headline for note in explained.document.notes), *logged]
     if waiting:
         notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")
     _print_sections(explained.headline, {name: sections[name] for name in ordered}, notes)
@@ -235,7 +235,7 @@ _BIG: Final = 2**28  # bytes, from which on a bar is worth looking at
 
 @contextmanager
 def progress_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how far a long reading or writing is; give what it is told the bytes with."""
+    """Show on a terminal how far a long reading or writing is; give the function that counts bytes."""
     if total_bytes < _BIG or not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -231,8 +231,8 @@ def plan_launch(
         return document, [f"--model {model}: nothing is open that a plan would fill"]
     cluster = _find_cluster(document, settings, processes)
     planned = plan_before_run(document, facts, ModelSource(model), sequence_length, cluster)
-    said = resolve(document, replace(facts, planned=planned)).said_aloud
-    return lay_plan(document, planned), [line for line in said if "by the plan" in line]
+    logged = resolve(document, replace(facts, planned=planned)).said_aloud
+    return lay_plan(document, planned), [line for line in logged if "by the plan" in line]
 
 
 def sequence_length(flags: Mapping[str, str | bool]) -> int | None:
@@ -284,7 +284,7 @@ def fill_from_job(
         rendezvous_endpoint: `--rdzv_endpoint`, where it was given: the machines then meet there.
 
     Returns:
-        The document, and what there is to say of it.
+        The document, and what is worth knowing of it.
 
     Raises:
         ConfigError: the job would start several runs of one, or waits for machines on which nothing was started.
@@ -304,16 +304,16 @@ def fill_from_job(
         known["main_process_ip"] = (job.main_address, f"the first of {job.sources['address']}")
         known["main_process_port"] = (job.port, "derived from the job's number")
     filled: dict[KeyPath, Entry] = {}
-    said = []
+    notes = []
     for key, (value, source) in known.items():
         entry = document.launch.get(key)
         gives_way = key == "machine_rank" and entry is not None and entry.origin.kind == "file"
         if entry is None or entry.value in (None, AUTO) or gives_way:
             filled[key,] = Entry(value, Origin("rule", source, f"of {_JOB}"))
         if gives_way and entry is not None and entry.value not in (None, AUTO, value):
-            said.append(f"machine_rank: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
+            notes.append(f"machine_rank: {entry.value} at {entry.origin.where} gives way to {value}, from {source}")
     document = replace(document, launch=document.launch.replace(filled))
-    return replace(document, notes=check_document(document)), said
+    return replace(document, notes=check_document(document)), notes
 
 
 def _problems(document: Document, job: Allocation) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ def foreign_variables(
     """What Accelerate 1.15 and transformers 5.23 read, as far as the configuration says it; what it leaves open stays.
 
     Args:
-        document: what was asked for.
+        document: what was requested.
         settings: its launch part.
         resolved: the same, resolved as far as it can be before a run.
         environ: this process's environment.
@@ -52,7 +52,7 @@ def foreign_variables(
         found["ACCELERATE_USE_CPU"] = Setting("true", "the run is on the CPU")
     for name, off in _OFF.items():
         if name not in found and environ.get(name, off).lower() not in ("", "0", off):
-            found[name] = Setting(off, "not what the configuration asks for")
+            found[name] = Setting(off, "not what the configuration requests")
     return found
 
 
@@ -78,7 +78,7 @@ def _of_any_run(document: Document, settings: LaunchSettings, resolved: Resolved
 
 def _of_zero(document: Document, settings: LaunchSettings, resolved: Resolved) -> Iterator[tuple[str, Setting]]:
     prefix = "ACCELERATE_DEEPSPEED_"
-    yield "ACCELERATE_USE_DEEPSPEED", Setting("true", "the configuration asks for ZeRO")
+    yield "ACCELERATE_USE_DEEPSPEED", Setting("true", "the configuration requests ZeRO")
     stage = resolved.tree.entries[(_ZERO, "stage")]
     if any(path in resolved.missing for path in PLACEMENT):  # such a script stops at that value, and must
         why = "the plan waits for the model: a script that is built on Accelerate needs --model at the launch"

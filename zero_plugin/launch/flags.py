@@ -27,7 +27,7 @@ from zero_plugin.machine.hardware import Machine, look_at_machine
 
 _logger = logging.getLogger(__name__)
 
-# What a switch says about how the processes work together. ZeRO on the CPU of a machine with GPUs is asked for in the
+# What a switch says about how the processes work together. ZeRO on the CPU of a machine with GPUs is requested in the
 # file: `distributed_type: DEEPSPEED` with `use_cpu: true`.
 _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "cpu": {"distributed_type": "MULTI_CPU", "use_cpu": True},
@@ -76,7 +76,7 @@ def document_from_flags(
     document = overlay_flags(document, values, where)
     if asks_zero and not document.launch.value("distributed_type"):
         what = "a DeepSpeed config by itself" if asks_zero[0] == "config_file" else f"--{asks_zero[0]}"
-        asked = Entry("DEEPSPEED", Origin("rule", f"--{asks_zero[0]}", f"{what} asks for ZeRO"))
+        asked = Entry("DEEPSPEED", Origin("rule", f"--{asks_zero[0]}", f"{what} requests ZeRO"))
         document = replace(document, launch=document.launch.replace({("distributed_type",): asked}))
     reads_json = "deepspeed_config_file" in flags or "config_file" in asks_zero or len(document.sources) > 1
     stage = ("zero_optimization", "stage")
@@ -165,7 +165,7 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> list
         return []
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         return []
-    message = f"has no effect without ZeRO, and {chosen} asks for a run without it"
+    message = f"has no effect without ZeRO, and {chosen} requests a run without it"
     problems = [Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags]
     stage = document.deepspeed.get("zero_optimization", "stage")
     if "deepspeed_config_file" in flags and stage is not None and stage.value not in (None, 0):

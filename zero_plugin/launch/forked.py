@@ -287,7 +287,7 @@ def meant_to_fork() -> Iterator[None]:
 
 
 def _begin_copy(threads: int) -> None:
-    """Forget what of the launcher's state and life a copy must not go on with."""
+    """Drop what a copy must not keep of the launcher: its run, its threads, and a life beyond its own."""
     die_with_launcher()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
@@ -296,7 +296,7 @@ def _begin_copy(threads: int) -> None:
 
 
 def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cores: tuple[frozenset[int], ...]) -> None:
-    """Run the function as a process of its own would: nothing of the launcher's goes on, and its end is an end."""
+    """Run the function as a process of its own would: nothing of the launcher's continues, and its end is an end."""
     _begin_copy(threads)
     for number in _SIGNALS:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)

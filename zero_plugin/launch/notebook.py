@@ -25,7 +25,7 @@ from zero_plugin.machine.hardware import look_at_machine
 
 _logger = logging.getLogger(__name__)
 
-_ANY_PORT: Final = "29500"  # Accelerate's default: nobody asked for it, and on one machine nobody has to know it
+_ANY_PORT: Final = "29500"  # Accelerate's default: nobody requested it, and on one machine nobody has to know it
 
 
 def notebook_launcher(

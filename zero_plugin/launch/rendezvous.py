@@ -291,7 +291,7 @@ def _show(store: Any, rank: int, machines: int, me: str) -> None:
 
 
 def _who_is_missing(store: Any, machines: int, what: str, how: str) -> str:
-    """Which machines have not left `what`, and `how` that is said; "" if all have.
+    """Which machines have not left `what`, and `how` to call that; "" if all have.
 
     Raises:
         LaunchError: what another machine found wrong.
@@ -305,7 +305,7 @@ def _who_is_missing(store: Any, machines: int, what: str, how: str) -> str:
 def _decide(store: Any, outcome: str) -> str:
     """End the pre-rendezvous so, unless another machine has ended it; how it has ended, for all.
 
-    A machine that went on while another does not would wait for it without a word, in torch.
+    A machine that continued while another does not would wait for it silently, in torch.
     """
     return str(store.compare_set("outcome", "", outcome).decode())
 
@@ -334,7 +334,7 @@ class Contact:
     Args:
         rendezvous: where they meet; its option `read_timeout` is how long machine 0 may be silent, in seconds.
         machines: with one there is nothing to watch, nor on machine 0.
-        least: with how many of them the run goes on; None for all.
+        least: with how many of them the run continues; None for all.
     """
 
     def __init__(self, rendezvous: Rendezvous, machines: int, least: int | None = None) -> None:
@@ -383,7 +383,7 @@ class Contact:
             "all workers here are stopped"
         )
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self.leave()  # there are no workers yet, and the signal would end this process without a word
+            self.leave()  # there are no workers yet, and the signal would end this process silently
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun stops the workers
         if not self._ended.wait(_STOPS_WITHIN_S):
             self.leave()  # the workers end with this process

@@ -22,12 +22,12 @@ from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
 from zero_plugin.machine.hardware import Machine, port_is_free
 from zero_plugin.machine.memory import MemoryWatch, largest_processes, total_cpu_memory
 
-# A process ended by these dies without a word, and its peers then fail for want of it.
+# A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _SUDDEN_CODES: Final = {code for number in _SUDDEN for code in (-number, 128 + number)}  # 128 + n: it ended a child
 _SAME_MOMENT_S: Final = 2  # longer after the first failure, a SIGKILL is the launcher's own
 _KILLED_IN_SHELL: Final = 128 + signal.SIGKILL
-_TOLD: Final = 2**28  # bytes: what another process has at least, to be told of
+_WORTH_NAMING: Final = 2**28  # bytes that another process has at least
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - not written here
 _NATIVE: Final = (
     "An error in compiled code (torch, an extension, a driver), not in Python. PYTHONFAULTHANDLER=1 shows the Python "
@@ -50,7 +50,7 @@ _NO_ANSWER: Final = (
     "It waited for another process, which has failed, hangs, or cannot be reached any more: look at what the\n"
     "launchers of other machines say, and at the network between."
 )
-_LOWERS_HOST_MEMORY: Final = (
+_LOWERS_CPU_MEMORY: Final = (
     "What lowers it: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
     "`pin_memory: false` in the offload sections. Errors that other ranks printed only follow from this one."
 )
@@ -115,7 +115,7 @@ def describe_failure(
     Args:
         first: the failure.
         machines: of the run; with several, a failure on another one may have come before.
-        memory: what was seen of host memory while the workers ran.
+        memory: what was seen of CPU memory while the workers ran.
         processes: the process id of each rank that failed, to find its part of that.
         shortage: what a worker that ran out of memory has left.
     """
@@ -161,23 +161,25 @@ def shell_code(exitcode: int) -> int:
 
 
 def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> str:
-    whole = f" ({show_bytes(total_cpu_memory())} here, for all processes together)"
+    total = f" ({show_bytes(total_cpu_memory())} here, for all processes together)"
     kills = None if memory is None else memory.kills
     if kills:
-        lines = [f"The kernel did it, because host memory ran out{whole}: it counts {kills} more such kills."]
+        lines = [f"The kernel did it, because CPU memory ran out{total}: it counts {kills} more such kills."]
     elif kills == 0:
-        lines = [f"Not because host memory ran out{whole}: the kernel counts no such kill. Somebody else sent it,"]
+        lines = [f"Not because CPU memory ran out{total}: the kernel counts no such kill. Somebody else sent it,"]
         lines.append("a person, a scheduler, or a watchdog.")
     else:
-        lines = [f"On Linux that is nearly always the kernel, because host memory ran out{whole}; `dmesg` tells."]
+        lines = [f"On Linux that is nearly always the kernel, because CPU memory ran out{total}; `dmesg` tells."]
     if memory is not None and memory.available is not None:
         shares = sorted((-memory.resident.get(pid, 0), rank) for rank, pid in processes.items())
         largest = "".join(f"; rank {rank} had {show_bytes(-share)}" for share, rank in shares[:4] if share)
         lines.append(f"At the last look {show_bytes(memory.available)} could be had{largest}.")
-    others = [f"{name} ({pid}) has {show_bytes(size)}" for size, pid, name in largest_processes(3) if size >= _TOLD]
+    others = [
+        f"{name} ({pid}) has {show_bytes(size)}" for size, pid, name in largest_processes(3) if size >= _WORTH_NAMING
+    ]
     if others and kills != 0:
         lines.append(f"The largest of all processes that are still here: {', '.join(others)}.")
-    return "\n".join(lines if kills == 0 else [*lines, _LOWERS_HOST_MEMORY])
+    return "\n".join(lines if kills == 0 else [*lines, _LOWERS_CPU_MEMORY])
 
 
 def _explain_bus_error() -> str:
@@ -214,7 +216,7 @@ def find_problems(request: Request, machine: Machine, gpus: int) -> Iterator[Pro
     yield from _gpus(request, machine)
     yield from _processes(request, gpus)
     if request.program.kind == "function" and settings.min_machines not in (None, settings.num_machines):
-        message = "processes that are copies of a notebook do not go on without a machine"
+        message = "processes that are copies of a notebook do not continue without a machine"
         yield request.problem("min_machines", message, "Delete it, or start a script with `zero-plugin launch`.")
     yield from _rendezvous(request)
     yield from find_log_problems(request)

@@ -110,7 +110,7 @@ class LaunchSpec:
         document: the configuration that is handed to the workers.
         settings: its launch part; what it says of supervision, logs and restarts is followed as it is.
         local_processes: workers that this machine starts.
-        local_processes_reason: why as many, empty where the user said so.
+        local_processes_reason: why as many, empty where the user configured it.
         machines: machines in the run, this one included.
         environment: variables added for the workers, by name.
         deepspeed_config: for scripts that read a DeepSpeed JSON, a file while the run lasts; None without ZeRO.

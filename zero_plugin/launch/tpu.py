@@ -60,8 +60,8 @@ _OF_TORCHRUN: Final = (
 )
 _AGENT_STORE: Final = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 ENDED_SILENTLY: Final = (
-    "the process of a replica ended without a word of Python's: the kernel may have killed it for want of host memory "
-    "(`dmesg` tells), or XLA ended it, whose own words are above."
+    "the process of a replica ended without a message of Python: the kernel may have killed it for want of CPU memory "
+    "(`dmesg` tells), or XLA ended it, whose own message is above."
 )
 _importing = threading.Lock()
 _begun: list[int] = []  # replicas of this process
@@ -151,7 +151,7 @@ def _runtime_problems(request: Request, machine: Machine) -> Iterator[Problem]:
     chosen, count = environ.get(PJRT_DEVICE, ""), environ.get(_CPU_DEVICES) or "1"
     if chosen.partition("_")[0] not in ("", "TPU", "CPU"):
         fix = f"Unset {PJRT_DEVICE}, or set it to TPU, or to CPU to try this path without a TPU."
-        yield Problem(PJRT_DEVICE, "", f"{chosen} is no TPU, which {place} asks for", fix)
+        yield Problem(PJRT_DEVICE, "", f"{chosen} is no TPU, which {place} requests", fix)
     elif not chosen and not machine.tpu:
         fix = f"Start it on a machine with a TPU; or set {PJRT_DEVICE}=CPU, to try the same path on the CPU."
         yield request.problem("distributed_type", "there is no TPU here", fix)
@@ -160,7 +160,7 @@ def _runtime_problems(request: Request, machine: Machine) -> Iterator[Problem]:
         yield request.problem("distributed_type", message, f"{fix}. Or add --cpu, to train without the TPU.")
     if request.document.launch.value("use_cpu") is True:
         fix = f"Delete one of the two; {PJRT_DEVICE}=CPU in the environment tries this path on the CPU."
-        yield request.problem("use_cpu", f"contradicts the TPU that {place} asks for", fix)
+        yield request.problem("use_cpu", f"contradicts the TPU that {place} requests", fix)
     if request.settings.num_processes is None and chosen == "CPU" and not (count.isdecimal() and int(count)):
         fix = f"Unset {_CPU_DEVICES}, or set it to how many devices to make of the CPU: 1 or more."
         yield Problem(_CPU_DEVICES, "", f"{count} is no number of devices", fix)
@@ -225,7 +225,7 @@ def run_replicas(function: str, count: str, program: list[str]) -> None:
 
     Raises:
         MachineError: torch_xla does not work here.
-        SystemExit: a replica has failed, and said why.
+        SystemExit: a replica has failed, and reported why.
     """
     is_module = program[0] == "-m"
     name, *arguments = program[is_module:]

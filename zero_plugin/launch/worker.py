@@ -28,7 +28,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 FIRST_FAILURE = "first_failure"  # file in the attempt's folder: the rank that failed first, exit code and exception
-LOST_PEER = "lost_peer"  # stands there for an exception that only says that another process does not answer
+LOST_PEER = "lost_peer"  # written there for an exception that only says that another process does not answer
 _OF_A_LOST_PEER = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Socket closed")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # variable of torchrun's; the attempt's folder is above it
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -69,7 +69,7 @@ def report_end(error: BaseException, rank: int) -> int:
 
 
 def read_first_failure() -> int | None:
-    """The exit code of the rank that failed first in this attempt, None where none has said so."""
+    """The exit code of the rank that failed first in this attempt, None where none has left it."""
     file = _mark()
     return int(file.read_text().split()[1]) if file is not None and file.exists() else None
 
@@ -112,7 +112,7 @@ def end_process(code: int) -> None:
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if getattr(sys, "last_value", None) is None:  # else a traceback holds the script's objects
-        threading.excepthook = lambda _: None  # of daemons that go on; Python would have stopped them
+        threading.excepthook = lambda _: None  # of daemons that still run; Python would have stopped them
         if (script := vars(sys.modules["__main__"])) is not globals():
             script.clear()
         gc.collect()
