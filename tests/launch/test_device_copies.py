@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.errors import MachineError
-from zero_plugin.launch import forked as device_copies
+from zero_plugin.launch import notebook as device_copies
 
 
 def test_a_runtime_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "plan": "zero_plugin.cli.plan:plan",
         "test": "zero_plugin.cli.selftest:selftest",
         "doctor": "zero_plugin.cli.doctor:doctor",
-        "env": "zero_plugin.cli.env:env",
+        "env": "zero_plugin.cli.doctor:env",
         "demo": "zero_plugin.cli.launch:demo",
         "checkpoint": "",
     },
