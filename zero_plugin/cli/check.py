@@ -1,8 +1,6 @@
-"""`zero-plugin check`: every problem of configuration files, located.
+"""`zero-plugin check`: every problem of configuration files, located; of a folder, of all that are such files.
 
-What a check found, as text, as text with excerpts in colour, as JSON, and as GitHub annotations.
-
-Which files below a folder are launch configs or DeepSpeed configurations.
+What was found is printed as text, as text with excerpts in colour, as JSON, or as GitHub annotations.
 """
 
 from __future__ import annotations

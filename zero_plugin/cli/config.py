@@ -1,8 +1,6 @@
 """`zero-plugin config`: asks how to train, and writes that as a commented launch config.
 
-`zero-plugin config`: ask how to train, and write that as a commented launch config.
-
-The questions of `zero-plugin config`: each is asked only if the answers before it leave it open.
+Each question is asked only if the answers before it leave it open.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Trains a byte-level GPT on Python's own library: an ordinary loop, run on whatever the launch config says.
 
-Trains a byte-level GPT on Python's own library: an ordinary loop, run on whatever the launch config says.
-
-A byte-level GPT in plain PyTorch: rotary positions, pre-norm blocks, no knowledge of how it is trained.
-
-Real text that every machine has: the source of Python's standard library, as blocks of bytes.
-
-The picture of a run: loss and learning rate against the step, as a PNG and as numbers.
+The model is plain PyTorch (rotary positions, pre-norm blocks) and knows nothing of how it is trained. Its text is on
+every machine: the source of Python's standard library, as blocks of bytes. A run ends with its curves, as numbers and
+as a plot.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from zero_plugin.config.handover import CUT_VARIABLE, Shortage, take_shortage
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
 from zero_plugin.launch.hosts import run_on_hosts
-from zero_plugin.launch.report import describe_failure, describe_idle, find_first_failure, shell_code, tell_end
+from zero_plugin.launch.report import Failure, describe_failure, describe_idle, find_first_failure, shell_code, tell_end
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
 from zero_plugin.machine.memory import MemoryWatch
 from zero_plugin.machine.op_builds import RunningBuilds
@@ -32,23 +31,8 @@ _AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's o
 _LOOK_S: Final = 0.05
 
 
-@dataclass(slots=True)
-class Ended:
-    """A worker that has failed.
-
-    Attributes:
-        exitcode: of the process; negative: the signal that ended it.
-        timestamp: when it was found, in whole seconds.
-        pid: its process id.
-    """
-
-    exitcode: int
-    timestamp: int
-    pid: int
-
-
 @contextmanager
-def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], None]) -> Iterator[dict[int, str]]:
+def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]], None]) -> Iterator[dict[int, str]]:
     """While it is entered, torchrun ends its workers in two ways, in place of its one.
 
     After a failure of one, the others get SIGTERM, and SIGKILL some seconds later. When the launcher gets a signal, the
@@ -71,7 +55,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
     def end(workers: Any, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:  # noqa: ARG001
         processes = {int(workers.envs[k]["RANK"]): handler.proc for k, handler in workers.subprocess_handlers.items()}
         alive = [process for process in processes.values() if process.poll() is None]
-        failed: dict[int, Ended] = {}
+        failed: dict[int, Failure] = {}
         builds = RunningBuilds()
         builds.look([process.pid for process in alive])
         if death_sig is None:
@@ -79,7 +63,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Ended]], N
             idle.clear()
             idle.update({k: why for k, code in codes.items() if code is None and (why := _why_idle(processes[k].pid))})
             now = int(time.time())
-            failed = {rank: Ended(code, now, processes[rank].pid) for rank, code in codes.items() if code}
+            failed = {rank: Failure(code, now, processes[rank].pid) for rank, code in codes.items() if code}
             close(workers, None, _AFTER_FAILURE_S)
         else:
             for process in alive:
@@ -160,7 +144,7 @@ def run_workers(spec: LaunchSpec) -> int:
     if spec.machines > 1 and max_restarts:
         os.environ[NEW_STORE] = "1"  # from the start: they have to agree, and not all of them see a failure
 
-    def log_restart(failures: Mapping[int, Ended]) -> None:
+    def log_restart(failures: Mapping[int, Failure]) -> None:
         nonlocal restarts
         restarts += 1
         if restarts <= max_restarts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -72,7 +72,7 @@ def document_from_flags(
     values, where = _values(flags)
     assigned, assigned_where = read_assignments(assignments, "--set")
     values, where = {**values, **assigned}, {**where, **assigned_where}
-    problems = [*_program_kinds(flags), *_contradictions(flags, document)]
+    problems = list(_contradictions(flags, document))
     document = overlay_flags(document, values, where)
     if asks_zero and not document.launch.value("distributed_type"):
         what = "a DeepSpeed config by itself" if asks_zero[0] == "config_file" else f"--{asks_zero[0]}"
@@ -141,37 +141,34 @@ def _read(text: str | bool) -> Any:
     return {"true": True, "false": False, "null": None}.get(text.lower(), text if number is None else number)
 
 
-def _program_kinds(flags: Mapping[str, str | bool]) -> list[Problem]:
-    both = "module" in flags and "no_python" in flags
-    return [Problem("--module", "", "contradicts --no_python", "Keep one of the two.")] if both else []
-
-
-def _contradictions(flags: Mapping[str, str | bool], document: Document) -> list[Problem]:
-    """Switches that exclude each other, and flags for ZeRO beside the choice of a run without it."""
+def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iterator[Problem]:
+    """Flags that exclude each other, and flags for ZeRO beside the choice of a run without it."""
+    keep_one = "Keep one of the two."
+    if "module" in flags and "no_python" in flags:
+        yield Problem("--module", "", "contradicts --no_python", keep_one)
     switches = [name for name in _SWITCHES if name in flags]
+    typed = document.launch.get("distributed_type")
     if len(switches) > 1:
         one, other = switches[:2]
-        fix = "Keep one of the two."
         if {one, other} == {"cpu", "use_deepspeed"}:
-            fix += " For ZeRO on the CPU, write distributed_type: DEEPSPEED and use_cpu: true in the config file."
-        return [Problem(f"--{one}", "", f"contradicts --{other}", fix)]
-    typed = document.launch.get("distributed_type")
+            keep_one += " For ZeRO on the CPU, write distributed_type: DEEPSPEED and use_cpu: true in the config file."
+        yield Problem(f"--{one}", "", f"contradicts --{other}", keep_one)
+        return
     if switches:
         kind, chosen, fix = _SWITCHES[switches[0]]["distributed_type"], f"--{switches[0]}", "Leave one of the two out."
     elif typed is not None:
         kind, chosen = typed.value, f"distributed_type: {typed.value} at {typed.origin.where}"
         fix = "Add --use_deepspeed, or leave the flag out."
     else:
-        return []
+        return
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        return []
+        return
     message = f"has no effect without ZeRO, and {chosen} requests a run without it"
-    problems = [Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags]
+    yield from (Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags)
     stage = document.deepspeed.get("zero_optimization", "stage")
     if "deepspeed_config_file" in flags and stage is not None and stage.value not in (None, 0):
         message = f"the stage of {show(stage.value)} at {stage.origin.where} {message}"
-        problems.append(Problem(_FILE_FLAG, "", message, fix))
-    return problems
+        yield Problem(_FILE_FLAG, "", message, fix)
 
 
 # By the flag's name or, where it ends in _, by how the name starts.

@@ -213,11 +213,10 @@ def _run_forked(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(torchrun_ready(spec))
-        for context in (_own_signals(), _signals_wait_for_forks(), end_copies_soon(), _meant_to_fork()):
+    undisturbed = _own_signals(), _signals_wait_for_forks(), end_copies_soon(), _meant_to_fork()
+    with torchrun_ready(spec) as folder, contextlib.ExitStack() as stack:
+        for context in (*undisturbed, _variables_while(_DRIVER_ASKED, _LEFT)):
             stack.enter_context(context)
-        stack.enter_context(_variables_while(_DRIVER_ASKED, _LEFT))
         config = torchrun_config(spec, folder, start_method="fork", log_line_prefix_template=line_prefix)
         config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
         try:

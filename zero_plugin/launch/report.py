@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.handover import Shortage
@@ -56,8 +56,15 @@ _LOWERS_CPU_MEMORY: Final = (
 )
 
 
-class Failure(Protocol):
-    """What is read of torchrun's record of a failed worker; `timestamp` is in whole seconds."""
+@dataclass(slots=True)
+class Failure:
+    """A worker that has failed, with the names of torchrun's own record, which is read too.
+
+    Attributes:
+        exitcode: of the process; negative: the signal that ended it.
+        timestamp: when it was found, in whole seconds.
+        pid: its process id.
+    """
 
     exitcode: int
     timestamp: int
@@ -79,11 +86,11 @@ class FirstFailure:
     kind: str = ""
 
 
-def find_first_failure(failures: Mapping[int, Failure], folder: Path) -> FirstFailure:
+def find_first_failure(failures: Mapping[int, Any], folder: Path) -> FirstFailure:
     """Which failure on this machine caused the others.
 
     Args:
-        failures: by rank, of this machine.
+        failures: by rank, of this machine, each a `Failure` or torchrun's record of one.
         folder: where torchrun kept the error files; the first rank to fail in Python left its mark there.
     """
     earliest = min(failure.timestamp for failure in failures.values())
