@@ -24,18 +24,17 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Final
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.spec import LOOPBACK, Rendezvous
@@ -64,8 +63,8 @@ _STOPS_WITHIN_S: Final = 10.0
 _THERE: Final = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
-class OneMachineRendezvous(RendezvousHandler):
-    """A rendezvous of one launcher, with itself.
+class OneMachineRendezvous(StaticTCPRendezvous):
+    """A rendezvous of one launcher, with itself: torch's static one, but for its stores.
 
     What torchrun's agent writes for other agents stays in the memory of this process. Its workers get a TCP store,
     which is another one with each start of them: in one store for all, those of a restart would read the addresses of
@@ -76,18 +75,12 @@ class OneMachineRendezvous(RendezvousHandler):
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        self._host, self._port = host_of(parameters.endpoint), int(parameters.endpoint.rpartition(":")[2])
-        self._store: TCPStore | None = None
+        host, port = host_of(parameters.endpoint), int(parameters.endpoint.rpartition(":")[2])
+        super().__init__(host, port, rank=0, world_size=1, run_id=parameters.run_id, timeout=int(_LIMIT_S))
 
     def get_backend(self) -> str:
         """The name that torchrun knows it by."""
         return LOOPBACK
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The workers are clients of this process's store, rank 0 too."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """A new store, and the only place that there is.
@@ -97,32 +90,17 @@ class OneMachineRendezvous(RendezvousHandler):
         """
         self._store = None  # its port may be the one that was named
         try:
-            listening = listening_socket(self._host, self._port)
+            listening = listening_socket(self.master_addr, self.master_port)
         except OSError as error:
             raise LaunchError(
-                f"the launcher cannot listen at {self._host}:{self._port}: {error.strerror}.\n"
+                f"the launcher cannot listen at {self.master_addr}:{self.master_port}: {error.strerror}.\n"
                 "Leave --main_process_port out: a free port is then taken."
             ) from error
         port = listening.getsockname()[1]
         self._store = TCPStore(
-            self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            self.master_addr, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self._host, port))
-
-    def is_closed(self) -> bool:
-        """Nobody else could close it."""
-        return False
-
-    def set_closed(self) -> None:
-        """There is nobody who would have to know."""
-
-    def num_nodes_waiting(self) -> int:
-        """No other machine joins."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """The run's."""
-        return self._run_id
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.master_addr, port))
 
     def shutdown(self) -> bool:
         """Leave the port; always done when this returns."""
@@ -261,11 +239,17 @@ def _try_store(rendezvous: Rendezvous) -> None:
 
 def _why_no_answer(host: str, port: int) -> str:
     """Why machine 0 cannot be reached; "" if it answers."""
+    error = _try_to_connect(host, port, _CONNECT_S)
+    return f"machine 0 does not answer ({error.strerror or error})" if error is not None else ""
+
+
+def _try_to_connect(host: str, port: int, limit_s: float) -> OSError | None:
+    """Why nothing that listens there can be reached, None if it can."""
     try:
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()
+        socket.create_connection((host, port), timeout=limit_s).close()
     except OSError as error:
-        return f"machine 0 does not answer ({error.strerror or error})"
-    return ""
+        return error
+    return None
 
 
 def _show(store: Any, rank: int, machines: int, me: str) -> None:
@@ -356,9 +340,7 @@ class Contact:
             threading.Thread(target=self._watch, name="zero_plugin contact", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
 
     def leave(self) -> None:
@@ -371,8 +353,9 @@ class Contact:
         heard = time.monotonic()
         met = False
         while not self._ended.wait(_CONTACT_LOOK_S):
-            why = self._try()
-            if not why:
+            error = _try_to_connect(self._host, int(self._port), _CONTACT_LOOK_S)
+            why = str(error.strerror or error) if error is not None else ""
+            if error is None or error.errno in _THERE:
                 heard, met = time.monotonic(), True
             elif met and time.monotonic() - heard > self._limit_s:
                 break
@@ -387,13 +370,6 @@ class Contact:
         os.kill(os.getpid(), signal.SIGTERM)  # torchrun stops the workers
         if not self._ended.wait(_STOPS_WITHIN_S):
             self.leave()  # the workers end with this process
-
-    def _try(self) -> str:
-        try:
-            socket.create_connection((self._host, int(self._port)), timeout=_CONTACT_LOOK_S).close()
-        except OSError as error:
-            return "" if error.errno in _THERE else str(error.strerror or error)
-        return ""
 
 
 def main() -> None:
