@@ -147,6 +147,20 @@ def f():
     assert done.stdout.splitlines().count("attempt 1") == 2
 
 
+def test_logs_and_the_prefix_of_lines(
+    run_cells: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The configuration's `log_dir` is followed, with the prefix that the call names."""
+    done = run_cells(
+        "def f(): print('hello', flush=True)",
+        "config = {'log_dir': 'logs', 'use_cpu': True, 'num_processes': 2}",
+        "notebook_launcher(f, config=config, log_line_prefix_template='<${rank}>')",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["<0>hello", "<1>hello"]
+    assert [log.read_text() for log in tmp_path.glob("logs/*/*/attempt_0/*/stdout.log")] == ["hello\n"] * 2
+
+
 @pytest.mark.parametrize("everyone", [False, True])
 def test_ctrl_c(everyone: bool, tmp_path: Path) -> None:
     """The kernel's stop button, which reaches the kernel alone or all: KeyboardInterrupt, and no process is left."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -30,6 +31,14 @@ from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.model_folder import read_model_folder
 
+# With a folder that is no checkpoint of this package.
+_WHAT_TO_DO: Final[Mapping[Kind, str]] = {
+    "model": "load_weights() takes it as it is; `zero-plugin checkpoint import` makes a checkpoint for load_state()",
+    "deepspeed": "zero-plugin checkpoint import {folder} OUT",
+    "deepspeed_universal": "DeepSpeed loads it with checkpoint: {{load_universal: true}}; it is not imported",
+    "pickled_model": "save its weights as safetensors first: model.save_pretrained(OUT)",
+}
+
 
 def report(folder: Path, *, tensors: bool, as_json: bool) -> None:
     """Print what a folder holds.
@@ -43,74 +52,57 @@ def report(folder: Path, *, tensors: bool, as_json: bool) -> None:
         CheckpointError: it holds nothing that is known, or a damaged checkpoint.
     """
     kind = recognise(folder)
+    listed: list[dict[str, Any]] = []
+    content: dict[str, Any]
     if kind == "checkpoint":
-        content, show = _describe_checkpoint(folder, tensors=tensors)
+        summary = summarise(folder)
+        if not summary.models and summary.damage:
+            raise CheckpointError(summary.damage)
+        content, show = _encode(summary), partial(_show_checkpoint, summary)
+        listed = _listed_tensors(folder) if tensors else []
     elif kind == "several":
         summaries = [summarise(path) for path in several_checkpoints(folder)]
         content = {"checkpoints": [_encode(summary) for summary in summaries]}
-
-        def show() -> None:
-            _show_several(folder, summaries)
+        show = partial(_show_several, folder, summaries)
     elif kind is not None:
-        content, show = _describe_other(folder, kind, tensors=tensors)
+        content, listed = _describe_other(folder, kind, tensors=tensors)
+        show = partial(_show_other, folder, kind, dict(content))
     else:
         legal = "\n".join(f"  {what}" for what in KINDS.values())
         raise CheckpointError(f"{folder} is none of these, by the names of its files:\n{legal}")
     if as_json:
+        content |= {"tensors": listed} if tensors and kind != "several" else {}
         print(json.dumps({"folder": str(folder), "kind": kind, **content}, indent=2, ensure_ascii=False))
     else:
         show()
-
-
-def _describe_checkpoint(folder: Path, *, tensors: bool) -> tuple[dict[str, Any], Callable[[], None]]:
-    summary = summarise(folder)
-    if not summary.models and summary.damage:
-        raise CheckpointError(summary.damage)
-    listed = _listed_tensors(folder) if tensors else []
-
-    def show() -> None:
-        _show_checkpoint(summary)
         _show_tensors(listed)
 
-    return _encode(summary) | ({"tensors": listed} if tensors else {}), show
 
-
-def _describe_other(folder: Path, kind: Kind, *, tensors: bool) -> tuple[dict[str, Any], Callable[[], None]]:
-    """A folder that is no checkpoint of this package: what it is, and what to do with it."""
+def _describe_other(folder: Path, kind: Kind, *, tensors: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a folder that is no checkpoint of this package holds, and, where they are to be listed, its tensors."""
     facts: dict[str, Any] = {"is": KINDS[kind]}
-    listed: list[dict[str, Any]] = []
-    hint = ""
-    if kind == "model":
-        model = read_model_folder(folder)
-        sizes = [place.size for place in model.places.values()]
-        facts |= {
-            "model": model.model_class,
-            "tensors": len(model.places),
-            "bytes": sum(sizes),
-            "types": sorted({place.type_name for place in model.places.values()}),
-            "tied": len(model.tied),
-        }
-        hint = "load_weights() takes it as it is; `zero-plugin checkpoint import` makes a checkpoint for load_state()"
-        if tensors:
-            listed = [_listed("weight", name, place) for name, place in model.places.items()]
-    elif kind == "deepspeed":
+    if kind == "deepspeed":
         facts |= _deepspeed_facts(find_deepspeed(folder) or folder)
-        hint = f"zero-plugin checkpoint import {folder} OUT"
-    elif kind == "deepspeed_universal":
-        hint = "DeepSpeed loads it with checkpoint: {load_universal: true}; it is not imported"
-    elif kind == "pickled_model":
-        hint = "save its weights as safetensors first: model.save_pretrained(OUT)"
+    if kind != "model":
+        return facts, []
+    model = read_model_folder(folder)
+    facts |= {
+        "model": model.model_class,
+        "tensors": len(model.places),
+        "bytes": sum(place.size for place in model.places.values()),
+        "types": sorted({place.type_name for place in model.places.values()}),
+        "tied": len(model.tied),
+    }
+    return facts, [_listed("weight", name, place) for name, place in model.places.items()] if tensors else []
 
-    def show() -> None:
-        print(f"{folder}: {facts['is']}")
-        for name, value in list(facts.items())[1:]:
-            shown = show_bytes(value) if name == "bytes" else ", ".join(value) if isinstance(value, list) else value
-            print(f"  {name:<10} {shown}")
-        if hint:
-            print(f"  {hint}")
-        _show_tensors(listed)
 
-    return facts | ({"tensors": listed} if tensors else {}), show
+def _show_other(folder: Path, kind: Kind, facts: Mapping[str, Any]) -> None:
+    print(f"{folder}: {facts['is']}")
+    for name, value in list(facts.items())[1:]:
+        shown = show_bytes(value) if name == "bytes" else ", ".join(value) if isinstance(value, list) else value
+        print(f"  {name:<10} {shown}")
+    if kind in _WHAT_TO_DO:
+        print(f"  {_WHAT_TO_DO[kind].format(folder=folder)}")
 
 
 def _deepspeed_facts(folder: Path) -> dict[str, Any]:
