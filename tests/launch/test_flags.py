@@ -129,7 +129,7 @@ def test_what_a_json_replaces_is_said() -> None:
         ({"config_file": "ddp.yaml", "zero_stage": "2"}, ["--zero_stage", "ddp.yaml:1", "--use_deepspeed"]),
         (
             {"cpu": True, "deepspeed_config_file": "zero.json"},
-            ["--deepspeed_config_file: the stage of 3 at zero.json:1", "--cpu asks", "Leave one of the two out"],
+            ["--deepspeed_config_file: the stage of 3 at zero.json:1", "--cpu requests", "Leave one of the two out"],
         ),
         (
             {"config_file": "ddp.yaml", "deepspeed_config_file": "zero.json"},
