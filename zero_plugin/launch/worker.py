@@ -63,7 +63,7 @@ def report_end(error: BaseException, rank: int) -> int:
     if isinstance(error, SystemExit):
         code = int(error.code) if isinstance(error.code, int) else 1
         if _claim_first_failure(code, str(rank)) and isinstance(error.code, str):
-            sys.stderr.write(f"{error.code}\n")  # as Python itself does
+            _write_error(error.code)
         return code
     return _report_exception(error, str(rank))
 
@@ -151,7 +151,7 @@ def _run_program() -> int:
             return 0
         code = int(end.code) if isinstance(end.code, int) else 1  # True is an int too
         if not isinstance(end.code, int):
-            sys.stderr.write(f"{end.code}\n")  # as Python itself does
+            _write_error(end.code)
         if code:
             _claim_first_failure(code, _rank())
         return code
@@ -187,6 +187,12 @@ def die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
+def _write_error(line: object) -> None:
+    """As Python itself writes what a program exits with: the program may have any logging, or none."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{line}\n")
+
+
 def _rank() -> str:
     return os.environ.get("RANK", "0")
 
@@ -206,7 +212,7 @@ def _report_exception(error: BaseException, rank: str) -> int:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     else:
         line = next(iter(f"{type(error).__name__}: {error}".splitlines()))[:_LONGEST_LINE]
-        sys.stderr.write(f"rank {rank} failed later: {line}\n")  # in place of a traceback
+        _write_error(f"rank {rank} failed later: {line}")
     return code
 
 
