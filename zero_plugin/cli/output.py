@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Final, Literal
+from typing import Final
 
 from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.config.document import Document
