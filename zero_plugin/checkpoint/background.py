@@ -72,7 +72,7 @@ class GlooPeers:
         number = next(_numbers)
         if not dist.is_initialized():
             return cls(None, 0, 1, timedelta())
-        group = c10d._get_default_group()
+        group: Any = dist.group.WORLD
         store = c10d.PrefixStore(f"zero_plugin/saving/{number}", c10d._get_default_store())
         limit = timedelta(seconds=min(time_out(group), _LONGEST_SECONDS))
         return cls(store, group.rank(), group.size(), limit)

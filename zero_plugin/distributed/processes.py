@@ -154,7 +154,7 @@ class _OwnGroup:
     @property
     def lives(self) -> bool:
         """Whether it is the default process group now."""
-        return self.group is not None and dist.is_initialized() and c10d._get_default_group() is self.group
+        return self.group is not None and dist.is_initialized() and dist.group.WORLD is self.group
 
     def make(self, backend: str, device: torch.device, init_method: str | None, timeout: timedelta) -> None:
         """Make it, as the environment says."""
@@ -186,7 +186,7 @@ class _OwnGroup:
             self._left = {**_ALONE, **_choose_network()}
             os.environ.update(self._left)
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        self.group, self.holders, self.destroyers = c10d._get_default_group(), [], []
+        self.group, self.holders, self.destroyers = dist.group.WORLD, [], []
 
     def end_at_exit(self) -> None:
         """End it when this process ends, after all that was started later and before what was started before."""

@@ -87,5 +87,5 @@ def outermost_modules() -> Iterator[list[nn.Module]]:
 
 def _unheld(made: Sequence[weakref.ref[nn.Module]]) -> list[nn.Module]:
     alive = [module for reference in made if (module := reference()) is not None]
-    held = {id(child) for module in alive for child in module._modules.values()}
+    held = {id(child) for module in alive for child in module.children()}
     return [module for module in alive if id(module) not in held]

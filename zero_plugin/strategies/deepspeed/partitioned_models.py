@@ -24,8 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from deepspeed import zero
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine, zero
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride, ZeroParamStatus, free_param
 from torch import Tensor, nn
 

@@ -25,9 +25,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus as SwapStatus
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -96,7 +95,6 @@ def unreachable_by(engine: Any) -> str:
         "zenflow": getattr(wrapper, "zenflow", False),
         "super_offload": type(wrapper).__name__ == "SuperOffloadOptimizer_Stage3",  # another process has its states
         "Muon at stage 3": getattr(wrapper, "use_muon", False),
-        "mics_shard_size": type(wrapper).__name__ == "MiCS_Optimizer",
         "torch_autocast in fp16": engine.torch_autocast_enabled() and engine.fp16_enabled(),
     }
     return next((cause for cause, holds in causes.items() if holds), "")
@@ -302,7 +300,7 @@ def give_partition(parameter: Any, init: Any) -> None:
             partition = get_accelerator().pin_memory(partition)
     partition.ds_numel = size  # type: ignore[attr-defined]
     partition.status = (  # type: ignore[attr-defined]
-        SwapStatus.NOT_AVAILABLE if on_nvme else SwapStatus.AVAILABLE
+        PartitionedParamStatus.NOT_AVAILABLE if on_nvme else PartitionedParamStatus.AVAILABLE
     )
     partition.final_location = OffloadDeviceEnum.nvme if on_nvme else None  # type: ignore[attr-defined]
     parameter.ds_tensor = partition
@@ -414,7 +412,7 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
         LoopError: they lie on NVMe.
     """
     partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
-    if any(p.ds_tensor.status == SwapStatus.NOT_AVAILABLE for p in partitioned):
+    if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
         raise LoopError(f"whole_weights(): the weights of the {type(module).__name__} lie on NVMe (offload_param).")
     with zero.GatheredParameters(partitioned, modifier_rank=0):
         yield

@@ -327,7 +327,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _tie_experts(self, request: SessionRequest) -> None:
         """Have all processes gather and reduce the same of mixture-of-experts layers, whichever experts they call."""
-        from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+        from deepspeed.utils import set_z3_leaf_module
 
         names = self._settings.deepspeed_moe_layer_cls_names or ()
         layers = list(find_expert_layers(request.model, names))
