@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,15 @@ FURTHER = {  # for few checks
     "zero3-cpu": {**ZERO["zero3"], "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
 }
 SINGLE, PAIR = ("single", "zero2"), ("ddp", *ZERO)  # with one process, with two
+
+
+def listen() -> list[str]:
+    """The messages that this process logs from now on; process 0 logs what is the same on all."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zero_plugin").addHandler(handler)
+    return messages
 
 
 def is_zero(path: str) -> bool:

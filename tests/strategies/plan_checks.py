@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from paths import raised, weights
+from paths import listen, raised, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,15 +38,6 @@ SMALL = {
 }
 LITTLE = 2300 * 2**20  # of host memory: what two processes take, and nothing offloaded
 WAYS = {(1, "none", "none"), (2, "none", "none"), (3, "none", "none"), (3, "cpu", "cpu")}
-
-
-def listen() -> list[str]:
-    """The messages that this process logs from now on; process 0 logs what is the same on all."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_plugin").addHandler(handler)
-    return messages
 
 
 def make_model() -> nn.Module:
