@@ -31,7 +31,7 @@ from zero_plugin.checkpoint.layout import described_fragments, placed_fragments,
 from zero_plugin.checkpoint.save import OpenCheckpoint
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import time_out
-from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, describe_error
+from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, announce, describe_error
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.strategies.base import Session
@@ -259,16 +259,12 @@ class BackgroundWriter:
 
     All calls are collective, from the script's thread.
 
-    Args:
-        say: prints a line, on the main process.
-
     Attributes:
         memory: for what it writes.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.memory = Snapshot()
-        self._say = say
         self._threads: ThreadPoolExecutor | None = None
         self._running: tuple[Path, Future[None]] | None = None
         self._held: Sequence[Session] = ()  # whose states are being copied
@@ -289,7 +285,7 @@ class BackgroundWriter:
             self._abandon(opened)
             raise
         if isinstance(copies, str):
-            self._say(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
+            announce(f"save_state(asynchronous=True): {copies}. It is written before training goes on.")
             return None
         self._held = sessions
         return copies
@@ -405,5 +401,5 @@ class BackgroundWriter:
         except Exception as error:
             opened.discard(SCRIPT)  # where it did not come to `write`
             message = f"saving {opened.target} in the background: {describe_error(error)}"
-            self._say(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
+            announce(f"{message}\nThe next save_state(), load_state() or end_training() raises this.")
             raise CheckpointError(message) from error

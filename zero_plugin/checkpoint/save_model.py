@@ -20,7 +20,7 @@ from zero_plugin.checkpoint.layout import Description, Layout, describe, is_weig
 from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps, write_fragments
 from zero_plugin.checkpoint.shared_folder import is_one_folder
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.collectives import all_or_none, on_main
+from zero_plugin.distributed.collectives import all_or_none, announce, on_main
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session
@@ -173,7 +173,6 @@ def write_model(
     tied: Mapping[str, str],
     notes: Mapping[str, str],
     write_more: Callable[[Path], None],
-    say: Callable[[str], None],
 ) -> None:
     """Write `weights` into `target`, to be read by `from_pretrained` or any reader of safetensors. Collective.
 
@@ -190,7 +189,6 @@ def write_model(
             the safetensors library does.
         notes: further metadata of the files.
         write_more: called on the main process with the folder that takes further files.
-        say: prints a line, on the main process only.
 
     Raises:
         CheckpointError: on every process, where one cannot write.
@@ -204,7 +202,9 @@ def write_model(
         on_main(lambda: create_files(draft, [layout]))
         is_shared = not weights.in_ranges or is_one_folder(draft)
         if not is_shared:
-            say(f"save_model: {target} is on no file system that all processes share, so the main process writes alone")
+            announce(
+                f"save_model: {target} is on no file system that all processes share, so the main process writes alone"
+            )
         fragments = weights.fragments() if is_shared else weights.unpartitioned()
         counts = all_or_none(lambda: _write(draft, fragments, layout))
         written: Tensor = collectives.reduce(counts, "sum") if weights.in_ranges else counts

@@ -108,7 +108,7 @@ class Run(ProcessCalls):
             is_main=(lambda: collectives.process_index() == 0) if by_thread else None,
         )
         self.device = self.processes.device
-        self.background = BackgroundWriter(_log.info)
+        self.background = BackgroundWriter()
         self.trackers = Trackers(options.project, self.processes.rank)
         self.stop = StopRequest()
         self.leaving_files: list[Session] = []

@@ -126,7 +126,6 @@ class Weights:
             tied=shared_names(self.unwrap(model)),
             notes={"contains": "the parameters that were trained"} if trainable_only else {},
             write_more=write_more,
-            say=_log.info,
         )
 
     def _saved_weights(self, model: nn.Module, names: Collection[str], dtype: torch.dtype | None) -> SavedWeights:

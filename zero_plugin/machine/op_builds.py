@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from typing import Final
 
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.errors import MachineError
+
+_log = logging.getLogger(__name__)
 
 _CPU_OPS: Final = {"adam": "cpu_adam", "adamw": "cpu_adam", "adagrad": "cpu_adagrad", "lion": "cpu_lion"}
 _GPU_OPS: Final = {"adam": "fused_adam", "adamw": "fused_adam", "lion": "fused_lion", "lamb": "fused_lamb"}
@@ -78,11 +81,7 @@ def refuse_stale_build_locks(ops: Collection[str], folder: Path) -> None:
             )
         if stale != warned:
             names = ", ".join(lock.parent.name for lock in stale)
-            print(  # noqa: T201 - a wait of minutes that nothing else explains
-                f"zero_plugin: waiting for a build of {names} that no process of this machine does. {advice}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _log.warning("waiting for a build of %s that no process of this machine does. %s", names, advice)
             warned = stale
         time.sleep(_LOOK_S)
 
