@@ -271,7 +271,7 @@ class BackgroundWriter:
         self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
     def copy(self, opened: OpenCheckpoint, sessions: Sequence[Session]) -> list[list[Fragment]] | None:
-        """What `Snapshot.take` copies; None, which is printed, where it does not fit.
+        """What `Snapshot.take` copies; None, which is logged, where it does not fit.
 
         Raises:
             CheckpointError: on every process, where one cannot copy; nothing of `opened` is left.

@@ -163,7 +163,7 @@ def _uuid(gpu: Path) -> str:
 def parse_cores(text: str) -> frozenset[int]:
     """The kernel's list format, e.g. `0-3,8` (Linux, Documentation/core-api/kernel-api, "CPU lists")."""
     cores: set[int] = set()
-    for piece in text.split(",") if text else ():
+    for piece in text.strip().split(",") if text.strip() else ():
         first, _, last = piece.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return frozenset(cores)
