@@ -518,7 +518,7 @@ def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> N
         window.count_backward()
         assert window.count_step()
     assert not window.holds_gradients
-    window.count_stray()
+    window.count_foreign_backward()
     assert not window.holds_gradients
     window.count_backward()
     assert window.holds_gradients

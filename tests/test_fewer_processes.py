@@ -11,7 +11,7 @@ from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.errors import ConfigError, LaunchError
-from zero_plugin.loop.fewer_processes import find_intended_processes, share_out_steps
+from zero_plugin.loop.fewer_processes import find_intended_processes, redistribute_steps
 from zero_plugin.loop.out_of_memory import accumulate_more
 
 
@@ -33,9 +33,9 @@ def test_how_many_are_meant() -> None:
 
 def test_steps_are_shared_out_or_refused() -> None:
     """So that all processes together have as many micro-batches in a step; what would make it possible is said."""
-    assert [share_out_steps(*given) for given in ((1, 4, 2), (3, 8, 6), (2, 4, 4), (1, 4, 1))] == [2, 4, 2, 4]
+    assert [redistribute_steps(*given) for given in ((1, 4, 2), (3, 8, 6), (2, 4, 4), (1, 4, 1))] == [2, 4, 2, 4]
     with pytest.raises(LaunchError, match=r"6 of 8 .* the 8 micro-batches .* among 6.\nWrite a multiple of 3 as grad"):
-        share_out_steps(1, 8, 6)
+        redistribute_steps(1, 8, 6)
 
 
 @pytest.mark.parametrize(

@@ -36,17 +36,17 @@ class Loop:
             resolved: Any = SimpleNamespace(precision="no")
             self.trainings.append(Training(session, Facts(), resolved, window, trained, sgd, optimizer))
         self.epoch: Any = None
-        self.looks = FirstSteps(self.trainings, lambda: self.epoch)
-        self.looks.begin()
+        self.first_steps = FirstSteps(self.trainings, lambda: self.epoch)
+        self.first_steps.begin()
 
     def backward(self, which: int = 0, *further: nn.Module) -> bool:
         """Whether this backward was looked at."""
         x = torch.ones(1, 1)
         for module in (self.models[which], *further):
             x = module(x)
-        due = self.looks.is_due()
+        due = self.first_steps.is_due()
         if due:
-            self.looks.look_at(x.sum())
+            self.first_steps.check(x.sum())
         for index, training in enumerate(self.trainings):
             training.reached = index == which
         return due
@@ -107,16 +107,16 @@ def test_a_loop_that_never_steps_has_no_prepared_loader(caplog: pytest.LogCaptur
     loop = Loop()
     for _ in range(300):
         loop.backward()
-    loop.looks.warn_if_none()
+    loop.first_steps.warn_if_never_stepped()
     assert len(caplog.messages) == 1
     assert "optimizer.step() was never called" in caplog.messages[0]
     caplog.clear()
     short = Loop()
     short.backward()
-    short.looks.warn_if_none()
+    short.first_steps.warn_if_never_stepped()
     assert not caplog.messages
     short.backward()
-    short.looks.warn_if_none()
+    short.first_steps.warn_if_never_stepped()
     assert len(caplog.messages) == 1
 
 
@@ -129,7 +129,7 @@ def test_a_loop_that_steps_is_told_nothing(caplog: pytest.LogCaptureFixture) -> 
     assert loop.trainings[0].optimizer is not None
     loop.trainings[0].window.count_backward()
     loop.trainings[0].optimizer.step()
-    loop.looks.warn_if_none()
+    loop.first_steps.warn_if_never_stepped()
     assert not caplog.messages
 
 
@@ -183,7 +183,7 @@ def test_what_trains_nothing_is_not_looked_at() -> None:
 def test_it_is_not_kept() -> None:
     """What follows modules for ever holds nothing of a training that is over."""
     loop = Loop()
-    alive = weakref.ref(loop.looks)
+    alive = weakref.ref(loop.first_steps)
     del loop
     gc.collect()
     assert alive() is None

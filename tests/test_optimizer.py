@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.strategies.optimizer_only import LoneOptimizer
+from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.strategies.window import AccumulationWindow
 
@@ -155,7 +155,7 @@ def test_by_itself() -> None:
 def test_what_may_not_step() -> None:
     """An optimizer whose model has to be prepared says so, instead of training it as it is."""
     optimizer = Loop().optimizer
-    optimizer.run_in(LoneOptimizer(Loop().sgd, AccumulationWindow(1), steps=False), AccumulationWindow(1))
+    optimizer.run_in(UnpreparedOptimizer(Loop().sgd, AccumulationWindow(1), steps=False), AccumulationWindow(1))
     with pytest.raises(LoopError, match="the model of this SGD was not prepared"):
         optimizer.step()
 

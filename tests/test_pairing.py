@@ -26,7 +26,7 @@ def test_each_model_gets_its_own() -> None:
     pairs = pair_models([teacher, one, two], [second, first], schedules, [])
     assert [pair.model for pair in pairs] == [teacher, one, two]
     assert [pair.optimizer for pair in pairs] == [None, first, second]
-    assert [pair.schedules for pair in pairs] == [(), (schedules[1],), (schedules[0],)]
+    assert [pair.schedulers for pair in pairs] == [(), (schedules[1],), (schedules[0],)]
 
 
 def test_what_cannot_be_paired() -> None:

@@ -12,13 +12,13 @@ from torch.optim import lr_scheduler
 
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts, SchedulerSection
 from zero_plugin.loop.schedule_report import (
-    ScheduleLength,
+    SchedulerLength,
     describe_counting,
     describe_section,
-    describe_torch_schedule,
+    describe_torch_scheduler,
     own_steps,
 )
-from zero_plugin.strategies.torch_optimizers import build_schedule
+from zero_plugin.strategies.torch_optimizers import build_scheduler
 
 
 def sgd(lr: float = 1.0) -> torch.optim.Optimizer:
@@ -73,7 +73,7 @@ def test_a_divided_placeholder_shows_both_ends() -> None:
 def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
     """In applied steps: a schedule of 100 steps that advances twice per step ends in step 50; the schedule stays."""
     schedule = linear(sgd())
-    line = describe_torch_schedule(schedule, 2, 30)
+    line = describe_torch_scheduler(schedule, 2, 30)
     assert line == (
         "LambdaLR: learning rate 0 start (step 0), 1 after warm-up (step 5), 0.556 middle (step 25), 0 end (step 50); "
         "one epoch is 30 optimizer steps; scheduler_counts is processes, which ends at 0 in step 50: "
@@ -81,7 +81,7 @@ def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
     )
     assert schedule.last_epoch == 0
     assert schedule.optimizer.param_groups[0]["lr"] == 0
-    assert "scheduler_counts" not in str(describe_torch_schedule(linear(sgd()), 1, 30))
+    assert "scheduler_counts" not in str(describe_torch_scheduler(linear(sgd()), 1, 30))
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_a_scripts_schedule_shows_the_rates_that_are_applied() -> None:
         (lambda o: lr_scheduler.StepLR(o, 5), None),
         (lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0), None),
         (lr_scheduler.ReduceLROnPlateau, None),
-        (lambda o: build_schedule(decay(), o), 100),
-        (lambda o: build_schedule(SchedulerSection("WarmupLR", {}), o), None),
-        (lambda o: build_schedule(SchedulerSection("OneCycle", ONE_CYCLE), o), None),
+        (lambda o: build_scheduler(decay(), o), 100),
+        (lambda o: build_scheduler(SchedulerSection("WarmupLR", {}), o), None),
+        (lambda o: build_scheduler(SchedulerSection("OneCycle", ONE_CYCLE), o), None),
     ],
 )
 def test_the_end_of_a_schedule(build: Any, end: int | None) -> None:
@@ -178,15 +178,15 @@ def test_a_scripts_own_function_is_not_called() -> None:
         if wrapped:
             schedule = lr_scheduler.ChainedScheduler([schedule, lr_scheduler.StepLR(optimizer, 2)])
         before = next(calls)
-        assert describe_torch_schedule(schedule, 1, 30) == start.replace("LambdaLR", type(schedule).__name__)
+        assert describe_torch_scheduler(schedule, 1, 30) == start.replace("LambdaLR", type(schedule).__name__)
         assert next(calls) == before + 1
-    assert describe_torch_schedule(lr_scheduler.ReduceLROnPlateau(sgd()), 1, 30) is None
-    assert describe_torch_schedule(lr_scheduler.LambdaLR(sgd(), lambda step: 1.0), 1, None) is None
+    assert describe_torch_scheduler(lr_scheduler.ReduceLROnPlateau(sgd()), 1, 30) is None
+    assert describe_torch_scheduler(lr_scheduler.LambdaLR(sgd(), lambda step: 1.0), 1, None) is None
 
 
 def test_a_schedule_without_an_end_is_shown_over_an_epoch() -> None:
     """Start and the end of the first epoch."""
-    line = describe_torch_schedule(lr_scheduler.ExponentialLR(sgd(), 0.5), 1, 3)
+    line = describe_torch_scheduler(lr_scheduler.ExponentialLR(sgd(), 0.5), 1, 3)
     assert line == (
         "ExponentialLR: learning rate 1 start (step 0), 0.125 after one epoch (step 3); one epoch is 3 optimizer steps"
     )
@@ -195,7 +195,7 @@ def test_a_schedule_without_an_end_is_shown_over_an_epoch() -> None:
 @pytest.mark.parametrize(("times", "typed", "steps"), [(1, 1, 100), (2, 2, 50), (3, 3, 34), (1, 2, 100)])
 def test_the_loop_goes_on_after_the_schedule(times: int, typed: int, steps: int) -> None:
     """Said once, in the first step too many, with both numbers; nothing is said at the end then."""
-    length = ScheduleLength(linear(sgd()), times, typed)
+    length = SchedulerLength(linear(sgd()), times, typed)
     lines = [length.count() for _ in range(steps + 3)]
     assert [line is None for line in lines] == [True] * steps + [False, True, True]
     assert f"made for {steps} steps, and the loop goes on: this was step {steps + 1}." in str(lines[steps])
@@ -206,7 +206,7 @@ def test_the_loop_goes_on_after_the_schedule(times: int, typed: int, steps: int)
 @pytest.mark.parametrize(("times", "typed", "steps"), [(1, 1, 100), (2, 2, 50), (1, 2, 100)])
 def test_the_loop_ends_before_the_schedule(times: int, typed: int, steps: int) -> None:
     """Said at the end, with both numbers, the rate that was reached, and the number to write."""
-    length = ScheduleLength(linear(sgd()), times, typed)
+    length = SchedulerLength(linear(sgd()), times, typed)
     assert length.at_end(0.25) is None  # it never ran
     for _ in range(steps - 20):
         assert length.count() is None
@@ -219,6 +219,6 @@ def test_the_loop_ends_before_the_schedule(times: int, typed: int, steps: int) -
 
 def test_a_schedule_as_long_as_the_loop_says_nothing() -> None:
     """Neither in the loop nor at its end."""
-    length = ScheduleLength(linear(sgd()), 1, 1)
+    length = SchedulerLength(linear(sgd()), 1, 1)
     assert [length.count() for _ in range(100)] == [None] * 100
     assert length.at_end(0.0) is None

@@ -11,7 +11,7 @@ import torch
 from zero_plugin.config.resolve.draft import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.config.resolve.facts import SchedulerSection
 from zero_plugin.errors import ConfigError
-from zero_plugin.strategies.torch_optimizers import CURVES, build_schedule
+from zero_plugin.strategies.torch_optimizers import CURVES, build_scheduler
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -97,7 +97,7 @@ def test_every_step_equals_deepspeeds_own_class(kind, params):
     theirs = adam()
     expected = walk(theirs, getattr(lr_schedules, kind)(theirs, **params))
     ours = adam()
-    assert walk(ours, build_schedule(SchedulerSection(kind, params), ours)) == [
+    assert walk(ours, build_scheduler(SchedulerSection(kind, params), ours)) == [
         pytest.approx(row, abs=1e-12, rel=0) for row in expected
     ]
 
@@ -153,7 +153,7 @@ def test_the_rate_applied_is_the_engines(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     applied = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("USED"))[5:])
     optimizer = adam()
-    schedule = build_schedule(SchedulerSection("WarmupDecayLR", params), optimizer)
+    schedule = build_scheduler(SchedulerSection("WarmupDecayLR", params), optimizer)
     ours = [row[0] for row in walk(optimizer, schedule, steps=len(applied))]
     assert ours == pytest.approx(applied, abs=1e-12, rel=0)
     assert applied[:2] == [0.0, 0.0]
@@ -170,7 +170,7 @@ def test_the_rate_applied_is_the_engines(tmp_path):
 def test_no_warm_up_starts_at_the_peak(kind, params, first, last):
     """warmup_num_steps 0, which DeepSpeed refuses, just has no warm-up."""
     optimizer = adam()
-    used = walk(optimizer, build_schedule(SchedulerSection(kind, params), optimizer), steps=23)
+    used = walk(optimizer, build_scheduler(SchedulerSection(kind, params), optimizer), steps=23)
     assert used[0][0] == pytest.approx(first)
     assert used[22][0] == pytest.approx(last)
     assert all(later[0] <= earlier[0] for earlier, later in pairwise(used))
@@ -180,9 +180,9 @@ def test_no_warm_up_starts_at_the_peak(kind, params, first, last):
 def test_a_restored_schedule_continues(kind, params):
     """After load_state_dict on a fresh optimizer, groups have the saved step's values at once, and go on equally."""
     one, other = adam(), adam()
-    schedule = build_schedule(SchedulerSection(kind, params), one)
+    schedule = build_scheduler(SchedulerSection(kind, params), one)
     walk(one, schedule, steps=17)
-    restored = build_schedule(SchedulerSection(kind, params), other)
+    restored = build_scheduler(SchedulerSection(kind, params), other)
     restored.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
     assert restored.get_last_lr() == schedule.get_last_lr()
     assert walk(other, restored, steps=20) == walk(one, schedule, steps=20)
@@ -193,13 +193,13 @@ def test_momentum_stays_where_there_is_none_to_cycle():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     section = SchedulerSection("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0})
     with pytest.warns(UserWarning, match="no betas"):
-        build_schedule(section, optimizer)
+        build_scheduler(section, optimizer)
     assert "betas" not in optimizer.param_groups[0]
 
 
 def test_torchs_own_schedules_are_built_by_name():
     """Any class of torch.optim.lr_scheduler that takes plain arguments."""
-    schedule = build_schedule(SchedulerSection("CosineAnnealingLR", {"T_max": 10}), adam())
+    schedule = build_scheduler(SchedulerSection("CosineAnnealingLR", {"T_max": 10}), adam())
     assert isinstance(schedule, torch.optim.lr_scheduler.CosineAnnealingLR)
 
 
@@ -221,4 +221,4 @@ def test_torchs_own_schedules_are_built_by_name():
 def test_an_impossible_section_is_refused(kind, params, message):
     """Unknown, missing and impossible parameters are named."""
     with pytest.raises(ConfigError, match=message):
-        build_schedule(SchedulerSection(kind, params), adam())
+        build_scheduler(SchedulerSection(kind, params), adam())

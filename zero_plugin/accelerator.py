@@ -91,7 +91,7 @@ class Accelerator:
         project_dir: folder of the run.
         project_config: where the run keeps what it writes, in one record.
         gradient_accumulation_plugin: how gradients add up, in one record.
-        step_scheduler_with_optimizer: a prepared schedule moves with the optimizer only; else at each of its calls.
+        step_scheduler_with_optimizer: a prepared scheduler moves with the optimizer only; else at each of its calls.
         kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.plugins`.
         dynamo_backend, dynamo_plugin: compile models, by the compiler's name or with all arguments.
         deepspeed_plugins: the same as `deepspeed_plugin`.
@@ -372,7 +372,7 @@ class Accelerator:
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """False: every call of a prepared schedule's `step` advances it once."""
+        """False: every call of a prepared scheduler's `step` advances it once."""
         return self._run.options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -449,7 +449,7 @@ class Accelerator:
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Models, optimizers, loaders and schedules, ready for the loop, in the order given; collective.
+        """Models, optimizers, loaders and schedulers, ready for the loop, in the order given; collective.
 
         A model and its optimizer (or `DummyOptim`) come best in one call. Where the model comes later, its optimizer
         waits for it; where the optimizer comes later, it finds the model, but not under ZeRO. A model without an
@@ -494,7 +494,7 @@ class Accelerator:
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """`prepare` for a schedule by itself; collective."""
+        """`prepare` for a scheduler by itself; collective."""
         prepared: AcceleratedScheduler = self._prepared.prepare((scheduler,), set())[0]
         return prepared
 
@@ -920,7 +920,7 @@ class Accelerator:
     ) -> Path:
         """Write all that the training goes on from, on any number of processes and any strategy; collective.
 
-        Models, optimizers, schedules, loss scale, counters, random states of all processes, places of the loaders, and
+        Models, optimizers, schedulers, loss scale, counters, random states of all processes, places of the loaders, and
         registered objects: see the README, "Checkpoints". The folder is complete, or it is not there.
 
         With `asynchronous`, it returns as soon as what a script may change is copied into host memory. What only a step
@@ -1171,7 +1171,7 @@ class Accelerator:
 
     @property
     def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._prepared.schedules
+        return self._prepared.schedulers
 
     @property
     def _dataloaders(self) -> list[DataLoaderAdapter]:

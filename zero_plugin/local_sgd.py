@@ -38,7 +38,7 @@ class LocalSGD:
         session = accelerator._prepared.session_of(model)
         if session is None:
             raise LoopError("LocalSGD got a model that is not prepared; pass what accelerator.prepare() returned.")
-        if not session.whole_gradients:
+        if not session.unpartitioned_gradients:
             raise LoopError(
                 "LocalSGD under DeepSpeed, whose processes share one optimizer: they cannot step apart.\n"
                 "Launch without DeepSpeed, or leave LocalSGD out."

@@ -1,4 +1,4 @@
-"""Room for a run on its machine: what does not fit is refused with both numbers before anything is allocated."""
+"""Memory for a run on its machine: what does not fit is refused with both numbers before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import MachineError, StrategyError
 from zero_plugin.loop.memory_check import (
-    Room,
-    expect_room,
-    expect_room_to_load,
-    expect_room_without_zero,
-    find_room,
-    shortages,
+    AvailableMemory,
+    check_memory,
+    check_memory_to_load,
+    check_memory_without_zero,
+    find_available_memory,
+    insufficient_memory,
 )
 from zero_plugin.plan.footprint import Footprint
 
@@ -40,23 +40,29 @@ NEEDS = Footprint(
 @pytest.mark.parametrize(
     ("room", "told"),
     [
-        (Room(200 * GIB, None, {}), []),
-        (Room(125 * GIB, None, {}), [(False, "4 processes keep 120 GiB in host memory (optimizer states 80 GiB")]),
-        (Room(119 * GIB, None, {}), [(True, "and only 119 GiB can be had")]),
-        (Room(200 * GIB, 4 * GIB, {}), []),
+        (AvailableMemory(200 * GIB, None, {}), []),
         (
-            Room(200 * GIB, 2 * GIB, {}),
+            AvailableMemory(125 * GIB, None, {}),
+            [(False, "4 processes keep 120 GiB in host memory (optimizer states 80 GiB")],
+        ),
+        (AvailableMemory(119 * GIB, None, {}), [(True, "and only 119 GiB can be had")]),
+        (AvailableMemory(200 * GIB, 4 * GIB, {}), []),
+        (
+            AvailableMemory(200 * GIB, 2 * GIB, {}),
             [(True, "locks 3 GiB for the NVMe drive's buffers, and only 2 GiB may be locked")],
         ),
-        (Room(200 * GIB, None, {"/nvme": 200 * GIB}), []),
-        (Room(200 * GIB, None, {"/nvme": 105 * GIB}), [(False, "100 GiB in /nvme, and little more, 105 GiB are free")]),
-        (Room(50 * GIB, 1, {"/nvme": 9}), [(True, "host memory"), (True, "locks"), (True, "/nvme")]),
+        (AvailableMemory(200 * GIB, None, {"/nvme": 200 * GIB}), []),
+        (
+            AvailableMemory(200 * GIB, None, {"/nvme": 105 * GIB}),
+            [(False, "100 GiB in /nvme, and little more, 105 GiB are free")],
+        ),
+        (AvailableMemory(50 * GIB, 1, {"/nvme": 9}), [(True, "host memory"), (True, "locks"), (True, "/nvme")]),
     ],
     ids=str,
 )
-def test_both_numbers_and_what_helps(room: Room, told: list[tuple[bool, str]]) -> None:
+def test_both_numbers_and_what_helps(room: AvailableMemory, told: list[tuple[bool, str]]) -> None:
     """What cannot work is told apart from what hardly will; memory that the processes have already does not count."""
-    found = list(shortages(NEEDS, room, 4))
+    found = list(insufficient_memory(NEEDS, room, 4))
     assert [is_short for is_short, _ in found] == [is_short for is_short, _ in told]
     for (_, line), (_, part) in zip(found, told, strict=True):
         assert part in line
@@ -86,11 +92,11 @@ def test_offload_is_refused_where_host_memory_is_short(
     """The model's own copy counts as there: Adam's states, masters and gradients of 2,002,000 elements do not fit."""
     _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
     caplog.set_level("INFO", "zero_plugin")
-    expect_room(model(), resolved, 2, facts, ALONE)
+    check_memory(model(), resolved, 2, facts, ALONE)
     assert not caplog.messages
     monkeypatch.setattr(zero_plugin.loop.memory_check, "available_cpu_memory", lambda: 10_000_000)
     with pytest.raises(MachineError, match=r"nothing was allocated:\n1 processes keep .* MiB in host memory") as caught:
-        expect_room(model(), resolved, 2, facts, ALONE)
+        check_memory(model(), resolved, 2, facts, ALONE)
     assert "and only 17.2 MiB can be had" in str(caught.value)  # 10,000,000 and the model's 8,008,000 bytes
 
 
@@ -98,8 +104,8 @@ def test_nothing_is_looked_at_without_offload(monkeypatch: pytest.MonkeyPatch) -
     """Nor is a collective run: the machine has no part in it."""
     monkeypatch.setattr(zero_plugin.loop.memory_check, "available_cpu_memory", lambda: 0)
     _, resolved, facts = resolved_for({"zero_optimization": {"stage": 2}})
-    expect_room(model(), resolved, 2, facts, ALONE)
-    expect_room(model(), resolved, None, facts, ALONE)
+    check_memory(model(), resolved, 2, facts, ALONE)
+    check_memory(model(), resolved, None, facts, ALONE)
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
@@ -107,7 +113,7 @@ def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "nvme"
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
     _, resolved, _ = resolved_for({"zero_optimization": zero})
-    room = find_room(resolved, held=5)
+    room = find_available_memory(resolved, held=5)
     assert room.nvme[str(folder)] > 0
     assert not folder.exists()
 
@@ -119,21 +125,21 @@ def test_without_the_zero_that_is_asked_for(stated: str) -> None:
     document, resolved, facts = resolved_for(zero, "single", distributed_type="NO", gpu_memory=stated)
     batch = torch.zeros(4, 1000)
     if stated == "60MiB":
-        expect_room_without_zero(document, model(), resolved, facts, lambda: batch, ALONE)
+        check_memory_without_zero(document, model(), resolved, facts, lambda: batch, ALONE)
         return
     with pytest.raises(StrategyError, match="ZeRO stage 2 dropped") as caught:
-        expect_room_without_zero(document, model(), resolved, facts, lambda: batch, ALONE)
+        check_memory_without_zero(document, model(), resolved, facts, lambda: batch, ALONE)
     assert "training takes 38.2 MiB of each device, which has 20 MiB" in str(caught.value)
 
 
 def test_nobody_who_asked_for_none_is_refused() -> None:
     """Without a ZeRO section there is nothing that was dropped."""
     document, resolved, facts = resolved_for({}, "single", distributed_type="NO", gpu_memory="1MiB")
-    expect_room_without_zero(document, model(), resolved, facts, lambda: None, ALONE)
+    check_memory_without_zero(document, model(), resolved, facts, lambda: None, ALONE)
 
 
 def test_a_copy_for_each_process() -> None:
     """Eight processes load eight copies."""
-    expect_room_to_load(GIB, 8, 8 * GIB, "the model", "do this")
+    check_memory_to_load(GIB, 8, 8 * GIB, "the model", "do this")
     with pytest.raises(MachineError, match=r"1 GiB of host memory in each of 8 processes, 8 GiB together, and 7 GiB"):
-        expect_room_to_load(GIB, 8, 7 * GIB, "the model", "do this")
+        check_memory_to_load(GIB, 8, 7 * GIB, "the model", "do this")

@@ -20,8 +20,8 @@ from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.launch.build import _find_cluster
 from zero_plugin.launch.report import FirstFailure, describe_failure
-from zero_plugin.loop.memory_check import find_room
-from zero_plugin.loop.out_of_memory import FailedLoop, describe_shortage
+from zero_plugin.loop.memory_check import find_available_memory
+from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
 from zero_plugin.machine import control_groups, memory
 from zero_plugin.machine.device_memory import Meter, memory_available_bytes
 from zero_plugin.machine.hardware import count_cores
@@ -118,7 +118,7 @@ USERS: dict[str, Callable[[], int]] = {
     "plan": lambda: measure_cluster(1).host_bytes,
     "plan without a GPU": lambda: 2 * measure_cluster(2).device_bytes,
     "launch with a stated GPU": lambda: _find_cluster(LAUNCH, launch_settings(LAUNCH), 1).host_bytes,
-    "memory check": lambda: find_room(RESOLVED).host,
+    "memory check": lambda: find_available_memory(RESOLVED).host,
     "big models": lambda: int(get_max_memory()["cpu"]),
     "log": lambda: round(Meter(1, CPU).read(1, "samples")["memory_available_gb"] * 1e9),
     "device": lambda: memory_available_bytes(CPU),
@@ -142,7 +142,7 @@ def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> No
     env()
     assert "CPU memory    64 GiB" in capsys.readouterr().out
     assert "(64 GiB here, for all processes together)" in describe_failure(FirstFailure(0, -9))
-    assert "48 GiB can be had" in describe_shortage(MemoryError(), LOOP, CPU, rank=0).headline
+    assert "48 GiB can be had" in describe_out_of_memory(MemoryError(), LOOP, CPU, rank=0).headline
 
 
 @pytest.mark.parametrize("version", [2, 1])

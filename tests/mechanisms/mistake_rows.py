@@ -20,7 +20,7 @@ ROWS = [
     Row(
         "gradients from before prepare(), before backward",
         PLAIN,
-        "            elif self._has_strays():\n                raise LoopError(DIRECT_BACKWARD)",
+        "            elif self._has_any_grad():\n                raise LoopError(DIRECT_BACKWARD)",
         "            elif False:\n                raise LoopError(DIRECT_BACKWARD)",
         checks("gradient", "gradients_from_before_prepare", "single", "ddp"),
         "DID NOT RAISE",
@@ -29,7 +29,7 @@ ROWS = [
     Row(
         "gradients from before prepare(), before step",
         PLAIN,
-        "            if not self._are_spent and self._has_strays():",
+        "            if not self._are_spent and self._has_any_grad():",
         "            if False:",
         checks("gradient", "gradients_from_before_prepare", "single", "ddp"),
         "DID NOT RAISE",
@@ -79,7 +79,7 @@ ROWS = [
     Row(
         "a module that was not prepared",
         "loop/backward.py",
-        "self._refuse_strangers([p for p in found if not any(id(p) in training.ids for training in trained)])",
+        "self._refuse_unprepared([p for p in found if not any(id(p) in training.ids for training in trained)])",
         "pass",
         joint_checks("together", "what_is_not_prepared", "ddp", "zero2"),
         "DID NOT RAISE",
@@ -119,7 +119,7 @@ ROWS = [
     Row(
         "a failed backward is not applied, off engines",
         PLAIN,
-        "        if reached and (self._has_gradients or self._has_strays()):\n            self._fail()",
+        "        if reached and (self._has_gradients or self._has_any_grad()):\n            self._fail()",
         "        pass",
         checks("failure", "a_failed_backward_is_not_applied", "single"),
         'raised(LoopError, "failed", "optimizer.zero_grad()"',

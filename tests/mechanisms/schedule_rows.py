@@ -1,4 +1,4 @@
-"""What drives a schedule, how it counts, and what is said of its length."""
+"""What drives a scheduler, how it counts, and what is said of its length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rows import Row, checks
 
 ROWS = [
     Row(
-        "a real schedule counts processes",
+        "a real scheduler counts processes",
         "loop/prepare.py",
         "    counted = training.facts.machine.counted if by_process else 1\n",
         "    counted = 1\n",
@@ -14,7 +14,7 @@ ROWS = [
         "wanted",
     ),
     Row(
-        "a real schedule counts steps",
+        "a real scheduler counts steps",
         "loop/prepare.py",
         "    counted = training.facts.machine.counted if by_process else 1\n",
         "    counted = training.facts.machine.counted\n",
@@ -84,7 +84,7 @@ ROWS = [
         processes=0,
     ),
     Row(
-        "both ends of a real schedule are told",
+        "both ends of a real scheduler are told",
         "loop/schedule_report.py",
         "    return line + (_other_end(",
         "    return line\n    return line + (_other_end(",
@@ -92,7 +92,7 @@ ROWS = [
         "both ends: 0 lines",
     ),
     Row(
-        "a schedule that ends before the loop is told",
+        "a scheduler that ends before the loop is told",
         "loop/scheduler.py",
         "            announce(line)\n",
         "            pass\n",
@@ -101,7 +101,7 @@ ROWS = [
         processes=3,
     ),
     Row(
-        "a loop that ends before the schedule is told",
+        "a loop that ends before the scheduler is told",
         "loop/run.py",
         "training.describe_end()",
         "()",
@@ -126,17 +126,17 @@ ROWS = [
         "torch.allclose",
     ),
     Row(
-        "a section's schedule steps by itself",
+        "a section's scheduler steps by itself",
         "loop/prepare.py",
-        "    optimizer.call_after_step(schedule.step)\n",
+        "    optimizer.call_after_step(scheduler.step)\n",
         "",
         checks("schedule", "a_section_without_a_scheduler_steps_by_itself", "ddp", "zero2"),
         "torch.allclose",
     ),
     Row(
-        "a schedule follows the optimizer that replaces its own",
+        "a scheduler follows the optimizer that replaces its own",
         "strategies/deepspeed/optimizers.py",
-        "    _move_schedules(request.schedules, replacement)\n",
+        "    _move_schedulers(request.schedulers, replacement)\n",
         "",
         checks("schedule", "real_schedules_stay_attached", "zero2-cpu"),
         "schedule.scheduler.optimizer is optimizer.optimizer",

@@ -151,7 +151,7 @@ ROWS = [
     Row(
         "a parameter that sits a window out at stage 3",
         GRADIENTS,
-        "        self._forget_norm()\n        self._clear_sat_out()\n",
+        "        self._forget_norm()\n        self._clear_without_gradient()\n",
         "        self._forget_norm()\n",
         parity("branch-single-steps", "zero3"),
         "off by",

@@ -548,7 +548,7 @@ def check_gradients_that_hold_the_loss_scale(path: str) -> None:
             loss_of(net, own_batch(0), 1024.0).backward()
             watch.note()
             _clip_norm(net)
-            watch.mention_changed()
+            watch.warn_of_changed()
         assert said.getvalue().count("the gradient, multiplied by the loss scale") == is_scaled
         assert "average" not in said.getvalue()
 

@@ -164,7 +164,7 @@ def check_a_schedule_of_another_optimizer(path: str) -> None:
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for i in range(2):
             accelerator.backward(loss_of(model, own_batch(i)))
-    assert said.getvalue().count("the SGD and its schedule were prepared, but") == accelerator.is_main_process
+    assert said.getvalue().count("the SGD and its scheduler were prepared, but") == accelerator.is_main_process
 
 
 def check_memory_is_freed(path: str) -> None:

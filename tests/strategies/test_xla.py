@@ -47,7 +47,7 @@ def test_where_replicas_meet(monkeypatch: pytest.MonkeyPatch, world_size: int, a
 @pytest.mark.parametrize("hold", [weakref.ref, lambda weight: weight.view(-1)], ids=["weak reference", "view"])
 def test_a_parameter_that_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch, hold: Callable[..., Any]) -> None:
     """It cannot change its device as the object that an optimizer knows: said with the way out, not as torch does."""
-    monkeypatch.setattr("zero_plugin.strategies.xla.keep_weights_in_fp32", lambda request: None)
+    monkeypatch.setattr("zero_plugin.strategies.xla.convert_weights_to_fp32", lambda request: None)
     model, processes = nn.Linear(2, 2), Processes(0, 0, 1, torch.device("meta"))
     held = hold(model.weight)
     request: Any = SimpleNamespace(model=model, is_placed=True)
@@ -62,7 +62,7 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
     def refuse(_: Any) -> None:
         raise LoopError("its states are elsewhere")
 
-    monkeypatch.setattr("zero_plugin.strategies.xla.keep_weights_in_fp32", lambda request: None)
+    monkeypatch.setattr("zero_plugin.strategies.xla.convert_weights_to_fp32", lambda request: None)
     monkeypatch.setattr("zero_plugin.strategies.xla.torch_optimizer", refuse)
     model, processes = nn.Linear(2, 2), Processes(0, 0, 1, torch.device("cpu"))
     request: Any = SimpleNamespace(model=model, is_placed=True)

@@ -104,7 +104,7 @@ def load_tensors(
     with session.reading(), torch.no_grad():
         all_or_none(read)
         if not weights:
-            session.take_masters_from_weights()
+            session.update_master_weights()
     return missing
 
 

@@ -60,7 +60,7 @@ class Options:
         device_placement: whether models and batches go to this process's device.
         loading: how loaders are shared out.
         accumulation: how gradients add up.
-        step_scheduler_with_optimizer: whether a prepared schedule moves with the optimizer only.
+        step_scheduler_with_optimizer: whether a prepared scheduler moves with the optimizer only.
         rng_types: random states that every process gets from process 0 at the start of each epoch.
         project: where the run keeps what it writes.
         handlers: arguments of torch's own objects.

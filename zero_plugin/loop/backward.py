@@ -62,7 +62,7 @@ def run_backward(
     return reached
 
 
-def run_loose_backward(window: AccumulationWindow, loss: Tensor, *, counts: bool, **kwargs: Any) -> None:
+def run_plain_backward(window: AccumulationWindow, loss: Tensor, *, counts: bool, **kwargs: Any) -> None:
     """Torch's own backward, of a loss that trains nothing that was prepared with its optimizer.
 
     Args:
@@ -115,7 +115,7 @@ def _count(trainings: Sequence[Training], reached: Sequence[Training], steps: in
         if by_hand or training.window.in_context:
             training.window.count_backward()
         else:
-            training.window.count_stray()
+            training.window.count_foreign_backward()
 
 
 def _share_loss_scale(trainings: Sequence[Training]) -> None:
@@ -161,7 +161,7 @@ class FirstSteps:
         self._frozen: list[nn.Parameter] = []  # parameters of trained models that are not trained
         self._parts: frozenset[int] = frozenset()  # ids of the trained models' modules and parameters
         self._has_changed = False  # something was put into one of them
-        self._logged = self._logged_loose = False
+        self._logged = self._logged_plain = False
         self._mentioned = 0  # of those that wait
 
     def begin(self) -> None:
@@ -185,7 +185,7 @@ class FirstSteps:
             self._has_changed |= any(p.requires_grad for p in new)
 
     def is_due(self) -> bool:
-        """Whether the backward that is about to run is one to `look_at`; counts it."""
+        """Whether the backward that is about to run is one to `check`; counts it."""
         self._backwards += 1
         if self._backwards >= self._next or self._has_changed:
             return True
@@ -199,24 +199,24 @@ class FirstSteps:
                 return True
         return bool(self._frozen) and any(p.requires_grad for p in self._frozen)
 
-    def may_run_loose(self, strategy: Strategy, processes: int) -> bool:
+    def allows_plain_backward(self, strategy: Strategy, processes: int) -> bool:
         """Whether a backward may run though nothing is prepared with its optimizer; said once.
 
         Not where it would train something else than it seems to: partitioned models, copies that are not averaged.
         """
         may = strategy.optimizer_may_follow and (processes == 1 or bool(self._trainings))
-        if may and not self._logged_loose:
-            self._logged_loose = True
+        if may and not self._logged_plain:
+            self._logged_plain = True
             alone = "" if processes == 1 else "; where a model is not prepared, its gradients stay with their process"
             _log.info(f"no model is prepared with its optimizer: backward() is torch's own{alone}")
         return may
 
-    def look_at(self, loss: Tensor, waiting: Sequence[AcceleratedOptimizer] = ()) -> None:
+    def check(self, loss: Tensor, waiting: Sequence[AcceleratedOptimizer] = ()) -> None:
         """A backward of `loss` is about to run.
 
         Args:
             loss: with its graph.
-            waiting: optimizers, given or known by their schedules, whose models are not prepared.
+            waiting: optimizers, given or known by their schedulers, whose models are not prepared.
 
         Raises:
             LoopError: nothing is prepared to be trained, or the loss reaches something that is not.
@@ -225,7 +225,7 @@ class FirstSteps:
         if not trained:
             raise LoopError("no trained model is prepared; call prepare(model, optimizer, …) before backward().")
         found = [leaf for leaf in find_leaves(loss) if isinstance(leaf, nn.Parameter)]
-        self._refuse_strangers([p for p in found if not any(id(p) in training.ids for training in trained)])
+        self._refuse_unprepared([p for p in found if not any(id(p) in training.ids for training in trained)])
         self._has_changed = False
         self._mention(waiting)
         ids = {id(p) for p in found}
@@ -239,9 +239,9 @@ class FirstSteps:
         position = 0 if epoch is None else epoch.position
         self._has_advanced |= position > 0
         if self._backwards > _EVERY or (self._has_advanced and position == 0):  # the first batch may have many losses
-            self.warn_if_none()
+            self.warn_if_never_stepped()
 
-    def warn_if_none(self) -> None:
+    def warn_if_never_stepped(self) -> None:
         """After a window's backwards: warn if no optimizer was ever asked to step."""
         optimizers = [(o, t.window.steps) for t in self._trainings if (o := t.optimizer) is not None]
         asked = any(o.applied_steps or o.skipped_in_a_row or not o.acted for o, _ in optimizers)
@@ -255,14 +255,14 @@ class FirstSteps:
 
     def _mention(self, waiting: Sequence[AcceleratedOptimizer]) -> None:
         for optimizer in waiting[self._mentioned :]:
-            given = " and its schedule" if optimizer.schedules else ""
+            given = " and its scheduler" if optimizer.schedulers else ""
             _log.info(
                 f"the {type(optimizer.optimizer).__name__}{given} were prepared, but not the model whose parameters it "
                 "holds: it trains nothing here"
             )
         self._mentioned = len(waiting)
 
-    def _refuse_strangers(self, strangers: Sequence[nn.Parameter]) -> None:
+    def _refuse_unprepared(self, strangers: Sequence[nn.Parameter]) -> None:
         """Refuse parameters that the loss reaches and that no prepared optimizer's model trains."""
         if not strangers:
             return

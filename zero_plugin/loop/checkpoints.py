@@ -44,7 +44,7 @@ from zero_plugin.loop.training import (
     refuse_other_optimizer,
     restore_reductions,
     restore_training,
-    schedules_of,
+    schedulers_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class Checkpoints:
             "models": [describe_training(training) for training in self._prepared.trainings],
             "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],
             "schedules": [
-                schedule.state_dict() for schedule in schedules_of(self._prepared.trainings, self._prepared.waiting)
+                scheduler.state_dict() for scheduler in schedulers_of(self._prepared.trainings, self._prepared.waiting)
             ],
             "loaders": [loader.state_dict() for loader in self._prepared.dataloaders],
             "iteration": self._project.iteration,
@@ -355,7 +355,7 @@ class Checkpoints:
         report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
         parts: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
             ("optimizers without a model", self._prepared.waiting, saved["waiting_optimizers"]),
-            ("schedules", schedules_of(self._prepared.trainings, self._prepared.waiting), saved["schedules"]),
+            ("schedules", schedulers_of(self._prepared.trainings, self._prepared.waiting), saved["schedules"]),
         )
         for what, running, states in parts:
             if len(running) != len(states):

@@ -36,7 +36,7 @@ def find_intended_processes(found: int, environ: Mapping[str, str]) -> int:
     )
 
 
-def share_out_steps(steps: int, intended: int, found: int) -> int:
+def redistribute_steps(steps: int, intended: int, found: int) -> int:
     """Micro-batches per optimizer step and process, so that all processes together have as many as intended.
 
     Args:

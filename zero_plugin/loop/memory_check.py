@@ -40,7 +40,7 @@ from zero_plugin.tensors.fragments import MASTER, WEIGHT
 _log = logging.getLogger(__name__)
 
 _SCARCE: Final = 0.9  # of what is there: a run that takes more is warned
-_HOST_FIX: Final = (
+_CPU_FIX: Final = (
     "fewer processes per machine, more machines, offload_optimizer_device: nvme in place of cpu, or pin_memory: false "
     "(page-locked tensors are rounded up to powers of two)"
 )
@@ -48,7 +48,7 @@ _LOCKED_FIX: Final = "ulimit -l unlimited (docker run --ulimit memlock=-1), or a
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class AvailableMemory:
     """What one machine has for a run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Room:
     nvme: Mapping[str, int]
 
 
-def expect_room(
+def check_memory(
     model: nn.Module,
     resolved: Resolved,
     stage: Stage,
@@ -86,10 +86,10 @@ def expect_room(
     needs = predict_memory(model, resolved, stage, facts, processes).footprint
     # What the model takes there already is given back, or is a part of it.
     held = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu")
-    own = find_room(resolved, held * local_processes(processes))
+    own = find_available_memory(resolved, held * local_processes(processes))
     # Of each machine's disk the process is asked that has just removed what killed runs had left there.
     room = _least(gather_object([own if processes.local_rank == 0 else replace(own, nvme={})]))
-    found = list(shortages(needs, room, local_processes(processes)))
+    found = list(insufficient_memory(needs, room, local_processes(processes)))
     wrong = [line for is_short, line in found if is_short]
     if wrong:
         raise MachineError("\n".join(["there is no room for this run; nothing was allocated:", *wrong]))
@@ -97,7 +97,7 @@ def expect_room(
         _log.info(line)
 
 
-def find_room(resolved: Resolved, held: int = 0) -> Room:
+def find_available_memory(resolved: Resolved, held: int = 0) -> AvailableMemory:
     """What this machine has now.
 
     Args:
@@ -109,14 +109,14 @@ def find_room(resolved: Resolved, held: int = 0) -> Room:
         for what in ("optimizer", "param")
         if resolved.offload_device(what) == "nvme"
     }
-    return Room(
+    return AvailableMemory(
         available_cpu_memory() + held,
         lockable_bytes(),
         {folder: shutil.disk_usage(_existing(Path(folder))).free for folder in folders},
     )
 
 
-def shortages(needs: Footprint, room: Room, processes: int) -> Iterator[tuple[bool, str]]:
+def insufficient_memory(needs: Footprint, room: AvailableMemory, processes: int) -> Iterator[tuple[bool, str]]:
     """What does not suffice, or hardly: whether it cannot work, and both numbers with what to do.
 
     Args:
@@ -129,7 +129,7 @@ def shortages(needs: Footprint, room: Room, processes: int) -> Iterator[tuple[bo
     host = sum(terms.values())
     if host > _SCARCE * room.host:
         what = f"{processes} processes keep {show_bytes(host)} in host memory ({told})"
-        yield _shortage(host, room.host, what, "can be had", _HOST_FIX)
+        yield _shortage(host, room.host, what, "can be had", _CPU_FIX)
     if room.lockable is not None and needs.locked > room.lockable:
         what = f"each process locks {show_bytes(needs.locked)} for the NVMe drive's buffers"
         yield _shortage(needs.locked, room.lockable, what, "may be locked (ulimit -l)", _LOCKED_FIX)
@@ -139,7 +139,7 @@ def shortages(needs: Footprint, room: Room, processes: int) -> Iterator[tuple[bo
             yield _shortage(needs.nvme_bytes, free, what, "are free there", "make room, or name a larger disk's folder")
 
 
-def expect_room_without_zero(
+def check_memory_without_zero(
     document: Document,
     model: nn.Module,
     resolved: Resolved,
@@ -191,7 +191,7 @@ def expect_room_without_zero(
     return run
 
 
-def expect_room_to_load(size: int, copies: int, available: int, what: str, fix: str) -> None:
+def check_memory_to_load(size: int, copies: int, available: int, what: str, fix: str) -> None:
     """Refuse to load a model into host memory that does not hold as many copies of it as there are processes.
 
     Args:
@@ -221,11 +221,11 @@ def _shortage(needed: int, there: int, what: str, kind: str, fix: str) -> tuple[
     return is_short, f"{what}, and {but}{show_bytes(there)} {kind}. What helps: {fix}."
 
 
-def _least(rooms: list[Room]) -> Room:
+def _least(rooms: list[AvailableMemory]) -> AvailableMemory:
     """Of all machines, for each thing the one that has least of it: all processes have to come to one decision."""
     limits = [room.lockable for room in rooms if room.lockable is not None]
     folders = {folder for room in rooms for folder in room.nvme}
-    return Room(
+    return AvailableMemory(
         min(room.host for room in rooms),
         min(limits, default=None),
         {folder: min(room.nvme[folder] for room in rooms if folder in room.nvme) for folder in folders},

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.optimizer_only import LoneOptimizer, has_step_hooks
+from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer, has_step_hooks
 from zero_plugin.strategies.window import AccumulationWindow
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class AcceleratedOptimizer(Optimizer):
     """The one place where parameters change: `step` applies the gradients where an accumulation window ends.
 
-    It is a torch optimizer for whoever asks, also for a schedule that is built on it; its groups and states are those
+    It is a torch optimizer for whoever asks, also for a scheduler that is built on it; its groups and states are those
     of the optimizer that runs.
 
     A step whose gradients are not finite (under fp16: an overflow) is skipped on every path: weights, optimizer states
-    and schedules stay. After `session.most_skips` in a row the run stops.
+    and schedulers stay. After `session.most_skips` in a row the run stops.
 
     Args:
         optimizer: the torch optimizer. Until its model is prepared, it steps as torch's own on one device, and refuses
@@ -44,7 +44,7 @@ class AcceleratedOptimizer(Optimizer):
         skipped_in_a_row: how many of the last steps were skipped.
         applied_steps: how many were not.
         acted: False if the last call of `step` stood inside a window, where it does nothing.
-        schedules: those prepared for it.
+        schedulers: those prepared for it.
         device_placement, scaler: as they were given, for scripts that ask.
 
     Raises:
@@ -62,13 +62,15 @@ class AcceleratedOptimizer(Optimizer):
         self.device_placement, self.scaler = device_placement, scaler
         self.skipped_in_a_row = 0
         self.applied_steps = 0
-        self.schedules: list[AcceleratedScheduler] = []
+        self.schedulers: list[AcceleratedScheduler] = []
         self.acted = True
         self._window = AccumulationWindow(1)
-        self.session: Session | LoneOptimizer = LoneOptimizer(optimizer, self._window, steps=num_processes() == 1)
-        self._is_overflow = False  # Accelerate's name, which tests of schedules set
+        self.session: Session | UnpreparedOptimizer = UnpreparedOptimizer(
+            optimizer, self._window, steps=num_processes() == 1
+        )
+        self._is_overflow = False  # Accelerate's name, which tests of schedulers set
         self._corrected = False
-        self._told_of_skips = False
+        self._warned_of_skips = False
         self._is_cleared = True  # zero_grad() was called since the last applied step
         self._mentioned: set[str] = set()
         self._after_step: list[Callable[[], None]] = []
@@ -76,7 +78,7 @@ class AcceleratedOptimizer(Optimizer):
         self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self._post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
 
-    def run_in(self, session: Session | LoneOptimizer, window: AccumulationWindow) -> None:
+    def run_in(self, session: Session | UnpreparedOptimizer, window: AccumulationWindow) -> None:
         """Step with `session` from now on, where `window` ends."""
         self.session, self._window = session, window
         if isinstance(session, Session):
@@ -86,7 +88,7 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def waits(self) -> bool:
         """Whether its model has not been prepared yet."""
-        return isinstance(self.session, LoneOptimizer)
+        return isinstance(self.session, UnpreparedOptimizer)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -108,7 +110,7 @@ class AcceleratedOptimizer(Optimizer):
     def state(self) -> Any:
         """The live states; under ZeRO those of flat partitions, and a LoopError for a parameter of the model."""
         states = self.optimizer.state
-        return states if self.session.whole_states else _FlatStates(states)
+        return states if self.session.unpartitioned_states else _PartitionedStates(states)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -150,7 +152,7 @@ class AcceleratedOptimizer(Optimizer):
         Raises:
             LoopError: ZeRO has partitioned it over several processes, or keeps it where the groups do not show it.
         """
-        self._refuse_elsewhere("state_dict()")
+        self._refuse_if_partitioned("state_dict()")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -159,7 +161,7 @@ class AcceleratedOptimizer(Optimizer):
         Raises:
             LoopError: as for `state_dict`.
         """
-        self._refuse_elsewhere("load_state_dict()")
+        self._refuse_if_partitioned("load_state_dict()")
         self._await_copy()
         is_read = self.session.reading() if isinstance(self.session, Session) else nullcontext()
         with is_read:
@@ -167,11 +169,11 @@ class AcceleratedOptimizer(Optimizer):
 
     def train(self) -> None:
         """Have a schedule-free optimizer put the training weights in place; others do nothing."""
-        self._call_if_there("train")
+        self._call_if_available("train")
 
     def eval(self) -> None:
         """Have a schedule-free optimizer put the averaged weights in place; others do nothing."""
-        self._call_if_there("eval")
+        self._call_if_available("eval")
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Apply the window's gradients if the window ends here; otherwise nothing.
@@ -187,7 +189,7 @@ class AcceleratedOptimizer(Optimizer):
         if not self.acted:
             return
         if not self._is_cleared and isinstance(self.session, Session):
-            self._mention_kept_gradients(is_again=is_again, by_script=self.session.cleared_by_script)
+            self._warn_of_kept_gradients(is_again=is_again, by_script=self.session.cleared_by_script)
         self._correct()
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
         culprit = self.session.first_nonfinite() if last_chance else None
@@ -246,7 +248,7 @@ class AcceleratedOptimizer(Optimizer):
             self._corrected = False
             self._window.restart()
         else:
-            self.session.drop_strays()
+            self.session.drop_foreign_gradients()
 
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
         """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens.
@@ -270,7 +272,7 @@ class AcceleratedOptimizer(Optimizer):
         Raises:
             LoopError: gradients are partitioned.
         """
-        if not self.session.whole_gradients:
+        if not self.session.unpartitioned_gradients:
             raise LoopError(
                 "clip_grad_value_ under ZeRO: its gradients are partitioned, and DeepSpeed clips by norm only.\n"
                 "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
@@ -282,7 +284,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def unscale(self) -> None:
         """Take the loss scale out of the coming step's gradients, where the script can see them."""
-        if self.session.whole_gradients and self.session.loss_scale != 1.0 and not self._window.is_applied:
+        if self.session.unpartitioned_gradients and self.session.loss_scale != 1.0 and not self._window.is_applied:
             self.clip(float("inf"), norm_type=2.0, only=None)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -297,7 +299,7 @@ class AcceleratedOptimizer(Optimizer):
         return self._register(hook, self._post_hooks, "register_step_post_hook")
 
     def _register(self, hook: Callable[..., Any], hooks: dict[int, Any], method: str) -> RemovableHandle:
-        if self.session.whole_gradients and has_step_hooks(self.optimizer):
+        if self.session.unpartitioned_gradients and has_step_hooks(self.optimizer):
             handle: RemovableHandle = getattr(self.optimizer, method)(hook)
             return handle
         handle = RemovableHandle(hooks)
@@ -312,7 +314,7 @@ class AcceleratedOptimizer(Optimizer):
         """Undo `call_after_step`."""
         self._after_step.remove(call)
 
-    def _mention_kept_gradients(self, *, is_again: bool, by_script: bool | None) -> None:
+    def _warn_of_kept_gradients(self, *, is_again: bool, by_script: bool | None) -> None:
         """Say once of each kind where plain torch would apply gradients that it has applied before."""
         what = (
             "optimizer.step() was called twice, without a backward() between: the second one applies nothing. Plain "
@@ -329,8 +331,8 @@ class AcceleratedOptimizer(Optimizer):
 
     def _count_skip(self, culprit: str | None) -> None:
         self.skipped_in_a_row += 1
-        if not self._told_of_skips and self.session.loss_scale == 1.0:
-            self._told_of_skips = True  # under fp16 skips are part of finding the scale
+        if not self._warned_of_skips and self.session.loss_scale == 1.0:
+            self._warned_of_skips = True  # under fp16 skips are part of finding the scale
             announce(
                 f"the step after {self.applied_steps} was skipped, since its gradients are not finite; the weights "
                 f"stay as they were. After {self.session.most_skips} skips in a row the run stops."
@@ -351,14 +353,14 @@ class AcceleratedOptimizer(Optimizer):
         self._corrected = True
 
     def _changeable(self, what: str) -> Optimizer:
-        if not self.session.whole_gradients:
+        if not self.session.unpartitioned_gradients:
             raise LoopError(
                 f"optimizer.{what}: ZeRO has partitioned the optimizer as it was given to prepare().\n"
                 "Build all its groups before prepare()."
             )
         return self.optimizer
 
-    def _refuse_elsewhere(self, call: str) -> None:
+    def _refuse_if_partitioned(self, call: str) -> None:
         if self.session.states_are:
             raise LoopError(
                 f"optimizer.{call}: the states of this optimizer are {self.session.states_are}, and what one process "
@@ -370,7 +372,7 @@ class AcceleratedOptimizer(Optimizer):
         if self.session.before_change is not None:
             self.session.before_change()
 
-    def _call_if_there(self, name: str) -> None:
+    def _call_if_available(self, name: str) -> None:
         self._await_copy()
         optimizer: Any = self.optimizer
         while optimizer is not None:  # wrappers of other libraries hold theirs under the same name
@@ -391,7 +393,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is an optimizer by itself, on copies of the parameters.
-        if not self.session.whole_gradients:
+        if not self.session.unpartitioned_gradients:
             raise LoopError(
                 "an optimizer that ZeRO has partitioned cannot be pickled; save with accelerator.save_state()"
             )
@@ -401,7 +403,7 @@ class AcceleratedOptimizer(Optimizer):
         self.__init__(state["optimizer"])  # type: ignore[misc]
 
 
-class _FlatStates(MutableMapping[Any, Any]):
+class _PartitionedStates(MutableMapping[Any, Any]):
     """The states of flat partitions; asked for a parameter of the model it raises, where torch's makes an empty one."""
 
     def __init__(self, states: MutableMapping[Any, Any]) -> None:

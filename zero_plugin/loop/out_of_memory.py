@@ -31,7 +31,7 @@ from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.data.prepare import smaller_cut
 from zero_plugin.distributed.collective_check import tell_loss
 from zero_plugin.distributed.collectives import gather_object
-from zero_plugin.loop.fewer_processes import share_out_steps
+from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.machine.device_memory import memory_available_bytes
 from zero_plugin.plan.run_plan import RunMemory
 from zero_plugin.strategies.base import Saving
@@ -104,7 +104,7 @@ def phase_of(trace: TracebackType | None) -> Phase:
     return "the forward"
 
 
-def describe_shortage(error: BaseException, loop: FailedLoop, device: torch.device, rank: int) -> Shortage:
+def describe_out_of_memory(error: BaseException, loop: FailedLoop, device: torch.device, rank: int) -> Shortage:
     """What was needed, what is there, what lowers the use, and whether a smaller micro-batch is to be tried.
 
     Args:
@@ -138,7 +138,7 @@ def describe_shortage(error: BaseException, loop: FailedLoop, device: torch.devi
     )
 
 
-def explain_shortages(explain: Callable[[BaseException], Shortage]) -> Callable[[], None]:
+def explain_out_of_memory(explain: Callable[[BaseException], Shortage]) -> Callable[[], None]:
     """When an error that says that memory ran out ends this process, tell what `explain` makes of it.
 
     The launcher is told, which says it once; where there is none it is printed here, below the traceback. The other
@@ -177,7 +177,7 @@ def describe_end(error: BaseException | None) -> list[str]:
 
     The other processes, which may wait in an operation for this one, are told to end.
     """
-    shortage = _shortage_of(error)
+    shortage = _report_of(error)
     if shortage is None:
         return []
     tell_loss("has run out of memory")
@@ -185,7 +185,7 @@ def describe_end(error: BaseException | None) -> list[str]:
 
 
 def _explain(error: BaseException | None) -> None:
-    shortage = _shortage_of(error)
+    shortage = _report_of(error)
     if shortage is None:
         return
     if not leave_shortage(shortage, os.environ):
@@ -193,7 +193,7 @@ def _explain(error: BaseException | None) -> None:
     tell_loss("has run out of memory")
 
 
-def _shortage_of(error: BaseException | None) -> Shortage | None:
+def _report_of(error: BaseException | None) -> Shortage | None:
     """What the newest Accelerator makes of it, once; None where memory has not run out."""
     global _explained
     while error is not None and not is_out_of_memory(error):
@@ -312,5 +312,5 @@ def accumulate_more(document: Document, cut: int, intended: int = 1, found: int 
         reasons.append(f"× {cut}: memory ran out before, so each of the loader's batches comes as {cut} micro-batches")
     if intended != found:
         reasons.append(f"× {intended} ÷ {found}: so many of the processes are left")
-    more = Entry(share_out_steps(asked * cut, intended, found), Origin("rule", where, " ".join(reasons)))
+    more = Entry(redistribute_steps(asked * cut, intended, found), Origin("rule", where, " ".join(reasons)))
     return replace(document, deepspeed=document.deepspeed.replace({_ACCUMULATION: more}))

@@ -1,4 +1,4 @@
-"""Makes trainings: resolves the configuration for a model, builds its session, its optimizer and its schedules."""
+"""Makes trainings: resolves the configuration for a model, builds its session, its optimizer and its schedulers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zero_plugin.config.resolve.run_record import describe_run, keep_record
 from zero_plugin.data.active import RunningLoops
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.loop.memory_check import Prediction, expect_room, expect_room_without_zero, watch_memory
+from zero_plugin.loop.memory_check import Prediction, check_memory, check_memory_without_zero, watch_memory
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.schedule_report import describe_counting, own_steps
 from zero_plugin.loop.scheduler import AcceleratedScheduler
@@ -38,7 +38,7 @@ from zero_plugin.machine.device_memory import peak_bytes
 from zero_plugin.plan.live_model import probe_model
 from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
 from zero_plugin.strategies.base import SessionRequest, Strategy
-from zero_plugin.strategies.torch_optimizers import CurveLR, build_schedule, describe_optimizer
+from zero_plugin.strategies.torch_optimizers import CurveLR, build_scheduler, describe_optimizer
 from zero_plugin.strategies.window import AccumulationWindow
 
 _log = logging.getLogger(__name__)
@@ -58,34 +58,34 @@ def start_training(
 
     Args:
         document: what was asked for.
-        facts: of the loop and the machine; those of the model, the optimizer and the schedule are added here.
+        facts: of the loop and the machine; those of the model, the optimizer and the scheduler are added here.
         strategy: builds the session.
         processes: this process and its peers.
         window: counts the micro-batches of all that has no optimizer.
-        pair: the user's module, with its optimizer and schedules.
+        pair: the user's module, with its optimizer and schedulers.
         peek: an example of what the loop's batches hold; None where none can be had.
         **how: `is_placed` and `only_evaluates` of `SessionRequest`.
 
     Raises:
         ConfigError: see `resolve`, `plan_open_fields`.
-        MachineError, StrategyError: there is no room; see `expect_room` and `expect_room_without_zero`.
+        MachineError, StrategyError: there is no room; see `check_memory` and `check_memory_without_zero`.
     """
-    model, optimizer, schedules = pair
-    facts = _with_pair(replace(facts, model=probe_model(model)), optimizer, schedules)
+    model, optimizer, schedulers = pair
+    facts = _with_pair(replace(facts, model=probe_model(model)), optimizer, schedulers)
     peak_before = peak_bytes(processes.device)
     facts, activations = plan_open_fields(document, facts, model, peek, processes)
     resolved = resolve(document, facts)
     _log_resolved(document, facts, resolved, processes)
     stage = strategy.zero_stage(resolved)
-    strategy.make_room(resolved, processes)
-    expect_room(model, resolved, stage, facts, processes)
+    strategy.remove_leftover_files(resolved, processes)
+    check_memory(model, resolved, stage, facts, processes)
     predicted = None
     if stage is None:
         views = strategy.handlers.ddp is not None and strategy.handlers.ddp.gradient_as_bucket_view
-        predicted = expect_room_without_zero(document, model, resolved, facts, peek, processes, gradient_views=views)
+        predicted = check_memory_without_zero(document, model, resolved, facts, peek, processes, gradient_views=views)
     elif activations is not None:
         predicted = predict_memory(model, resolved, stage, facts, processes, activations)
-    real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    real = tuple(s for s in schedulers if isinstance(s, LRScheduler))
     left_out = _find_left_out(model, optimizer)
     session = strategy.build_session(SessionRequest(model, optimizer, resolved, real, **how), processes)
     session.left_out = left_out
@@ -111,7 +111,7 @@ def add_optimizer(
         ConfigError: see `resolve`.
         LoopError: see `Strategy.add_optimizer`; or parameters are to be trained that were frozen before.
     """
-    model, optimizer, schedules = pair
+    model, optimizer, schedulers = pair
     known = {id(p) for p in training.parameters}
     if any(p.requires_grad and id(p) not in known for p in model.parameters()):
         raise LoopError(
@@ -119,20 +119,20 @@ def add_optimizer(
             "parameters were frozen then.\nPass them in one call, or have all require gradients before the first."
         )
     logged = training.resolved.said_aloud
-    training.facts = _with_pair(training.facts, optimizer, schedules)
+    training.facts = _with_pair(training.facts, optimizer, schedulers)
     training.resolved = resolve(document, training.facts)
     _log_resolved(document, training.facts, training.resolved, processes, logged)
-    real = tuple(s for s in schedules if isinstance(s, LRScheduler))
+    real = tuple(s for s in schedulers if isinstance(s, LRScheduler))
     training.session.left_out = _find_left_out(model, optimizer)
     strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real))
 
 
-def begin_steps(
+def wrap_optimizer(
     training: Training,
     given: Optimizer | DummyOptim,
     held: AcceleratedOptimizer | None,
     loops: RunningLoops,
-    schedules: Sequence[Any],
+    schedulers: Sequence[Any],
 ) -> AcceleratedOptimizer:
     """Give the user an optimizer for a session that has one.
 
@@ -141,7 +141,7 @@ def begin_steps(
         given: what was passed to `prepare`.
         held: what the user has for it already, from an earlier `prepare`.
         loops: over prepared loaders.
-        schedules: what comes for it in this `prepare`.
+        schedulers: what comes for it in this `prepare`.
     """
     training.window = AccumulationWindow(training.resolved.accumulation, loops.find_leader, loops.count_batch)
     assert training.session.optimizer is not None, "the session has just been given one"
@@ -151,51 +151,51 @@ def begin_steps(
     training.given_optimizer, training.optimizer = given, optimizer
     if training.prediction is not None:
         watch_memory(training.session, optimizer, training.prediction)
-    for schedule in optimizer.schedules:  # prepared before
-        _log_learning_rate(schedule, training.resolved, training.facts)
-        _warn_of_counting(training, schedule)
+    for scheduler in optimizer.schedulers:  # prepared before
+        _log_learning_rate(scheduler, training.resolved, training.facts)
+        _warn_of_counting(training, scheduler)
     section = training.resolved.scheduler
-    if section is not None and not schedules and not optimizer.schedules:
-        # A section whose schedule the loop never asked for still is what the user wrote.
-        training.take_back_schedule = _step_by_itself(section, optimizer)
-        _log_learning_rate(optimizer.schedules[-1], training.resolved, training.facts)
-        _log.info("the configuration's schedule steps by itself, since no scheduler was prepared")
+    if section is not None and not schedulers and not optimizer.schedulers:
+        # A section whose scheduler the loop never asked for still is what the user wrote.
+        training.remove_scheduler = _step_by_itself(section, optimizer)
+        _log_learning_rate(optimizer.schedulers[-1], training.resolved, training.facts)
+        _log.info("the configuration's scheduler steps by itself, since no scheduler was prepared")
     return optimizer
 
 
-def prepare_schedule(
+def prepare_scheduler(
     training: Training,
-    schedule: Any,
+    scheduler: Any,
     document: Document,
     processes: Processes,
     *,
     step_with_optimizer: bool = True,
     built_before: bool = False,
 ) -> AcceleratedScheduler:
-    """The schedule on the training's running optimizer, a placeholder replaced by what the configuration describes.
+    """The scheduler on the training's running optimizer, a placeholder replaced by what the configuration describes.
 
     Args:
         training: whose optimizer it drives.
-        schedule: as the script made it.
+        scheduler: as the script made it.
         document: what was asked for.
         processes: this process and its peers.
         step_with_optimizer: see `AcceleratedScheduler`.
         built_before: whether it is older than the prepared loader.
     """
     optimizer = training.optimizer
-    assert optimizer is not None, "a schedule is found by its optimizer"
+    assert optimizer is not None, "a scheduler is found by its optimizer"
     by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
     counted = training.facts.machine.counted if by_process else 1
-    _join_schedule(training, schedule, document, processes)
-    if not isinstance(schedule, DummyScheduler):
-        prepared = AcceleratedScheduler(schedule, optimizer, step_with_optimizer, times=counted)
-    elif schedule.lr_scheduler_callable is not None:
-        real = schedule.lr_scheduler_callable(optimizer.optimizer)
+    _join_scheduler(training, scheduler, document, processes)
+    if not isinstance(scheduler, DummyScheduler):
+        prepared = AcceleratedScheduler(scheduler, optimizer, step_with_optimizer, times=counted)
+    elif scheduler.lr_scheduler_callable is not None:
+        real = scheduler.lr_scheduler_callable(optimizer.optimizer)
         prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1)
     else:
         assert training.resolved.scheduler is not None, "resolution gives every placeholder a section"
-        real = build_schedule(training.resolved.scheduler, optimizer.optimizer)
-        typed = counted if schedule.total_num_steps is not None else 1  # a section's numbers are optimizer steps
+        real = build_scheduler(training.resolved.scheduler, optimizer.optimizer)
+        typed = counted if scheduler.total_num_steps is not None else 1  # a section's numbers are optimizer steps
         prepared = AcceleratedScheduler(real, optimizer, step_with_optimizer, times=1, typed_per_step=typed)
     _log_learning_rate(prepared, training.resolved, training.facts)
     _warn_of_counting(training, prepared, built_before=built_before)
@@ -216,14 +216,14 @@ def _find_left_out(model: nn.Module, optimizer: Optimizer | DummyOptim | None) -
 
 
 def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
-    """The section's schedule, stepped by the optimizer; what undoes it, with all that it has set in the groups."""
+    """The section's scheduler, stepped by the optimizer; what undoes it, with all that it has set in the groups."""
     settings = [{name: deepcopy(group[name]) for name in group if name != "params"} for group in optimizer.param_groups]
-    schedule = AcceleratedScheduler(build_schedule(section, optimizer.optimizer), optimizer, times=1)
-    optimizer.call_after_step(schedule.step)
+    scheduler = AcceleratedScheduler(build_scheduler(section, optimizer.optimizer), optimizer, times=1)
+    optimizer.call_after_step(scheduler.step)
 
     def take_back() -> None:
-        optimizer.stop_calling(schedule.step)
-        optimizer.schedules.remove(schedule)
+        optimizer.stop_calling(scheduler.step)
+        optimizer.schedulers.remove(scheduler)
         for group, before in zip(optimizer.param_groups, settings, strict=True):
             for name in group.keys() - before.keys() - {"params"}:
                 del group[name]
@@ -232,46 +232,46 @@ def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) 
     return take_back
 
 
-def _join_schedule(training: Training, schedule: Any, document: Document, processes: Processes) -> None:
-    """Resolve anew where a schedule comes in a later call than its optimizer.
+def _join_scheduler(training: Training, scheduler: Any, document: Document, processes: Processes) -> None:
+    """Resolve anew where a scheduler comes in a later call than its optimizer.
 
     Raises:
         ConfigError: the configuration describes another one.
         LoopError: that one has stepped by itself already.
     """
-    placeholder = isinstance(schedule, DummyScheduler) and schedule.lr_scheduler_callable is None
+    placeholder = isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None
     known = training.facts.scheduler
     if (
         placeholder
         and known is not None
         and known.placeholder
         and training.optimizer is not None
-        and training.optimizer.schedules
+        and training.optimizer.schedulers
     ):
         raise LoopError("prepare() got a second DummyScheduler of one optimizer; go on with what it returned before.")
     if known is not None and (known.placeholder or not placeholder):
         return
     logged = training.resolved.said_aloud
-    facts = replace(training.facts, scheduler=schedule.describe() if placeholder else SchedulerFacts())
+    facts = replace(training.facts, scheduler=scheduler.describe() if placeholder else SchedulerFacts())
     resolved = resolve(document, facts)
-    if training.take_back_schedule is not None:
+    if training.remove_scheduler is not None:
         if training.optimizer is not None and training.optimizer.applied_steps:
             raise LoopError(
-                f"prepare() got a {type(schedule).__name__} after optimizer steps in which the configuration's "
-                "schedule has stepped by itself; prepare it before the first step."
+                f"prepare() got a {type(scheduler).__name__} after optimizer steps in which the configuration's "
+                "scheduler has stepped by itself; prepare it before the first step."
             )
-        training.take_back_schedule()
-        training.take_back_schedule = None
+        training.remove_scheduler()
+        training.remove_scheduler = None
     training.facts, training.resolved = facts, resolved
     _log_resolved(document, facts, resolved, processes, logged)
 
 
-def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, schedules: Sequence[Any]) -> Facts:
-    placeholder = next((s for s in schedules if isinstance(s, DummyScheduler)), None)
+def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, schedulers: Sequence[Any]) -> Facts:
+    placeholder = next((s for s in schedulers if isinstance(s, DummyScheduler)), None)
     return replace(
         facts,
         optimizer=None if optimizer is None else _describe(optimizer),
-        scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedules else None,
+        scheduler=placeholder.describe() if placeholder else SchedulerFacts() if schedulers else None,
     )
 
 
@@ -291,22 +291,22 @@ def _log_resolved(
         _log.info(keep_record(describe_run(document, resolved, facts), log_dir, os.environ))
 
 
-def _log_learning_rate(schedule: AcceleratedScheduler, resolved: Resolved, facts: Facts) -> None:
+def _log_learning_rate(scheduler: AcceleratedScheduler, resolved: Resolved, facts: Facts) -> None:
     batches = facts.loop.batches_per_epoch
     epoch = None if batches is None else -(-batches // resolved.accumulation)
-    line = schedule.describe(resolved.scheduler, facts.scheduler, epoch)
+    line = scheduler.describe(resolved.scheduler, facts.scheduler, epoch)
     if line is not None:
         _log.info(line)
 
 
-def _warn_of_counting(training: Training, schedule: AcceleratedScheduler, *, built_before: bool = False) -> None:
-    """Warn where the schedule is as long as the loader counted the other way."""
-    facts, real = training.facts, schedule.scheduler
+def _warn_of_counting(training: Training, scheduler: AcceleratedScheduler, *, built_before: bool = False) -> None:
+    """Warn where the scheduler is as long as the loader counted the other way."""
+    facts, real = training.facts, scheduler.scheduler
     by_process = training.resolved.scheduler_counts == "processes"
     name, length = type(real).__name__, own_steps(real)
     if isinstance(real, CurveLR):  # a section's own numbers are optimizer steps, those of a placeholder are counted
         name, length = "DummyScheduler", None if facts.scheduler is None else facts.scheduler.total_num_steps
-    elif schedule.times != (facts.machine.counted if by_process else 1):
+    elif scheduler.times != (facts.machine.counted if by_process else 1):
         return  # it was built by lr_scheduler_callable, or counts calls, whatever the configuration says
     if length is None or facts.split_batches:
         return
@@ -346,8 +346,8 @@ def join_loaders(training: Training, loop: LoopFacts, document: Document, *, sur
                 if line not in training.resolved.said_aloud:
                     _log.info(line if surely_trains else f"{unsure}: {line}")
             training.facts, training.resolved = facts, resolved
-            for schedule in training.optimizer.schedules if training.optimizer is not None else ():
-                _warn_of_counting(training, schedule, built_before=True)
+            for scheduler in training.optimizer.schedulers if training.optimizer is not None else ():
+                _warn_of_counting(training, scheduler, built_before=True)
             return
         problem = (
             f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with "

@@ -1,4 +1,4 @@
-"""What `prepare` has made: models with their optimizers, loaders and schedules, in one call or in several."""
+"""What `prepare` has made: models with their optimizers, loaders and schedulers, in one call or in several."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.backward import FirstSteps
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.out_of_memory import FailedLoop, describe_shortage
-from zero_plugin.loop.prepare import add_optimizer, begin_steps, join_loaders, prepare_schedule, start_training
+from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
+from zero_plugin.loop.prepare import add_optimizer, join_loaders, prepare_scheduler, start_training, wrap_optimizer
 from zero_plugin.loop.run import Run
-from zero_plugin.loop.same_everywhere import expect_same_models
+from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_closure
 from zero_plugin.machine.device_memory import peak_bytes
@@ -38,7 +38,7 @@ from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Prepared:
-    """The models, optimizers, loaders and schedules of one run.
+    """The models, optimizers, loaders and schedulers of one run.
 
     Args:
         run: what they run on.
@@ -63,10 +63,10 @@ class Prepared:
         self.waiting: list[AcceleratedOptimizer] = []
         self.dataloaders: list[DataLoaderAdapter] = []
         self.resolved: Resolved | None = None
-        self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []  # the script's own, known by their schedules
+        self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []  # the script's own, known by their schedulers
         self._loop = LoopFacts()  # of the loaders prepared last
         self._was_freed = False  # since the last `prepare`
-        self.window = self.loose = self._new_window()
+        self.window = self.default_window = self._new_window()
         self.first_steps = FirstSteps(self.trainings, lambda: RUNNING.current)
 
     # ---- what is prepared --------------------------------------------------------------------------------------------
@@ -82,14 +82,14 @@ class Prepared:
         return [*(t.optimizer for t in self.trained if t.optimizer is not None), *self.waiting]
 
     @property
-    def schedules(self) -> list[AcceleratedScheduler]:
+    def schedulers(self) -> list[AcceleratedScheduler]:
         """Those of all optimizers."""
-        return [schedule for optimizer in self.optimizers for schedule in optimizer.schedules]
+        return [scheduler for optimizer in self.optimizers for scheduler in optimizer.schedulers]
 
     @property
     def windows(self) -> list[AccumulationWindow]:
         """All accumulation windows."""
-        return [self.loose, *(training.window for training in self.trained)]
+        return [self.default_window, *(training.window for training in self.trained)]
 
     def training_of(self, model: nn.Module) -> Training | None:
         """What was made of `model`, prepared or the user's own module; None if it is not prepared."""
@@ -126,12 +126,12 @@ class Prepared:
         self._loop = LoopFacts()
         self.first_steps.begin()
         self._was_freed = True
-        self.window = self.loose = self._new_window()
+        self.window = self.default_window = self._new_window()
         self.resolved = None
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA was not used
 
-    def explain_shortage(self, error: BaseException) -> Shortage:
+    def describe_out_of_memory(self, error: BaseException) -> Shortage:
         """What to say of an error that says that memory has run out, and whether the launcher may start again."""
         run, training = self._run, self.trained[0] if self.trained else None
         micro_batch = run.document.deepspeed.get("train_micro_batch_size_per_gpu")
@@ -146,7 +146,7 @@ class Prepared:
             run=None if training is None or training.prediction is None else training.prediction.run,
             taken=peak_bytes(run.device) or 0,
         )
-        return describe_shortage(error, loop, run.device, run.processes.rank)
+        return describe_out_of_memory(error, loop, run.device, run.processes.rank)
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Prepared:
         """What `objects` become, in their order; collective. See `Accelerator.prepare`.
 
         Args:
-            objects: models, optimizers, loaders and schedules; anything else passes unchanged.
+            objects: models, optimizers, loaders and schedulers; anything else passes unchanged.
             left: ids of those whose model, or whose batches, are not moved to this process's device.
             only_evaluates: the models are never trained.
         """
@@ -164,16 +164,16 @@ class Prepared:
             self._was_freed = False
             gc.collect()  # the wrapper that the script has let go of meanwhile still hooks the model's parameters
         ready: dict[int, Any] = {}
-        loaders, models, optimizers, schedules = self._sort(objects, ready)
+        loaders, models, optimizers, schedulers = self._sort(objects, ready)
         for optimizer in optimizers:
             refuse_closure(optimizer)
-        expect_same_models(models, optimizers)
+        check_same_models(models, optimizers)
         self._prepare_loaders(loaders, ready, left)
-        self._prepare_models(models, optimizers, schedules, ready, left, only_evaluates=only_evaluates)
-        for schedule in schedules:
+        self._prepare_models(models, optimizers, schedulers, ready, left, only_evaluates=only_evaluates)
+        for scheduler in schedulers:
             alone = not (models or optimizers)
-            ready[id(schedule)] = self._prepare_schedule(schedule, alone=alone, built_before=bool(loaders))
-        if self.resolved is not None and (models or schedules):
+            ready[id(scheduler)] = self._prepare_scheduler(scheduler, alone=alone, built_before=bool(loaders))
+        if self.resolved is not None and (models or schedulers):
             self._run.configurations.show(self.resolved.tree.nested(auto="auto"))
         for model in self.models:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # Accelerate's mark, which scripts look for
@@ -218,7 +218,7 @@ class Prepared:
                 self.prepare_loader(o)  # it counts among this Accelerator's, whoever has prepared it
             return prepared
         known = any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self.trainings)
-        if known or any(o is schedule.scheduler for schedule in self.schedules):
+        if known or any(o is scheduler.scheduler for scheduler in self.schedulers):
             raise LoopError(
                 f"prepare() got a {type(o).__name__} that is prepared already; go on with what it returned for that."
             )
@@ -277,7 +277,7 @@ class Prepared:
         self,
         models: list[nn.Module],
         optimizers: list[Optimizer | DummyOptim],
-        schedules: list[Any],
+        schedulers: list[Any],
         ready: dict[int, Any],
         left: set[int],
         *,
@@ -297,15 +297,15 @@ class Prepared:
         ]
         facts = self._facts()
         prepared_before = [training.session.module for training in self.trainings]
-        for pair in pair_models(models, own, schedules, prepared_before):
-            pair, held = self._with_held(pair, schedules)
+        for pair in pair_models(models, own, schedulers, prepared_before):
+            pair, held = self._with_held(pair, schedulers)
             is_placed = id(pair.model) not in left
             training = start_training(
                 self._run.document,
                 facts,
                 self._run.strategy,
                 self._run.processes,
-                self.loose,
+                self.default_window,
                 pair,
                 lambda: peek_batch(self.dataloaders),
                 is_placed=is_placed,
@@ -316,7 +316,7 @@ class Prepared:
             self._add(training, pair, held, ready)
         for optimizer in optimizers:
             if (follower := following.get(id(optimizer))) is not None:
-                self._follow(follower, optimizer, schedules, ready)
+                self._follow(follower, optimizer, schedulers, ready)
 
     def _facts(self) -> Facts:
         """What the configuration of a model is resolved from, but for the model and its optimizer."""
@@ -328,28 +328,28 @@ class Prepared:
             strategy=self._run.strategy.name,
         )
 
-    def _follow(self, training: Training, optimizer: Any, schedules: list[Any], ready: dict[int, Any]) -> None:
+    def _follow(self, training: Training, optimizer: Any, schedulers: list[Any], ready: dict[int, Any]) -> None:
         """Join an optimizer with a model that was prepared in an earlier call."""
         if training.optimizer is not None:
             raise LoopError(
                 f"prepare() got another optimizer of the {type(training.session.module).__name__}; build one, with "
                 "parameter groups."
             )
-        (pair,) = pair_models([training.session.module], [optimizer], schedules, [])
-        pair, held = self._with_held(pair, schedules)
+        (pair,) = pair_models([training.session.module], [optimizer], schedulers, [])
+        pair, held = self._with_held(pair, schedulers)
         add_optimizer(training, self._run.document, self._run.strategy, self._run.processes, pair)
         self.untrained.remove(training)
         self.trainings.remove(training)
         self._add(training, pair, held, ready)
 
-    def _with_held(self, pair: Pair, schedules: Iterable[Any]) -> tuple[Pair, AcceleratedOptimizer | None]:
-        """The pair with the schedules of an optimizer that waited for the model, and what the script has for that."""
+    def _with_held(self, pair: Pair, schedulers: Iterable[Any]) -> tuple[Pair, AcceleratedOptimizer | None]:
+        """The pair with the schedulers of an optimizer that waited for the model, and what the script has for that."""
         held = self._held(pair.optimizer)
         if held is None:
             return pair, None
         self.waiting.remove(held)
-        later = [schedule for schedule in schedules if schedule.optimizer is held]
-        return pair._replace(schedules=(*(s.scheduler for s in held.schedules), *later, *pair.schedules)), held
+        later = [scheduler for scheduler in schedulers if scheduler.optimizer is held]
+        return pair._replace(schedulers=(*(s.scheduler for s in held.schedulers), *later, *pair.schedulers)), held
 
     def _add(self, training: Training, pair: Pair, held: AcceleratedOptimizer | None, ready: dict[int, Any]) -> None:
         self.trainings.append(training)
@@ -359,7 +359,9 @@ class Prepared:
         if pair.optimizer is None:
             self.untrained.append(training)
             return
-        ready[id(pair.optimizer)] = begin_steps(training, pair.optimizer, held, self._running_loops(), pair.schedules)
+        ready[id(pair.optimizer)] = wrap_optimizer(
+            training, pair.optimizer, held, self._running_loops(), pair.schedulers
+        )
         self.trained.append(training)
         self.window = training.window
         self.first_steps.begin()
@@ -372,19 +374,19 @@ class Prepared:
             for trained in self.trained:
                 trained.watch_gradients()
 
-    # ---- optimizers and schedules without their models ---------------------------------------------------------------
+    # ---- optimizers and schedulers without their models --------------------------------------------------------------
 
     def _hold(self, optimizer: Any) -> AcceleratedOptimizer:
         """What the script gets for an optimizer whose model is not prepared yet."""
         if isinstance(optimizer, DummyOptim):
             raise LoopError("prepare() got a DummyOptim without its model; pass both in the same call.")
         held = optimizer if isinstance(optimizer, AcceleratedOptimizer) else AcceleratedOptimizer(optimizer)
-        held.run_in(self._run.strategy.hold_optimizer(held.optimizer, self.loose), self.loose)
+        held.run_in(self._run.strategy.hold_optimizer(held.optimizer, self.default_window), self.default_window)
         self.waiting.append(held)
         return held
 
-    def _hold_for_schedule(self, optimizer: Any) -> AcceleratedOptimizer:
-        """An optimizer that the script has not passed to `prepare`: its schedule came first."""
+    def _hold_for_scheduler(self, optimizer: Any) -> AcceleratedOptimizer:
+        """An optimizer that the script has not passed to `prepare`: its scheduler came first."""
         refuse_closure(optimizer)
         held = self._hold(optimizer)
         if held is not optimizer:
@@ -392,7 +394,7 @@ class Prepared:
         return held
 
     def _not_returned(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """What the script gets for an optimizer that is prepared by now, since its schedule and its model came first.
+        """What the script gets for an optimizer that is prepared by now, since its scheduler and its model came first.
 
         Where its model has not come, it is held like any other.
         """
@@ -410,17 +412,17 @@ class Prepared:
         """Whether its model has been prepared without it."""
         return any(holds_any(optimizer, training.session.module) for training in self.untrained)
 
-    def _prepare_schedule(self, schedule: Any, *, alone: bool, built_before: bool) -> AcceleratedScheduler:
-        """The schedule on its optimizer; one that comes `alone` may come before that.
+    def _prepare_scheduler(self, scheduler: Any, *, alone: bool, built_before: bool) -> AcceleratedScheduler:
+        """The scheduler on its optimizer; one that comes `alone` may come before that.
 
         `built_before`: no loader has been prepared for it to take its length from.
         """
-        optimizer, options = schedule.optimizer, self._run.options
+        optimizer, options = scheduler.optimizer, self._run.options
         for training in self.trained:
             if training.is_of_optimizer(optimizer):
-                prepared = prepare_schedule(
+                prepared = prepare_scheduler(
                     training,
-                    schedule,
+                    scheduler,
                     self._run.document,
                     self._run.processes,
                     step_with_optimizer=options.step_scheduler_with_optimizer,
@@ -429,15 +431,15 @@ class Prepared:
                 self.resolved = training.resolved
                 return prepared
         held = self._held(optimizer)
-        if isinstance(schedule, DummyScheduler) or not (held or (alone and isinstance(optimizer, Optimizer))):
+        if isinstance(scheduler, DummyScheduler) or not (held or (alone and isinstance(optimizer, Optimizer))):
             raise LoopError(
-                f"prepare() got a {type(schedule).__name__} whose optimizer was not prepared; pass model, optimizer "
+                f"prepare() got a {type(scheduler).__name__} whose optimizer was not prepared; pass model, optimizer "
                 "and scheduler together."
             )
         once = self._run.document.launch.value("scheduler_counts") == "steps" or options.loading.split_batches
         return AcceleratedScheduler(
-            schedule,
-            held or self._hold_for_schedule(optimizer),
+            scheduler,
+            held or self._hold_for_scheduler(optimizer),
             options.step_scheduler_with_optimizer,
             times=1 if once else self._run.intended,
         )

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from zero_plugin.errors import CheckpointError
-from zero_plugin.loop.memory_check import expect_room_to_load
+from zero_plugin.loop.memory_check import check_memory_to_load
 from zero_plugin.tensors.model_folder import ITEM_BYTES, read_model_folder
 
 # With these it is not loaded into host memory as it lies in the files.
@@ -60,7 +60,7 @@ def _replace_from_pretrained(model_class: Any) -> None:
     def from_pretrained(cls: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         size = None if any(kwargs.get(name) is not None for name in _OTHERWISE) else _bytes_of(source, kwargs)
         if size is not None:
-            expect_room_to_load(size, *_checking[-1], f"{cls.__name__}.from_pretrained({str(source)!r})", _FIX)
+            check_memory_to_load(size, *_checking[-1], f"{cls.__name__}.from_pretrained({str(source)!r})", _FIX)
         return before.__func__(cls, source, *args, **kwargs)
 
     from_pretrained.replaced = before  # type: ignore[attr-defined]  # a function takes any

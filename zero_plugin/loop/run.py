@@ -30,9 +30,9 @@ from zero_plugin.distributed.processes import Processes, call_at_exit, start_pro
 from zero_plugin.distributed.stop_request import StopRequest
 from zero_plugin.loop.arguments import Options
 from zero_plugin.loop.fewer_processes import find_intended_processes
-from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut, explain_shortages
+from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut, explain_out_of_memory
 from zero_plugin.loop.pretrained import checking_pretrained
-from zero_plugin.loop.same_everywhere import expect_same_run
+from zero_plugin.loop.same_everywhere import check_same_run
 from zero_plugin.machine.device_memory import Meter
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.plan.run_facts import accelerator_kind, probe_machine
@@ -118,7 +118,7 @@ class Run(ProcessCalls):
         self._prepared: Callable[[], Prepared | None] = lambda: None
         self._logged: set[str] = set()
         self._cpu_bytes = available_cpu_memory()
-        expect_same_run(configurations.document, self.processes)
+        check_same_run(configurations.document, self.processes)
         self._keep_global_batch()
         self._use(configurations.document)
         if self.intended != self.processes.world_size:
@@ -213,7 +213,7 @@ class Run(ProcessCalls):
             prepared: what it prepares; it is not kept.
         """
         self._prepared = weakref.ref(prepared)
-        self._undo_explaining = explain_shortages(prepared.explain_shortage)
+        self._undo_explaining = explain_out_of_memory(prepared.describe_out_of_memory)
         self.is_open = True
         self.processes.hold(self.end)
         self._at_exit = call_at_exit(self.end)
@@ -233,7 +233,7 @@ class Run(ProcessCalls):
         atexit.unregister(self._at_exit)
         self._undo_explaining()
         if (prepared := self._prepared()) is not None:
-            prepared.first_steps.warn_if_none()
+            prepared.first_steps.warn_if_never_stepped()
         self._close()
 
     @collective("end_training", meets=True)

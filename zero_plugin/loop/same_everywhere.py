@@ -48,7 +48,7 @@ _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 
 
 @collective("Accelerator")
-def expect_same_run(document: Document, processes: Processes) -> None:
+def check_same_run(document: Document, processes: Processes) -> None:
     """Compare what this process runs with what the others run; collective.
 
     Raises:
@@ -70,7 +70,7 @@ def expect_same_run(document: Document, processes: Processes) -> None:
         )
 
 
-def expect_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer | DummyOptim]) -> None:
+def check_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer | DummyOptim]) -> None:
     """Compare what `prepare` got with what it got on the other processes, inside that call; collective.
 
     Raises:
@@ -118,7 +118,7 @@ def _compare(told: Mapping[str, str]) -> str:
     everyone = [by_digest[digest] for digest in digests]
     names = dict.fromkeys(name for values in by_digest.values() for name in values)
     lines = [
-        f"  {name}: {_who_says_what([values.get(name, 'not there') for values in everyone], hosts)}"
+        f"  {name}: {_ranks_by_value([values.get(name, 'not there') for values in everyone], hosts)}"
         for name in names
         if len({values.get(name) for values in by_digest.values()}) > 1
     ]
@@ -126,7 +126,7 @@ def _compare(told: Mapping[str, str]) -> str:
     return "\n".join([*lines[:_SHOWN], *more])
 
 
-def _who_says_what(values: Sequence[str], hosts: Sequence[str]) -> str:
+def _ranks_by_value(values: Sequence[str], hosts: Sequence[str]) -> str:
     """`A on ranks 0-2 (host-1, host-2), B on rank 3 (host-3)`."""
     told = []
     for value in dict.fromkeys(values):

@@ -1,4 +1,4 @@
-"""What a schedule will do, and whether it ended with the loop, in lines for the user."""
+"""What a scheduler will do, and whether it ended with the loop, in lines for the user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import (
 from zero_plugin.config.resolve.facts import Facts, SchedulerFacts, SchedulerSection
 from zero_plugin.strategies.torch_optimizers import CURVES, CurveLR, describe_curve
 
-# Rates of torch's schedules come from running a copy, some 20 µs a step.
+# Rates of torch's schedulers come from running a copy, some 20 µs a step.
 _MOST_SIMULATED = 20_000
 _MOST_EPOCHS = 100  # more of them than this are by chance: 10,000 steps are a multiple of many lengths
 # These depend on the number of steps alone; what a script's own function or class counts must not be counted twice.
@@ -47,7 +47,7 @@ _CLOSED = (
 
 
 def own_steps(scheduler: Any) -> int | None:
-    """After how many of its own steps a schedule is at its end; None where it has none, or it is not known."""
+    """After how many of its own steps a scheduler is at its end; None where it has none, or it is not known."""
     if isinstance(scheduler, CurveLR):
         return None if scheduler.curve.goes_on else scheduler.curve.total_steps
     if isinstance(scheduler, OneCycleLR):
@@ -60,31 +60,31 @@ def own_steps(scheduler: Any) -> int | None:
         last = own_steps(scheduler._schedulers[-1])
         return None if last is None else int(scheduler._milestones[-1]) + last
     if isinstance(scheduler, LambdaLR):
-        # transformers' schedules are partial functions with this keyword.
+        # transformers' schedulers are partial functions with this keyword.
         total = getattr(scheduler.lr_lambdas[0], "keywords", {}).get("num_training_steps")
         return int(total) if isinstance(total, int | float) else None
     return None
 
 
-class ScheduleLength:
-    """Compares the length of a schedule with that of the loop, in calls of `step` after an applied optimizer step.
+class SchedulerLength:
+    """Compares the length of a scheduler with that of the loop, in calls of `step` after an applied optimizer step.
 
     Args:
-        scheduler: the torch schedule.
+        scheduler: the torch scheduler.
         times: how many times it advances per applied step.
         typed_per_step: how many of the steps that the script counts are one applied step.
     """
 
     def __init__(self, scheduler: Any, times: int, typed_per_step: int) -> None:
         own = own_steps(scheduler)
-        self._name = type(scheduler).__name__ if not isinstance(scheduler, CurveLR) else "the schedule"
+        self._name = type(scheduler).__name__ if not isinstance(scheduler, CurveLR) else "the scheduler"
         self._times = times
         self._typed_per_step = typed_per_step
         self._steps = None if own is None else -(-own // times)
         self._taken = 0
 
     def resume(self, own_step: int) -> None:
-        """The schedule goes on at one of its own steps."""
+        """The scheduler goes on at one of its own steps."""
         self._taken = -(-own_step // self._times)
 
     def count(self) -> str | None:
@@ -98,7 +98,7 @@ class ScheduleLength:
         )
 
     def at_end(self, rate: float) -> str | None:
-        """A line where the loop has ended before the schedule, at the learning rate `rate`."""
+        """A line where the loop has ended before the scheduler, at the learning rate `rate`."""
         if self._steps is None or not 0 < self._taken < self._steps:
             return None
         return (
@@ -114,7 +114,7 @@ class ScheduleLength:
 def describe_section(
     section: SchedulerSection, rates: Sequence[float], facts: SchedulerFacts | None, steps_per_epoch: int | None
 ) -> str | None:
-    """The line of a configuration's schedule; None for one whose curve is not known.
+    """The line of a configuration's scheduler; None for one whose curve is not known.
 
     Args:
         section: in optimizer steps.
@@ -142,18 +142,18 @@ def describe_section(
 def describe_counting(
     name: str, length: int, facts: Facts, accumulation: int, *, by_process: bool, built_before: bool
 ) -> str | None:
-    """A warning where a schedule is whole epochs of the loader in the counting that is not the run's; else None.
+    """A warning where a scheduler is whole epochs of the loader in the counting that is not the run's; else None.
 
-    A length that is whole epochs in both countings fits, unless the schedule was built before the loader was divided
+    A length that is whole epochs in both countings fits, unless the scheduler was built before the loader was divided
     among the processes: its length comes from the loader as the script gave it.
 
     Args:
-        name: of the schedule's class.
+        name: of the scheduler's class.
         length: as the script typed it.
         facts: of the loop and the machine.
         accumulation: micro-batches per optimizer step.
-        by_process: whether the run counts a step of the schedule for each process.
-        built_before: whether the schedule is older than the prepared loader.
+        by_process: whether the run counts a step of the scheduler for each process.
+        built_before: whether the scheduler is older than the prepared loader.
     """
     given, prepared, processes = facts.loop.batches_given, facts.loop.batches_per_epoch, facts.machine.processes
     if given is None or prepared is None or given <= prepared or facts.machine.counted != processes:
@@ -165,7 +165,7 @@ def describe_counting(
             f"warning: {name} is {length} steps long: {_epochs(of_prepared)} of the prepared loader, which has "
             f"{prepared} batches on each process{micro}. But scheduler_counts is processes, which takes {processes} "
             f"of them for each optimizer step, so that it ends after {-(-length // processes)}.\n"
-            "Write scheduler_counts: steps into the config, or build the schedule from the length of the loader as it "
+            "Write scheduler_counts: steps into the config, or build the scheduler from the length of the loader as it "
             f"was before prepare(), {given} batches."
         )
     if not by_process and of_given and (built_before or not of_prepared):
@@ -174,7 +174,7 @@ def describe_counting(
             f"warning: {name} is {length} steps long: {_epochs(of_given)} of the loader as it was before prepare(), "
             f"{given} batches{micro}. But the prepared loader has {prepared} batches on each process, and "
             f"scheduler_counts is steps, which takes one for each optimizer step, so that it ends after {ends:.3g} "
-            "epochs.\nWrite scheduler_counts: processes into the config (or leave the key out), or build the schedule "
+            "epochs.\nWrite scheduler_counts: processes into the config (or leave the key out), or build the scheduler "
             "from the length of the prepared loader."
         )
     return None
@@ -193,8 +193,8 @@ def _epochs(count: int) -> str:
     return "1 epoch" if count == 1 else f"{count} epochs"
 
 
-def describe_torch_schedule(scheduler: Any, times: int, steps_per_epoch: int | None) -> str | None:
-    """The line of a schedule that the script brings; None where its rates cannot be told in advance.
+def describe_torch_scheduler(scheduler: Any, times: int, steps_per_epoch: int | None) -> str | None:
+    """The line of a scheduler that the script brings; None where its rates cannot be told in advance.
 
     Args:
         scheduler: at its start.
@@ -254,14 +254,14 @@ def _is_closed(scheduler: Any) -> bool:
     kind = type(scheduler)
     if kind in (SequentialLR, ChainedScheduler):
         return all(map(_is_closed, scheduler._schedulers))
-    if kind is LambdaLR:  # transformers' schedules are partials of its own functions
+    if kind is LambdaLR:  # transformers' schedulers are partials of its own functions
         functions = [getattr(shape, "func", shape) for shape in scheduler.lr_lambdas]
         return all(str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions)
     return kind in _CLOSED
 
 
 def _simulate(scheduler: LRScheduler, steps: int) -> list[float]:
-    """The first group's learning rate before each of `steps` steps and after the last, from a copy of the schedule."""
+    """The first group's learning rate before each of `steps` steps and after the last, from a copy of the scheduler."""
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
     optimizer.param_groups = [
         copy.deepcopy({key: value for key, value in group.items() if key != "params"}) | {"params": []}

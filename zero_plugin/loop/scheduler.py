@@ -1,4 +1,4 @@
-"""What `prepare` returns for a schedule: it advances with applied optimizer steps only."""
+"""What `prepare` returns for a scheduler: it advances with applied optimizer steps only."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from zero_plugin.config.resolve.facts import SchedulerFacts, SchedulerSection
 from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.schedule_report import ScheduleLength, describe_section, describe_torch_schedule
+from zero_plugin.loop.schedule_report import SchedulerLength, describe_section, describe_torch_scheduler
 from zero_plugin.strategies.torch_optimizers import CurveLR
 
 
 class AcceleratedScheduler:
-    """A schedule that advances only with applied optimizer steps: once per call, however many were applied before it.
+    """A scheduler that advances only with applied optimizer steps: once per call, however many were applied before it.
 
     Args:
-        scheduler: the torch schedule.
+        scheduler: the torch scheduler.
         optimizers: the prepared optimizer that it drives, or several, which all have to step.
         step_with_optimizer: False: every call of `step` advances it once, whatever the optimizer did.
         split_batches: the loader's batch size is that of all processes, so that an applied step counts once.
@@ -50,14 +50,14 @@ class AcceleratedScheduler:
         if times is None:
             times = 1 if split_batches else num_processes()
         self._measures = isinstance(scheduler, ReduceLROnPlateau)
-        # A plateau schedule counts measurements, which are as many as calls, whoever counts steps.
+        # A plateau scheduler counts measurements, which are as many as calls, whoever counts steps.
         self.times = 1 if self._measures or not step_with_optimizer else times
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]  # at the last call of `step`
-        self.length = ScheduleLength(scheduler, self.times, typed_per_step or self.times)
+        self.length = SchedulerLength(scheduler, self.times, typed_per_step or self.times)
         for optimizer in self.optimizers:
-            optimizer.schedules.append(self)
+            optimizer.schedulers.append(self)
         if not step_with_optimizer and (driven := getattr(scheduler, "optimizer", None)) is not None:
-            driven._opt_called = True  # else torch's schedule warns that it moves ahead of its optimizer
+            driven._opt_called = True  # else torch's scheduler warns that it moves ahead of its optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, unless every step of an optimizer since the last call was skipped, or stood inside a window.
@@ -87,10 +87,10 @@ class AcceleratedScheduler:
         if isinstance(self.scheduler, CurveLR) and section is not None:
             rates = self.scheduler.base_lrs
             return describe_section(section, [float(rate) for rate in rates], facts, steps_per_epoch)
-        return describe_torch_schedule(self.scheduler, self.times, steps_per_epoch)
+        return describe_torch_scheduler(self.scheduler, self.times, steps_per_epoch)
 
     def describe_end(self) -> str | None:
-        """A line where the loop has ended before the schedule."""
+        """A line where the loop has ended before the scheduler."""
         return self.length.at_end(self.get_last_lr()[0])
 
     def get_last_lr(self) -> list[float]:
@@ -98,12 +98,12 @@ class AcceleratedScheduler:
         return [float(group["lr"]) for optimizer in self.optimizers[:1] for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule's state."""
+        """The scheduler's state."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the schedule's state."""
+        """Load the scheduler's state."""
         self.scheduler.load_state_dict(state_dict)
         self.length.resume(getattr(self.scheduler, "last_epoch", 0))  # a ChainedScheduler has none
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]

@@ -2,7 +2,7 @@
 
 One prepared model: its session, its configuration, its window and its optimizer.
 
-Which optimizer and which schedules of one `prepare` call belong to which model, told by the parameters they hold.
+Which optimizer and which schedulers of one `prepare` call belong to which model, told by the parameters they hold.
 
 What a checkpoint keeps of a training beside its tensors: counters, groups, loss scale; to and from containers.
 """
@@ -46,7 +46,7 @@ class Training:
         ids: of the parameters.
         looks: how many of its backwards `FirstSteps` has looked at.
         reached: whether a gradient has come since it was last set to False; see `watch_gradients`.
-        take_back_schedule: undoes the schedule that the configuration describes and that steps by itself.
+        remove_scheduler: undoes the scheduler that the configuration describes and that steps by itself.
         prediction: what a plan says that it takes; None where none was made.
         reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not in the last one
             of a window.
@@ -63,7 +63,7 @@ class Training:
     looks: int = 0
     reached: bool = False
     watches: bool = False
-    take_back_schedule: Callable[[], None] | None = None
+    remove_scheduler: Callable[[], None] | None = None
     prediction: Prediction | None = None
     reduces_each_batch: bool = False
 
@@ -80,9 +80,9 @@ class Training:
         return any(optimizer is candidate for candidate in known if candidate is not None)
 
     def describe_end(self) -> list[str]:
-        """Lines on schedules that the loop has not taken to their end."""
-        schedules = [] if self.optimizer is None else self.optimizer.schedules
-        return [line for schedule in schedules if (line := schedule.describe_end()) is not None]
+        """Lines on schedulers that the loop has not taken to their end."""
+        schedulers = [] if self.optimizer is None else self.optimizer.schedulers
+        return [line for scheduler in schedulers if (line := scheduler.describe_end()) is not None]
 
     def measure(self) -> dict[str, float]:
         """What the last step tells of itself; see `TrackingCalls.metrics`."""
@@ -125,7 +125,7 @@ class Training:
         if not given or len(given) != len(stepped) or not all(map(is_, given, stepped)):  # else model.parameters()
             ids = {id(p) for p in given}
             counted = sum(id(p) in ids for p in stepped)
-            if not counted and not self.session.whole_gradients and self.session.optimizer is not None:
+            if not counted and not self.session.unpartitioned_gradients and self.session.optimizer is not None:
                 stepped = [p for group in self.session.optimizer.param_groups for p in group["params"]]  # partitions
                 counted = sum(id(p) in ids for p in stepped)
             if not counted:
@@ -145,23 +145,23 @@ class Training:
 
 
 class Pair(NamedTuple):
-    """A model, its optimizer if it is to be trained, and the schedules built on that optimizer."""
+    """A model, its optimizer if it is to be trained, and the schedulers built on that optimizer."""
 
     model: nn.Module
     optimizer: Optimizer | DummyOptim | None
-    schedules: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
 
 
 def pair_models(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer | DummyOptim],
-    schedules: Sequence[Any],
+    schedulers: Sequence[Any],
     prepared: Iterable[nn.Module],
 ) -> list[Pair]:
     """One pair for each of `models`, in their order.
 
     Args:
-        models, optimizers, schedules: those of one `prepare` call.
+        models, optimizers, schedulers: those of one `prepare` call.
         prepared: the users' modules of earlier calls.
 
     Raises:
@@ -180,7 +180,7 @@ def pair_models(
             )
         owners[id(model)] = optimizer
     return [
-        Pair(model, optimizer, tuple(s for s in schedules if optimizer is not None and s.optimizer is optimizer))
+        Pair(model, optimizer, tuple(s for s in schedulers if optimizer is not None and s.optimizer is optimizer))
         for model in models
         for optimizer in (owners.get(id(model)),)
     ]
@@ -344,10 +344,10 @@ def is_inside_window(training: Training) -> bool:
     return training.optimizer is not None and training.window.holds_gradients
 
 
-def schedules_of(trainings: Iterable[Training], waiting: Iterable[AcceleratedOptimizer]) -> list[AcceleratedScheduler]:
-    """Every prepared schedule once, in the order of the optimizers that they drive."""
+def schedulers_of(trainings: Iterable[Training], waiting: Iterable[AcceleratedOptimizer]) -> list[AcceleratedScheduler]:
+    """Every prepared scheduler once, in the order of the optimizers that they drive."""
     optimizers = [*(training.optimizer for training in trainings if training.optimizer), *waiting]
-    return list({id(schedule): schedule for optimizer in optimizers for schedule in optimizer.schedules}.values())
+    return list({id(scheduler): scheduler for optimizer in optimizers for scheduler in optimizer.schedulers}.values())
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -15,8 +15,8 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.loop.backward import run_backward, run_loose_backward
-from zero_plugin.loop.fewer_processes import share_out_steps
+from zero_plugin.loop.backward import run_backward, run_plain_backward
+from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.training import Training
@@ -48,7 +48,7 @@ class TrainingLoop:
         if before is not None and before.origin.kind in ("file", "flag") and before.value not in (AUTO, None, steps):
             message = f"{steps} in code, but {before.value} at {before.origin.where}"
             raise ConfigError([Problem(call, key, message, "Write auto in the file to set it in code.")])
-        steps = share_out_steps(steps * run.cut, run.accumulated_by, run.processes.world_size)
+        steps = redistribute_steps(steps * run.cut, run.accumulated_by, run.processes.world_size)
         if before is None or before.value != steps:
             path = ("deepspeed", key)
             run.overlay(lambda d: d.overlay({path: steps}, kind="code", where={path: call}))
@@ -64,8 +64,8 @@ class TrainingLoop:
         """One micro-batch of `models`; see `Accelerator.accumulate`."""
         prepared = self._prepared
         if not prepared.trained:
-            prepared.window = prepared.loose
-            return prepared.loose
+            prepared.window = prepared.default_window
+            return prepared.default_window
         named = self._named(models)
         prepared.window = named[0].window
         return named[0].window if len(named) == 1 else TogetherWindows([training.window for training in named])
@@ -84,18 +84,18 @@ class TrainingLoop:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of `loss`; see `Accelerator.backward`."""
-        _expect_loss(loss, has_gradient=any(kwargs.get(name) is not None for name in ("gradient", "grad_tensors")))
+        _check_loss(loss, has_gradient=any(kwargs.get(name) is not None for name in ("gradient", "grad_tensors")))
         if "gradient" in kwargs:  # torch.autograd.backward, which takes losses of any session, calls it otherwise
             kwargs["grad_tensors"] = kwargs.pop("gradient")
         prepared, looks = self._prepared, self._prepared.first_steps
-        if not prepared.trained and looks.may_run_loose(self._run.strategy, self._run.processes.world_size):
-            prepared.window = prepared.loose
-            run_loose_backward(prepared.loose, loss, counts=bool(prepared.waiting), **kwargs)
+        if not prepared.trained and looks.allows_plain_backward(self._run.strategy, self._run.processes.world_size):
+            prepared.window = prepared.default_window
+            run_plain_backward(prepared.default_window, loss, counts=bool(prepared.waiting), **kwargs)
             return
         if looks.is_due():
             self._refuse_to_begin_anew()
             self._refuse_whole_batches()
-            looks.look_at(loss, prepared.waiting)
+            looks.check(loss, prepared.waiting)
         prepared.window = run_backward(prepared.trained, prepared.untrained, loss, **kwargs)[0].window
 
     def _refuse_to_begin_anew(self) -> None:
@@ -182,7 +182,7 @@ class TrainingLoop:
             if norm is not None:
                 return norm
         if not prepared.trained and self._run.strategy.optimizer_may_follow:
-            ends_here = prepared.loose.ends_here
+            ends_here = prepared.default_window.ends_here
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type) if ends_here else torch.tensor(float("nan"))
         raise LoopError(
             "clip_grad_norm_ got parameters of no prepared model; pass model.parameters() of the model from prepare()."
@@ -195,9 +195,9 @@ class TrainingLoop:
         ids, prepared = {id(p) for p in given}, self._prepared
         for training in prepared.trained:
             own: list[Tensor] = [p for p in training.parameters if id(p) in ids]
-            if training.optimizer is not None and (own or not training.session.whole_gradients):
+            if training.optimizer is not None and (own or not training.session.unpartitioned_gradients):
                 training.optimizer.clip_values(own, clip_value)
-        if not prepared.trained and self._run.strategy.optimizer_may_follow and prepared.loose.ends_here:
+        if not prepared.trained and self._run.strategy.optimizer_may_follow and prepared.default_window.ends_here:
             nn.utils.clip_grad_value_(given, clip_value)
 
     def unscale(self, optimizer: Any) -> None:
@@ -263,7 +263,7 @@ def refuse_lomo() -> NoReturn:
     )
 
 
-def _expect_loss(loss: Any, *, has_gradient: bool) -> None:
+def _check_loss(loss: Any, *, has_gradient: bool) -> None:
     """Refuse what has no gradient, with what to pass in its place.
 
     Args:

@@ -37,7 +37,7 @@ from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError, LoopError
-from zero_plugin.loop.memory_check import expect_room_to_load
+from zero_plugin.loop.memory_check import check_memory_to_load
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.machine.memory import available_cpu_memory
@@ -265,7 +265,7 @@ class Weights:
                 all_or_none(lambda: report.initialized.extend(_without_values(module, places)))
                 target = self._run.device if self._run.options.device_placement else torch.device("cpu")
                 if target.type == "cpu":
-                    all_or_none(lambda: self._expect_room(module))
+                    all_or_none(lambda: self._check_memory(module))
                 self._run.strategy.allot(module, target)
                 all_or_none(lambda: read(self._run.strategy.fragments_to_fill(module, places)))
                 self._initialize(module, report.initialized)
@@ -273,12 +273,12 @@ class Weights:
             _log.info(str(report))
         return report
 
-    def _expect_room(self, module: nn.Module) -> None:
+    def _check_memory(self, module: nn.Module) -> None:
         """Raise where host memory does not hold what every process of this machine is about to allot."""
         empty = {id(slot.tensor): slot.tensor for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta}
         size = sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
         parts = self._run.processes.world_size if self._run.strategy.partitions_parameters else 1
-        expect_room_to_load(
+        check_memory_to_load(
             size // parts,
             local_processes(self._run.processes),
             available_cpu_memory(),

@@ -21,7 +21,7 @@ from zero_plugin.config.plugins import AutocastKwargs, Handlers
 from zero_plugin.config.resolve.facts import Resolved, StrategyName
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.optimizer_only import LoneOptimizer
+from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.window import AccumulationWindow
 from zero_plugin.tensors.fragments import Fragment, whole_fragment
@@ -71,7 +71,7 @@ class SessionRequest:
         model: the user's module.
         optimizer: the user's optimizer or placeholder; None for a model that is not trained.
         resolved: the configuration without open fields.
-        schedules: the learning-rate schedules that were built on `optimizer`. A strategy that replaces the optimizer
+        schedulers: the learning-rate schedulers that were built on `optimizer`. A strategy that replaces the optimizer
             object moves them to the new one.
         is_placed: whether the model goes to this process' device; else it stays where the script has put it.
         only_evaluates: whether the model is never trained; else one without an optimizer may still get one.
@@ -80,7 +80,7 @@ class SessionRequest:
     model: nn.Module
     optimizer: Optimizer | DummyOptim | None
     resolved: Resolved
-    schedules: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
     is_placed: bool = True
     only_evaluates: bool = False
 
@@ -97,9 +97,9 @@ class Session(ABC):
         optimizer: the torch optimizer whose `param_groups` are live; None for a model that is not trained.
         most_skips: skipped steps in a row after which the run stops.
         last_norm: norm of the last step's gradients before clipping, where one was computed.
-        whole_gradients: whether `p.grad` of the user's own parameters are the step's gradients, whole, as in plain
-            torch; not where they are partitioned.
-        whole_states: whether the optimizer's `state` has the user's own parameters as keys, as in plain torch.
+        unpartitioned_gradients: whether `p.grad` of the user's own parameters holds the complete gradient of the step,
+            as in plain torch; False where gradients are partitioned.
+        unpartitioned_states: whether the optimizer's `state` has the user's own parameters as keys, as in plain torch.
         states_are: where else all its states are, so that `state_dict` has not them; "" where it has.
         left_out: parameters that get gradients and are in no group of the optimizer.
         step_hooks: that the script has registered on its optimizer, before and after a step, where the optimizer that
@@ -113,8 +113,8 @@ class Session(ABC):
             them sets it.
     """
 
-    whole_gradients = True
-    whole_states = True
+    unpartitioned_gradients = True
+    unpartitioned_states = True
     states_are = ""
     states_stay = True
     leaves_files = False
@@ -223,7 +223,7 @@ class Session(ABC):
         """Forget every gradient of the window."""
 
     @abstractmethod
-    def drop_strays(self) -> None:
+    def drop_foreign_gradients(self) -> None:
         """Forget gradients that no `backward` of this session made, as `zero_grad` before a backward does."""
 
     @abstractmethod
@@ -276,7 +276,7 @@ class Session(ABC):
         """Inside, weights, masters and optimizer states are replaced in their fragments; collective."""
 
     @abstractmethod
-    def take_masters_from_weights(self) -> None:
+    def update_master_weights(self) -> None:
         """The module's weights were changed otherwise: go on from them."""
 
     def whole_weights(self) -> AbstractContextManager[None]:
@@ -342,9 +342,9 @@ class Strategy(ABC):
             "ZeRO both are partitioned together.\nPass them in one call: model, optimizer = prepare(model, optimizer)."
         )
 
-    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
+    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
         """What an optimizer steps with whose model is not prepared yet."""
-        return LoneOptimizer(optimizer, window, steps=False)
+        return UnpreparedOptimizer(optimizer, window, steps=False)
 
     def reduce_next_backward(self, session: Session) -> AbstractContextManager[None]:  # noqa: ARG002
         """The next backward inside averages the gradients, also those of forwards that ran inside `no_sync`."""
@@ -417,7 +417,7 @@ class Strategy(ABC):
         """The ZeRO stage in which this strategy runs a configuration; None where it runs it without ZeRO."""
         return None
 
-    def make_room(self, resolved: Resolved, processes: Processes) -> None:  # noqa: ARG002
+    def remove_leftover_files(self, resolved: Resolved, processes: Processes) -> None:  # noqa: ARG002
         """Remove what runs that were killed have left where this one will put files."""
         return
 

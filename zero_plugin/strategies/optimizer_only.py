@@ -20,7 +20,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.strategies.window import AccumulationWindow
 
 
-class LoneOptimizer:
+class UnpreparedOptimizer:
     """Stands for the session until there is a model to make one with; the calls are those of `Session`.
 
     Args:
@@ -30,8 +30,8 @@ class LoneOptimizer:
             or the model is to be partitioned.
     """
 
-    whole_gradients: Final = True
-    whole_states: Final = True
+    unpartitioned_gradients: Final = True
+    unpartitioned_states: Final = True
     states_are: Final = ""
     failed: Final = False
     most_skips: Final = 0
@@ -76,8 +76,8 @@ class LoneOptimizer:
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
 
-    def drop_strays(self) -> None:
-        """See `Session.drop_strays`; nobody knows here whose gradients they are, but within a window they add up."""
+    def drop_foreign_gradients(self) -> None:
+        """Drop the gradients where no window is open; inside a window they are accumulated."""
         if self._window.ends_here:
             self.drop_gradients()
 

@@ -74,7 +74,7 @@ class OptimizedPiece:
         return tuple(self.stepped.shape) == self.shape and self.count == self.stepped.numel()
 
 
-def whole_pieces(optimizer: Optimizer, module: nn.Module, rank: int, world_size: int) -> list[OptimizedPiece]:
+def unpartitioned_pieces(optimizer: Optimizer, module: nn.Module, rank: int, world_size: int) -> list[OptimizedPiece]:
     """Of an optimizer that steps the module's parameters as they are, the same in every process.
 
     A tensor that it trains beside the module's (a weight between losses, say) is named by its place in the groups.

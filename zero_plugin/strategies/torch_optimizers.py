@@ -2,9 +2,9 @@
 
 Builds the torch optimizer that a configuration's `optimizer` section describes, and describes real ones.
 
-Builds the torch schedule that a configuration's `scheduler` section describes.
+Builds the torch scheduler that a configuration's `scheduler` section describes.
 
-The learning rate at every optimizer step, for the five schedules that DeepSpeed's configuration can name.
+The learning rate at every optimizer step, for the five schedulers that DeepSpeed's configuration can name.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ Betas = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A schedule as functions of the number of optimizer steps already applied.
+    """A scheduler as functions of the number of optimizer steps already applied.
 
     Attributes:
         lrs: learning rate of each parameter group.
-        betas: Adam's betas of each group; None where the schedule leaves momentum alone.
+        betas: Adam's betas of each group; None where the scheduler leaves momentum alone.
         warmup_steps: applied steps until the peak; 0 for no warm-up.
         total_steps: applied steps until the end, None where it has none.
         goes_on: whether a loop is meant to go on after `total_steps`.
@@ -186,7 +186,7 @@ class Curve:
 def describe_curve(section: SchedulerSection, group_lrs: Sequence[float]) -> Curve:
     """The curve that DeepSpeed's engine applies for `section`: the value used by optimizer step k is `lrs(k)`.
 
-    DeepSpeed sets the lowest value when a schedule is built and first advances it to its step 0 *after* the first
+    DeepSpeed sets the lowest value when a scheduler is built and first advances it to its step 0 *after* the first
     optimizer step, so its own index is k − 1 and a warm-up repeats its first value. OneCycle and LRRangeTest count k.
     `warmup_num_steps: 0`, which DeepSpeed refuses, starts at the peak.
 
@@ -199,7 +199,7 @@ def describe_curve(section: SchedulerSection, group_lrs: Sequence[float]) -> Cur
     """
     params = {**SCHEDULER_DEFAULTS[section.type], **section.params}
     if params.pop("last_batch_iteration", -1) != -1:
-        raise _error("last_batch_iteration", "a schedule is resumed by load_state.", "Remove the key.")
+        raise _error("last_batch_iteration", "a scheduler is resumed by load_state.", "Remove the key.")
     missing = sorted(SCHEDULER_REQUIRED[section.type] - {*params})
     unknown = sorted({*params} - {*SCHEDULER_DEFAULTS[section.type]} - SCHEDULER_REQUIRED[section.type])
     if missing or unknown:
@@ -247,7 +247,7 @@ def _warmup_cosine_lr(params: Mapping[str, Any], lrs: list[float]) -> Curve:
     def ratio(step: int) -> float:
         index = step - 1
         if step == 0 and steps > 0:
-            return 0.0  # not warmup_min_ratio: DeepSpeed's schedule has not begun
+            return 0.0  # not warmup_min_ratio: DeepSpeed's scheduler has not begun
         if index < steps and steps > 0:
             return float(lowest + rise(step) * (1.0 - lowest))
         progress = min(1.0, (index - steps + 1) / max(1, total - steps))
@@ -358,7 +358,7 @@ CURVES: dict[str, Callable[[Mapping[str, Any], list[float]], Curve]] = {
 
 
 class CurveLR(LRScheduler):
-    """A schedule that sets every group's learning rate (and betas) to its `Curve` at the number of steps taken.
+    """A scheduler that sets every group's learning rate (and betas) to its `Curve` at the number of steps taken.
 
     Args:
         optimizer: the optimizer whose live `param_groups` it drives.
@@ -397,8 +397,8 @@ class CurveLR(LRScheduler):
                 group["betas"] = betas
 
 
-def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
-    """The schedule of `section` on `optimizer`: the same learning rate at every applied step as DeepSpeed's engine.
+def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
+    """The scheduler of `section` on `optimizer`: the same learning rate at every applied step as DeepSpeed's engine.
 
     Args:
         section: one of DeepSpeed's five types, or a class of `torch.optim.lr_scheduler` by its exact name.
@@ -417,7 +417,7 @@ def build_schedule(section: SchedulerSection, optimizer: Optimizer) -> LRSchedul
         return CurveLR(optimizer, curve)
     build = getattr(lr_scheduler, section.type, None)
     if not (isinstance(build, type) and issubclass(build, LRScheduler)):
-        message = f"{section.type} is neither a schedule of DeepSpeed nor one of torch.optim.lr_scheduler."
+        message = f"{section.type} is neither a scheduler of DeepSpeed nor one of torch.optim.lr_scheduler."
         fix = f"Write one of {', '.join(CURVES)}, or an exact class name such as CosineAnnealingLR."
         raise ConfigError([Problem("the scheduler section", "scheduler.type", message, fix)])
     try:

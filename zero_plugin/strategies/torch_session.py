@@ -27,7 +27,7 @@ from zero_plugin.strategies.base import (
 )
 from zero_plugin.strategies.ddp_reducer import DdpReducer
 from zero_plugin.strategies.optimizer_only import StepGuard
-from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
+from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
 from zero_plugin.strategies.precision import (
     DEFAULT_MOST_SKIPS,
     LossScale,
@@ -125,9 +125,9 @@ class TorchSession(Session):
         self._refuse_failed()
         if not self._has_gradients:
             if self._are_spent:
-                self.cleared_by_script = not self._has_strays()
+                self.cleared_by_script = not self._has_any_grad()
                 self.drop_gradients()
-            elif self._has_strays():
+            elif self._has_any_grad():
                 raise LoopError(DIRECT_BACKWARD)
         self._is_open = True
         self._averages = ends_window and not self._local_only
@@ -136,7 +136,7 @@ class TorchSession(Session):
 
     def close_backward(self, *, reached: bool) -> None:
         self._is_open = False
-        if self._scale is not None and reached and not self._has_gradients and not self._has_strays():
+        if self._scale is not None and reached and not self._has_gradients and not self._has_any_grad():
             raise LoopError(LOSS_OF_OTHERS)
         if reached and self._unscaled:  # what was clipped has the loss scale taken out, what came now has not
             raise LoopError(LATE_BACKWARD)
@@ -152,7 +152,7 @@ class TorchSession(Session):
 
     def abandon_backward(self, *, reached: bool) -> None:
         self._is_open = False
-        if reached and (self._has_gradients or self._has_strays()):
+        if reached and (self._has_gradients or self._has_any_grad()):
             self._fail()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class TorchSession(Session):
         if any(p.grad is not None for p in self._frozen):
             raise LoopError(DIRECT_BACKWARD)
         if not self._has_gradients:
-            if not self._are_spent and self._has_strays():
+            if not self._are_spent and self._has_any_grad():
                 raise LoopError(DIRECT_BACKWARD)
             return True  # nothing to apply, as for a torch optimizer whose gradients are all None
         if self._clipping is not None and not self._clipped:
@@ -241,9 +241,9 @@ class TorchSession(Session):
             p.grad = None
         self.failed = False
 
-    def drop_strays(self) -> None:
+    def drop_foreign_gradients(self) -> None:
         # Looking is cheaper than the optimizer's zero_grad.
-        if not self._has_gradients and (self._are_spent or self._has_strays()):
+        if not self._has_gradients and (self._are_spent or self._has_any_grad()):
             self.drop_gradients()
 
     @contextmanager
@@ -269,13 +269,13 @@ class TorchSession(Session):
     def optimized_pieces(self) -> list[OptimizedPiece]:
         if self.optimizer is None:
             return []
-        return whole_pieces(self.optimizer, self.module, process_index(), num_processes())
+        return unpartitioned_pieces(self.optimizer, self.module, process_index(), num_processes())
 
     def reading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def take_masters_from_weights(self) -> None:
-        """See `Session.take_masters_from_weights`: here the weights are the masters."""
+    def update_master_weights(self) -> None:
+        """See `Session.update_master_weights`: here the weights are the masters."""
 
     def scale_state(self) -> dict[str, float]:
         return {} if self._scale is None else self._scale.state()
@@ -326,7 +326,7 @@ class TorchSession(Session):
         if self.failed:
             raise LoopError(FAILED_BACKWARD)
 
-    def _has_strays(self) -> bool:
+    def _has_any_grad(self) -> bool:
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             for p in group["params"]:

@@ -28,7 +28,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.experts import find_expert_layers, reach_every_expert
-from zero_plugin.strategies.optimizer_only import LoneOptimizer
+from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import autocast_as
 from zero_plugin.strategies.torch_optimizers import build_optimizer
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
@@ -37,7 +37,7 @@ from zero_plugin.strategies.window import AccumulationWindow
 _log = logging.getLogger(__name__)
 
 
-def keep_weights_in_fp32(request: SessionRequest) -> None:
+def convert_weights_to_fp32(request: SessionRequest) -> None:
     """Turn 16-bit weights that are trained into fp32, aloud: updates below their last bit would be lost.
 
     ZeRO keeps fp32 masters beside 16-bit weights, or trains in fp32 where no mixed precision is asked for. Frozen
@@ -141,7 +141,7 @@ class DdpStrategy(Strategy):
         return "only one process runs" if self._processes.world_size == 1 else None
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        keep_weights_in_fp32(request)
+        convert_weights_to_fp32(request)
         module = request.model.to(processes.device) if request.is_placed else request.model
         for layer in find_expert_layers(module, ()):
             reach_every_expert(layer, with_gradients=True)
@@ -239,7 +239,7 @@ class SingleStrategy(Strategy):
         return None
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        keep_weights_in_fp32(request)
+        convert_weights_to_fp32(request)
         module = request.model.to(processes.device) if request.is_placed else request.model
         return torch_session(module, request, torch_optimizer(request), self.handlers)
 
@@ -247,12 +247,12 @@ class SingleStrategy(Strategy):
         return autocast_as(precision, self._processes.device.type, handler)
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
-        keep_weights_in_fp32(request)
+        convert_weights_to_fp32(request)
         optimizer = torch_optimizer(request)
         assert isinstance(session, TorchSession)
         assert optimizer is not None, "the request is for one"
         session.train_with(optimizer)
 
-    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
+    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
         """See `Strategy.hold_optimizer`: a model that stays as it is trains well here."""
-        return LoneOptimizer(optimizer, window, steps=True)
+        return UnpreparedOptimizer(optimizer, window, steps=True)

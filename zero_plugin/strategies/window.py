@@ -73,7 +73,7 @@ class AccumulationWindow:
         self._decided: bool | None = None  # what the script said of the window's end
         self.ends_here = True  # before the first micro-batch, as after a window
         self._stepped = False  # the window ended and was applied; the next micro-batch opens a new one
-        self._told_by_context = False  # this window's micro-batches come from accumulate()
+        self._counted_by_context = False  # this window's micro-batches come from accumulate()
         self._since_step = 0  # backwards since the loop last called step()
         self._backwards = 0  # of the window
         self._ended_windows = 0
@@ -127,7 +127,7 @@ class AccumulationWindow:
         """
         if self._decided is False:
             return False
-        if self.in_context or (self._told_by_context and not self.ends_here):
+        if self.in_context or (self._counted_by_context and not self.ends_here):
             return self._since_step > self._backwards == 0  # left by another model's loss, after the last window's step
         return self._since_step > 0
 
@@ -138,7 +138,7 @@ class AccumulationWindow:
         self._decided = None
         if self.ends_here:
             self._open()
-        self.in_context = self._told_by_context = True
+        self.in_context = self._counted_by_context = True
         self._advance()
 
     def leave_batch(self) -> None:
@@ -162,7 +162,7 @@ class AccumulationWindow:
         if self.in_context:
             self._backwards += 1
             return
-        if self._told_by_context or self._stepped or self.steps == 1:
+        if self._counted_by_context or self._stepped or self.steps == 1:
             self._open()
         elif self.ends_here and self._batches >= self._size and self._decided is None:
             raise LoopError(self._describe_missing_step())
@@ -176,7 +176,7 @@ class AccumulationWindow:
                 "backward() inside where the loop cuts the loader's batches, or with all of a batch's losses inside."
             )
 
-    def count_stray(self) -> None:
+    def count_foreign_backward(self) -> None:
         """Gradients came from a loss that is no micro-batch of this window's model: it only runs through it."""
         self._since_step += 1
 
@@ -189,7 +189,7 @@ class AccumulationWindow:
         # Without accumulation every step applies whatever was added up, however many backwards that took.
         applies = self.ends_here or (self.steps == 1 and not self.in_context and self._decided is None)
         since, self._since_step = self._since_step, 0
-        if not applies and not self._told_by_context and self._decided is None and since > 1:
+        if not applies and not self._counted_by_context and self._decided is None and since > 1:
             raise LoopError(self._describe_early_step(since))
         self._ended_windows += applies
         self._stepped = applies
@@ -211,7 +211,7 @@ class AccumulationWindow:
         self._since_step = self._ended_windows = 0
         self._open()
         if self.in_context:
-            self._told_by_context = True
+            self._counted_by_context = True
             self._advance(is_new=False)
         else:
             self.ends_here = True
@@ -223,7 +223,7 @@ class AccumulationWindow:
             self._dropped += self._backwards
             self._open()
             if self.in_context:
-                self._told_by_context = True
+                self._counted_by_context = True
                 self._advance(is_new=False)
 
     def _describe_missing_step(self) -> str:
@@ -260,7 +260,7 @@ class AccumulationWindow:
         self._size = self._most = self.steps
         self.ends_here = False
         self._stepped = False
-        self._told_by_context = False
+        self._counted_by_context = False
 
     def _advance(self, *, is_new: bool = True) -> None:
         epoch = self._running_epoch()

@@ -18,10 +18,10 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.machine.xla_runtime import import_torch_xla
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
-from zero_plugin.strategies.optimizer_only import LoneOptimizer
+from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import autocast_as
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
-from zero_plugin.strategies.torch_strategies import keep_weights_in_fp32, torch_optimizer
+from zero_plugin.strategies.torch_strategies import convert_weights_to_fp32, torch_optimizer
 from zero_plugin.strategies.window import AccumulationWindow
 from zero_plugin.tensors.modules import persistent_tensors
 from zero_plugin.tensors.wrappers import wrap_forward
@@ -61,7 +61,7 @@ class XlaStrategy(Strategy):
         Raises:
             LoopError: the model is to stay on another device, or cannot be moved.
         """
-        keep_weights_in_fp32(request)
+        convert_weights_to_fp32(request)
         module = request.model
         if request.is_placed:
             _move(module, processes.device)
@@ -70,7 +70,7 @@ class XlaStrategy(Strategy):
                 f"prepare() got a {type(module).__name__} that is to stay where it is, and that is not the XLA "
                 "device.\nLeave device_placement out, or call .to(accelerator.device) before its optimizer is made."
             )
-        _take_from_first(module)
+        _broadcast_from_first(module)
         optimizer = torch_optimizer(request)  # may raise, so before the recorder is on the module
         recorder = _Recorder(module, processes, self.handlers.ddp or DistributedDataParallelKwargs())
         if optimizer is None and not request.only_evaluates and processes.world_size > 1:
@@ -81,7 +81,7 @@ class XlaStrategy(Strategy):
         return autocast_as(precision, "xla", handler)
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:
-        keep_weights_in_fp32(request)
+        convert_weights_to_fp32(request)
         optimizer = torch_optimizer(request)
         assert isinstance(session, TorchSession)
         assert isinstance(session.recorder, _Recorder)
@@ -93,8 +93,8 @@ class XlaStrategy(Strategy):
         """See `Strategy.savings`: ZeRO is none here."""
         return ()
 
-    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> LoneOptimizer:
-        return LoneOptimizer(optimizer, window, steps=self._processes.world_size == 1)
+    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
+        return UnpreparedOptimizer(optimizer, window, steps=self._processes.world_size == 1)
 
 
 class _Recorder:
@@ -195,7 +195,7 @@ class _Recorder:
             self._operations.all_reduce(self._operations.REDUCE_SUM, buffers)
 
 
-def _take_from_first(module: nn.Module) -> None:
+def _broadcast_from_first(module: nn.Module) -> None:
     """Give parameters and buffers the values of process 0, as DDP does; collective."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor, nn
 
 
-def loosen(engine: Any) -> None:
+def break_reference_cycles(engine: Any) -> None:
     """Have an engine's parameters keep neither themselves nor the engine, by what torch's C++ hides from Python.
 
     * Stages 1 and 2 keep a view of each parameter with it, whose graph leads back to the parameter.
@@ -33,15 +33,15 @@ def loosen(engine: Any) -> None:
 def forget_module(module: nn.Module) -> None:
     """Drop what holds `module`, its partitions and its optimizer at stage 3 as long as the process lives."""
     FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other._modules is not module._modules]  # or a proxy
-    forget_cached()
+    clear_caches()
 
 
-def loosen_stack() -> None:
+def weaken_module_stack() -> None:
     """Let the stack of modules whose forward runs, which begins with each that was ever partitioned, not keep them."""
     FWD_MODULE_STACK[:] = [m if isinstance(m, weakref.ProxyType) else weakref.proxy(m, _drop) for m in FWD_MODULE_STACK]
 
 
-def forget_cached() -> None:
+def clear_caches() -> None:
     """Drop what engines found out about their modules: a decorator caches it, for all of them in one cache.
 
     Those that still train find it out anew.

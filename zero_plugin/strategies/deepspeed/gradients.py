@@ -260,7 +260,7 @@ class FlatGradients(EngineGradients):
 
     def before_backward(self, micro_batch: int) -> None:
         if micro_batch > 0 and self._wrapper.cpu_offload and self._partitioned:
-            for param_id in self._sat_out():
+            for param_id in self._without_gradient():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
                     kept.zero_()
 
@@ -302,7 +302,7 @@ class FlatGradients(EngineGradients):
                 wrapper.micro_step_id = -1
                 self._engine.allreduce_gradients()
         if wrapper.cpu_offload and self._partitioned:
-            for param_id in self._sat_out():
+            for param_id in self._without_gradient():
                 group, _, offset, count = wrapper.grad_position[param_id]
                 wrapper.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count).zero_()
 
@@ -347,7 +347,7 @@ class FlatGradients(EngineGradients):
         wrapper._release_ipg_buffers()
         wrapper.clear_backward_seen_flag()
 
-    def _sat_out(self) -> list[int]:
+    def _without_gradient(self) -> list[int]:
         """Ids of this process' parameters without a gradient in the window so far (stage 2, offloaded gradients)."""
         seen = self._wrapper._offload_accumulated_param_ids
         ids = [self._wrapper.get_param_id(p) for p in self._own]
@@ -392,7 +392,7 @@ class Stage3Gradients(EngineGradients):
         # DeepSpeed counts a backward when the next forward begins: a second one before that would overwrite the first.
         self._wrapper.micro_step_id = micro_batch
         if micro_batch > 0:
-            self._clear_sat_out()
+            self._clear_without_gradient()
 
     def after_backward(self) -> None:
         """See `EngineGradients.after_backward`: DeepSpeed has just waited for the device, so it costs little."""
@@ -407,7 +407,7 @@ class Stage3Gradients(EngineGradients):
     def finalize(self) -> None:
         wrapper = self._wrapper
         self._forget_norm()
-        self._clear_sat_out()
+        self._clear_without_gradient()
         if wrapper.offload_optimizer:
             # What sat out is finalised too, as zeros: the host and NVMe buffers of the step keep old gradients as well.
             wrapper._offload_boundary_param_ids = set(self._own)
@@ -461,7 +461,7 @@ class Stage3Gradients(EngineGradients):
         ):
             setattr(owner, name, preceded(getattr(owner, name), note))
 
-    def _clear_sat_out(self) -> None:
+    def _clear_without_gradient(self) -> None:
         seen = self._wrapper._offload_boundary_param_ids
         if len(seen) < len(self._own):
             partitions = self._wrapper._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition

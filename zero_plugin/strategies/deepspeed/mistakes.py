@@ -19,7 +19,7 @@ from zero_plugin.strategies.deepspeed.gradients import EngineGradients
 __all__ = [
     "GradientWatch",
     "explain_empty_weights",
-    "is_looked_at",
+    "is_checked_step",
     "names_with_hooks",
     "refuse_engine_backward",
     "refuse_engine_step",
@@ -34,7 +34,7 @@ _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
 _LOOKS, _LOOK_EVERY = 10, 100
 
 
-def is_looked_at(step: int) -> bool:
+def is_checked_step(step: int) -> bool:
     """Whether a step, counted from 0, is one before which is looked for mistakes: the first ones, then some."""
     return step < _LOOKS or step % _LOOK_EVERY == 0
 
@@ -79,7 +79,7 @@ class GradientWatch:
         """A backward has run, or this package has changed the gradients."""
         if not self._steps_by_grad or self._is_reduced:
             self._left = self._gradients()
-        elif (self._is_partial or self._is_scaled) and is_looked_at(self._windows):
+        elif (self._is_partial or self._is_scaled) and is_checked_step(self._windows):
             self._seen = (self._gradients(), versions_of(self._trained))
 
     def note_reduced(self) -> None:
@@ -109,7 +109,7 @@ class GradientWatch:
             if now is not None and (now is not before or version != known):
                 raise LoopError(OWN_GRADIENTS)
 
-    def mention_changed(self) -> None:
+    def warn_of_changed(self) -> None:
         """Before this package changes or reduces the gradients of the window: say it if the script has changed them."""
         if self._seen is None:
             return
@@ -124,7 +124,7 @@ class GradientWatch:
             [now is not before or version != known for (now, version), (before, known) in both],
         )
 
-    def mention_perturbed(self) -> None:
+    def warn_of_perturbed(self) -> None:
         """Before the gradients are dropped: say it if the script has written weights since they were made."""
         if self._seen is None or not self._is_partial:
             return

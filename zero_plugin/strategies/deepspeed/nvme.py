@@ -123,7 +123,7 @@ def _remove_left() -> None:
     remove_swap_folders(tuple(_in_use))
 
 
-def mend_swapping(engine: Any) -> None:
+def fix_swapping(engine: Any) -> None:
     """Make NVMe offload train as host memory does, for every order and size of the weights.
 
     DeepSpeed asks twice for a weight that comes twice in what it looks ahead at (near the end of a forward, when the

@@ -71,10 +71,10 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
         if _engine_builds(section, groups, resolved, device):
             kind = section.type.lower()
             if kind in _OF_MUP:
-                _expect_mup(section, resolved)
+                _check_mup(section, resolved)
             if kind not in _BUILT_BY_ENGINE_ONLY:
                 decoupled = kind == "adamw" or (kind == "adam" and section.params.get("adam_w_mode", True))
-                _expect_whole_offload(section.type, resolved, adamw=bool(decoupled))
+                _check_full_offload(section.type, resolved, adamw=bool(decoupled))
             return None
         optimizer = build_optimizer(section, placeholder.params)
     else:
@@ -85,19 +85,19 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
     replacement: Optimizer | None = None
     if offloaded:
         replacement = _kernel(optimizer, resolved) if _forced(resolved) is not False else None
-        _expect_kernel(optimizer, replacement, request)
+        _check_kernel(optimizer, replacement, request)
     if replacement is None and type(optimizer) is torch.optim.Adagrad:
         replacement = FlatAdagrad([dict(group) for group in optimizer.param_groups], optimizer.defaults)
     if replacement is None:
         return optimizer
-    _move_schedules(request.schedules, replacement)
-    # What the script has built on its own optimizer and not prepared, such as another library's schedule, drives this.
+    _move_schedulers(request.schedulers, replacement)
+    # What the script has built on its own optimizer and not prepared, such as another library's scheduler, drives this.
     optimizer.param_groups = replacement.param_groups
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules warn where it never steps
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn where it never steps
     return replacement
 
 
-def _expect_mup(section: OptimizerSection, resolved: Resolved) -> None:
+def _check_mup(section: OptimizerSection, resolved: Resolved) -> None:
     """Refuse an optimizer of a package that is not installed; DeepSpeed would use a name that it has not imported."""
     try:
         importlib.import_module("mup")
@@ -166,7 +166,7 @@ def _kernel(optimizer: Optimizer, resolved: Resolved) -> Any:
     )
 
 
-def _expect_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: SessionRequest) -> None:
+def _check_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: SessionRequest) -> None:
     """Log that torch's own runs offloaded; refuse what the configuration does not allow.
 
     Args:
@@ -192,10 +192,10 @@ def _expect_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: Sess
     is_adam = kind in (torch.optim.Adam, torch.optim.AdamW) and not left_out
     groups = optimizer.param_groups
     decoupled = is_adam and all(group.get(_DECOUPLED, kind is torch.optim.AdamW) for group in groups)
-    _expect_whole_offload(name, resolved, adamw=decoupled or bool(getattr(optimizer, "adam_w_mode", False)))
+    _check_full_offload(name, resolved, adamw=decoupled or bool(getattr(optimizer, "adam_w_mode", False)))
 
 
-def _expect_whole_offload(name: str, resolved: Resolved, *, adamw: bool) -> None:
+def _check_full_offload(name: str, resolved: Resolved, *, adamw: bool) -> None:
     """Refuse a ratio below 1 where DeepSpeed would step the part that stays on the device by another algorithm."""
     ratio = resolved.tree.get(*_RATIO)
     is_split = ratio is not None and isinstance(ratio.value, int | float) and ratio.value < 1
@@ -209,7 +209,7 @@ def _expect_whole_offload(name: str, resolved: Resolved, *, adamw: bool) -> None
 def share_groups(engine: Any) -> None:
     """Have the AdamW that steps what a ratio below 1 leaves on the device follow the groups of the offloaded one.
 
-    DeepSpeed builds it from the first group's numbers as they are then, so that no schedule reaches it; further groups
+    DeepSpeed builds it from the first group's numbers as they are then, so that no scheduler reaches it; further groups
     it shares.
     """
     backup = getattr(engine.optimizer, "backup_optimizer", None)
@@ -225,7 +225,7 @@ class FlatAdagrad(Optimizer):
     """torch's Adagrad with its states made at the first step.
 
     DeepSpeed rebuilds `torch.optim.Adagrad` over its flat partitions with one group and the default arguments, because
-    torch's makes its states in the constructor; that loses the groups and detaches the schedule.
+    torch's makes its states in the constructor; that loses the groups and detaches the scheduler.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -314,7 +314,7 @@ def _updates_elementwise(optimizer: Optimizer) -> bool:
 def _update(optimizer: Optimizer, options: dict[str, Any], start: Tensor, gradients: list[Tensor]) -> Tensor:
     """How far an optimizer of the same class and options takes `start`."""
     parameter = torch.nn.Parameter(start.clone())
-    # A large step shows every difference, and a schedule may have set the present one to 0.
+    # A large step shows every difference, and a scheduler may have set the present one to 0.
     group = {**options, "params": [parameter], **({"lr": 0.1} if "lr" in options else {})}
     if "capturable" in group:
         group["capturable"] = False  # about CUDA graphs only, and refused for tensors on the CPU
@@ -337,8 +337,8 @@ def _like(optimizer: Optimizer, params: list[Any]) -> Optimizer:
     return type(optimizer)(params, **arguments)
 
 
-def _move_schedules(schedules: Iterable[Any], optimizer: Optimizer) -> None:
-    """Make schedules that were built on another optimizer drive this one."""
+def _move_schedulers(schedulers: Iterable[Any], optimizer: Optimizer) -> None:
+    """Make schedulers that were built on another optimizer drive this one."""
     step = optimizer.step
 
     @functools.wraps(step)
@@ -346,14 +346,14 @@ def _move_schedules(schedules: Iterable[Any], optimizer: Optimizer) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return step(*args, **kwargs)
 
-    # torch's schedules look for this mark to warn of a schedule that runs ahead of its optimizer.
+    # torch's schedulers look for this mark to warn of a scheduler that runs ahead of its optimizer.
     counted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = counted_step  # type: ignore[method-assign]
-    pending = list(schedules)
+    pending = list(schedulers)
     while pending:
-        schedule = pending.pop()
-        schedule.optimizer = optimizer
-        pending.extend(getattr(schedule, "_schedulers", ()))
+        scheduler = pending.pop()
+        scheduler.optimizer = optimizer
+        pending.extend(getattr(scheduler, "_schedulers", ()))
 
 
 def refuse_unfit(request: SessionRequest) -> None:

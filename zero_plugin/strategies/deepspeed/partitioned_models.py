@@ -95,7 +95,7 @@ def partition_pretrained(build: BuildConfig) -> Iterator[None]:
 
 
 @contextmanager
-def whole_pretrained() -> Iterator[None]:
+def unpartitioned_pretrained() -> Iterator[None]:
     """`from_pretrained` and `from_config` build whole models inside."""
     from transformers.integrations import deepspeed as integration
 
@@ -108,13 +108,13 @@ def whole_pretrained() -> Iterator[None]:
 
 
 @contextmanager
-def partition_at_birth(build: BuildConfig) -> Iterator[None]:
+def partition_when_built(build: BuildConfig) -> Iterator[None]:
     """Each module's parameters are partitioned as soon as it is made; their values are those of a model built whole."""
     with _transformers_initializes_gathered(), build.init():
         yield
 
 
-def allot_partitions(module: nn.Module, build: BuildConfig) -> None:
+def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
     """Partition parameters that are on the meta device: this process' part is memory without values, or not even that.
 
     A partition on NVMe has no file before it is filled. Collective.
@@ -274,7 +274,7 @@ def fetch_empty(engine: Any) -> None:
 
 
 @contextmanager
-def sent_in_any_shape() -> Iterator[None]:
+def broadcasting_any_shape() -> Iterator[None]:
     """Inside, an engine that is made sends them. Weights become contiguous: the layout that partitions keep them in."""
     own = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = _wrapped(own, lambda engine: engine.module.parameters())

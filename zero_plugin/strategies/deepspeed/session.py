@@ -28,7 +28,7 @@ from zero_plugin.strategies.base import (
     Session,
 )
 from zero_plugin.strategies.deepspeed.collective_order import SharedBuffers, preceded
-from zero_plugin.strategies.deepspeed.engine_release import forget_module, loosen
+from zero_plugin.strategies.deepspeed.engine_release import break_reference_cycles, forget_module
 from zero_plugin.strategies.deepspeed.gradients import allowed_skips, engine_gradients, first_nonfinite
 from zero_plugin.strategies.deepspeed.mistakes import (
     GradientWatch,
@@ -40,7 +40,7 @@ from zero_plugin.strategies.deepspeed.mistakes import (
     refuse_hooks_on_sums,
     runs_forward,
 )
-from zero_plugin.strategies.deepspeed.nvme import mend_swapping, remove_swap_folders
+from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
 from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
@@ -75,7 +75,7 @@ class EngineSession(Session):
         given: the script's optimizer, which may be another than the engine's.
     """
 
-    whole_gradients = False
+    unpartitioned_gradients = False
 
     def __init__(
         self, engine: Any, *, clipping: float | None, swap_folders: tuple[Path, ...], given: Optimizer | None = None
@@ -95,7 +95,7 @@ class EngineSession(Session):
         self.states_stay = not (
             getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False)
         )
-        self.whole_states = self.optimizer is wrapper
+        self.unpartitioned_states = self.optimizer is wrapper
         if isinstance(wrapper, ZeROOptimizer) and dist.get_world_size() > 1:
             self.states_are = f"partitioned over {dist.get_world_size()} processes"
         elif not self.states_stay:
@@ -135,13 +135,13 @@ class EngineSession(Session):
         engine.train, engine.eval = _returning(engine, engine.train), _returning(engine, engine.eval)
         compute_in(engine, engine.get_data_types()[0])
         self._watch_parameters()
-        mend_swapping(engine)
+        fix_swapping(engine)
         fetch_empty(engine)
         self._buffers = SharedBuffers(self.module)
         self._buffers.send()  # DeepSpeed sends the parameters only
-        loosen(engine)
+        break_reference_cycles(engine)
 
-    def go_on_from(self, states: GivenStates) -> None:
+    def load_given_states(self, states: GivenStates) -> None:
         """Take the states that the optimizer was given before it was partitioned. Collective.
 
         Raises:
@@ -234,7 +234,7 @@ class EngineSession(Session):
     def set_loss_scale(self, scale: float) -> None:
         wrapper = self.engine.optimizer
         if self._micro_batches:
-            self._watch.mention_changed()
+            self._watch.warn_of_changed()
             self._gradients.scale(scale / wrapper.loss_scale)
             self._watch.note()
         scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
@@ -267,7 +267,7 @@ class EngineSession(Session):
         engine.zero_grad = routed
 
     def scale_gradients(self, factor: float) -> None:
-        self._watch.mention_changed()
+        self._watch.warn_of_changed()
         self._gradients.scale(factor)
 
     def step(self) -> bool:
@@ -301,7 +301,7 @@ class EngineSession(Session):
         return first_nonfinite(self.engine, self._gradients)
 
     def drop_gradients(self) -> None:
-        self._watch.mention_perturbed()
+        self._watch.warn_of_perturbed()
         if self.failed:
             self._gradients.recover()
             self.failed = False
@@ -309,8 +309,8 @@ class EngineSession(Session):
         self._gradients.set_clipping(self._clipping)
         self._start_window()
 
-    def drop_strays(self) -> None:
-        """See `Session.drop_strays`: an engine lets none in."""
+    def drop_foreign_gradients(self) -> None:
+        """See `Session.drop_foreign_gradients`: an engine lets none in."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See `Session.no_sync`: at stages 0 and 1 no backward reduces anyway, at 2 and 3 every one has to."""
@@ -348,8 +348,8 @@ class EngineSession(Session):
         self._written.follow()  # now: at the next step it would undo what is read
         return reading_engine(self.engine)
 
-    def take_masters_from_weights(self) -> None:
-        self._written.take_masters()
+    def update_master_weights(self) -> None:
+        self._written.copy_to_master_weights()
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
@@ -421,7 +421,7 @@ class EngineSession(Session):
     def _finalize(self) -> None:
         if not self._finalized:
             refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
-            self._watch.mention_changed()
+            self._watch.warn_of_changed()
             pass_together()
             try:
                 with self._thawed():

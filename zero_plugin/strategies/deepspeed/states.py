@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError, LoopError
-from zero_plugin.strategies.optimizer_states import OptimizedPiece, whole_pieces
+from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
 from zero_plugin.tensors.fragments import WEIGHT, Fragment, share_of, whole_fragment
 from zero_plugin.tensors.modules import persistent_tensors
 
@@ -153,7 +153,7 @@ def engine_pieces(engine: Any) -> list[OptimizedPiece]:
         return list(_joined_pieces(wrapper, names))
     if isinstance(wrapper, FP16_UnfusedOptimizer):
         return list(_separate_pieces(wrapper, names))
-    return whole_pieces(base, engine.module, dist.get_rank(), dist.get_world_size())
+    return unpartitioned_pieces(base, engine.module, dist.get_rank(), dist.get_world_size())
 
 
 def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiece]]:

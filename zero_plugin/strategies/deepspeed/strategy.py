@@ -110,7 +110,7 @@ class DeepSpeedStrategy(Strategy):
         stage: Literal[0, 1, 2, 3] = resolved.zero_stage  # type: ignore[assignment]  # it has no other
         return stage
 
-    def make_room(self, resolved: Resolved, processes: Processes) -> None:
+    def remove_leftover_files(self, resolved: Resolved, processes: Processes) -> None:
         remove_abandoned(resolved.deepspeed_config(), processes)
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:
@@ -179,7 +179,7 @@ class DeepSpeedStrategy(Strategy):
         session.step_hooks = hooks
         if states is not None:
             try:
-                session.go_on_from(states)
+                session.load_given_states(states)
             except BaseException:
                 session.close()
                 raise
@@ -190,10 +190,15 @@ class DeepSpeedStrategy(Strategy):
     ) -> Any:
         """The engine; DeepSpeed builds the optimizer of `parameters` where none is given."""
         from zero_plugin.strategies.deepspeed.optimizers import share_groups
-        from zero_plugin.strategies.deepspeed.partitioned_models import sent_in_any_shape
+        from zero_plugin.strategies.deepspeed.partitioned_models import broadcasting_any_shape
 
         resolved = request.resolved
-        with warnings.catch_warnings(), self._processes.counted_by_gpu(), sent_in_any_shape(), _quiet_construction():
+        with (
+            warnings.catch_warnings(),
+            self._processes.counted_by_gpu(),
+            broadcasting_any_shape(),
+            _quiet_construction(),
+        ):
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
             engine, *_ = deepspeed.initialize(
                 model=request.model,
@@ -219,9 +224,9 @@ class DeepSpeedStrategy(Strategy):
             return
         _import_deepspeed(self._processes, self._document.deepspeed)
 
-        from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, partition_at_birth
+        from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, partition_when_built
 
-        with partition_at_birth(BuildConfig(self._document, self._processes)):
+        with partition_when_built(BuildConfig(self._document, self._processes)):
             yield
 
     def allot(self, module: nn.Module, device: torch.device) -> None:
@@ -234,9 +239,9 @@ class DeepSpeedStrategy(Strategy):
         else:
             _import_deepspeed(self._processes, self._document.deepspeed)
 
-            from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, allot_partitions
+            from zero_plugin.strategies.deepspeed.partitioned_models import BuildConfig, allocate_partitions
 
-            allot_partitions(module, BuildConfig(self._document, self._processes))
+            allocate_partitions(module, BuildConfig(self._document, self._processes))
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
         if not any(hasattr(p, "ds_id") for p in module.parameters()):
@@ -256,10 +261,10 @@ class DeepSpeedStrategy(Strategy):
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: the roots and the caches of stage 3."""
         if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
-            from zero_plugin.strategies.deepspeed.engine_release import forget_cached, loosen_stack
+            from zero_plugin.strategies.deepspeed.engine_release import clear_caches, weaken_module_stack
 
-            loosen_stack()
-            forget_cached()
+            weaken_module_stack()
+            clear_caches()
 
     def destroy_process_group(self) -> None:
         """See `Strategy.destroy_process_group`: DeepSpeed remembers groups for its next engine."""
@@ -280,10 +285,14 @@ class DeepSpeedStrategy(Strategy):
         from zero_plugin.strategies.deepspeed.partitioned_models import (
             BuildConfig,
             partition_pretrained,
-            whole_pretrained,
+            unpartitioned_pretrained,
         )
 
-        return partition_pretrained(BuildConfig(self._document, self._processes)) if partitions else whole_pretrained()
+        return (
+            partition_pretrained(BuildConfig(self._document, self._processes))
+            if partitions
+            else unpartitioned_pretrained()
+        )
 
     @property
     def partitions_parameters(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zero_plugin.distributed.collectives import announce
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.deepspeed.mistakes import is_looked_at, versions_of
+from zero_plugin.strategies.deepspeed.mistakes import is_checked_step, versions_of
 from zero_plugin.strategies.deepspeed.states import engine_pieces, follow_loading, precede_setting, unreachable_by
 
 
@@ -32,7 +32,7 @@ class WrittenWeights:
         self._trained = trained
         self._watched = list(engine.module.parameters()) if self._is_partitioned else trained
         self._before_change = before_change
-        self._has_masters = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
+        self._has_master_weights = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
         self._is_written = False  # the master weights follow before they are used
         self._versions = versions_of(self._watched)
         self._steps = 0  # that were asked for
@@ -44,7 +44,10 @@ class WrittenWeights:
         if not self._trains:
             return []
         module, wrapper = self._engine.module, self._engine.optimizer
-        return [*follow_loading(module, self.note), *precede_setting([wrapper, *self._trained], self._note_set_masters)]
+        return [
+            *follow_loading(module, self.note),
+            *precede_setting([wrapper, *self._trained], self._note_set_master_weights),
+        ]
 
     def note(self) -> None:
         """The weights have been written."""
@@ -68,12 +71,12 @@ class WrittenWeights:
         if self._is_written:
             self._before_change()
             self._is_written = False
-            if self._has_masters:
+            if self._has_master_weights:
                 follow_written_weights(self._engine)
             else:
-                self.take_masters()
+                self.copy_to_master_weights()
 
-    def take_masters(self) -> None:
+    def copy_to_master_weights(self) -> None:
         """The weights were changed otherwise: the master weights become what they are."""
         self._before_change()
         self._is_written = False
@@ -86,9 +89,9 @@ class WrittenWeights:
         """Before some of the steps: warn once if the script has written weights past autograd, as `p.data` does."""
         steps, self._steps = self._steps, self._steps + 1
         are_rounded, self._are_rounded = self._are_rounded, True
-        if self._has_warned or not are_rounded or not is_looked_at(steps):
+        if self._has_warned or not are_rounded or not is_checked_step(steps):
             return
-        if not self._has_masters or self._is_partitioned:  # at stage 3 p.data is empty
+        if not self._has_master_weights or self._is_partitioned:  # at stage 3 p.data is empty
             return
         if lost := find_written_weights(self._engine):
             self._has_warned = True
@@ -99,7 +102,7 @@ class WrittenWeights:
                 by_each=True,
             )
 
-    def _note_set_masters(self) -> None:
+    def _note_set_master_weights(self) -> None:
         self._before_change()
         self._are_rounded = False  # until the next step
 
@@ -109,17 +112,17 @@ def follow_written_weights(engine: Any) -> None:
 
     A master whose rounding is what the weight is has not been written: it keeps the digits that 16 bits do not hold.
     """
-    for _, master, weight in _masters_beside_weights(engine):
+    for _, master, weight in _pairs_of_master_and_weight(engine):
         master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
 
 
 def find_written_weights(engine: Any) -> list[str]:
     """Names of the weights that are not the rounding of this process' masters, as they are after each step."""
-    beside = _masters_beside_weights(engine)
+    beside = _pairs_of_master_and_weight(engine)
     return [name for name, master, weight in beside if not torch.equal(master.to(weight.dtype), weight)]
 
 
-def _masters_beside_weights(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs_of_master_and_weight(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Name, masters and weights, flat, of what this process steps; both where the masters are."""
     parameters: dict[str, Any] = dict(engine.module.named_parameters())
     for piece in engine_pieces(engine):
