@@ -132,7 +132,7 @@ def test_records_and_arguments_beside_them(accelerator: Any) -> None:
             {"dynamo_backend": "eager", "config": {"num_processes": 1, "dynamo_config": {"backend": "inductor"}}},
             ["dynamo_backend='eager'", "inductor at"],
         ),
-        ({"deepspeed_plugin": object()}, ["no DeepSpeedPlugin"]),
+        ({"deepspeed_plugin": object()}, ["not a DeepSpeedPlugin"]),
         ({"rng_types": ["numpy"]}, ["'numpy'", "generator"]),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ["two AutocastKwargs"]),
         ({"kwargs_handlers": [GradientAccumulationPlugin(2)]}, ["GradientAccumulationPlugin", "GradScalerKwargs"]),

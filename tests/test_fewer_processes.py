@@ -27,14 +27,14 @@ def test_how_many_are_meant() -> None:
     fewer = launched(num_processes=8, num_machines=4, min_machines=2)
     assert [find_intended_processes(found, fewer) for found in (4, 6, 8)] == [8, 8, 8]
     for found, environ in ((2, fewer), (10, fewer), (4, launched(num_processes=8, num_machines=4))):
-        with pytest.raises(LaunchError, match=rf"asked for 8 processes, but {found} have met"):
+        with pytest.raises(LaunchError, match=rf"configured for 8 processes, but the process group has {found}"):
             find_intended_processes(found, environ)
 
 
 def test_steps_are_shared_out_or_refused() -> None:
     """So that all processes together have as many micro-batches in a step; what would make it possible is said."""
     assert [redistribute_steps(*given) for given in ((1, 4, 2), (3, 8, 6), (2, 4, 4), (1, 4, 1))] == [2, 4, 2, 4]
-    with pytest.raises(LaunchError, match=r"6 of 8 .* the 8 micro-batches .* among 6.\nWrite a multiple of 3 as grad"):
+    with pytest.raises(LaunchError, match=r"6 of 8 .* the 8 micro-batches .* by 6.\nWrite a multiple of 3 as grad"):
         redistribute_steps(1, 8, 6)
 
 

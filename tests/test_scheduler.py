@@ -163,4 +163,4 @@ def test_by_itself() -> None:
     one.optimizer.step()
     prepared.step()
     assert prepared.last_epoch == 2
-    assert one.optimizer.schedules == two.optimizer.schedules == [prepared]
+    assert one.optimizer.schedulers == two.optimizer.schedulers == [prepared]

@@ -71,47 +71,61 @@ __all__ = ["Accelerator"]
 
 
 class Accelerator:
-    """Trains a model on ZeRO 0-3, DDP or one device, as the configuration says, with one and the same loop.
+    """Trains models with ZeRO 0-3, DDP or on one device, as configured, with the same training loop for all of them.
 
-    The configuration comes from the launcher, from `config`, or is empty. Arguments in code fill what it leaves open;
-    an argument that differs from an explicit value is an error, and so is one that cannot be honoured.
+    The configuration is read from the launcher or from `config`; without either it is empty. Arguments in code fill
+    what the configuration leaves open. An argument that contradicts an explicit value of the configuration, or that
+    cannot be honoured, is an error.
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
 
     Args:
-        device_placement: move models and batches to the device of this process.
-        split_batches: the loaders' batch size is that of all processes together.
-        mixed_precision: `no`, `fp16`, `bf16`, or `auto` for what the device computes best.
+        device_placement: move models and batches to this process's device.
+        split_batches: the batch size of a DataLoader is that of all processes together, not that of each process.
+        mixed_precision: `no`, `fp16`, `bf16`, or `auto` for the precision that suits the device.
         gradient_accumulation_steps: micro-batches per optimizer step.
-        cpu: compute on the CPU even where there is a GPU.
-        dataloader_config: how loaders are shared out, in one record.
-        deepspeed_plugin: a DeepSpeed configuration in code, or several by name, of which
-            `state.select_deepspeed_plugin(name)` chooses.
-        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config: refused, with what to write instead.
-        rng_types: the generators whose state processes share at each epoch's start: `generator`, `torch`, `cuda`.
-        log_with: trackers, by name or as objects.
-        project_dir: folder of the run.
-        project_config: where the run keeps what it writes, in one record.
-        gradient_accumulation_plugin: how gradients add up, in one record.
-        step_scheduler_with_optimizer: a prepared scheduler moves with the optimizer only; else at each of its calls.
+        cpu: compute on the CPU even if a GPU is available.
+        dataloader_config: how DataLoaders are sharded over the processes.
+        deepspeed_plugin: a DeepSpeed configuration in code, or a dict of several by name, of which
+            `state.select_deepspeed_plugin(name)` selects one.
+        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config: not supported; the error says what to
+            write instead.
+        rng_types: the random number generators that are synchronized over the processes at the start of each epoch:
+            `generator`, `torch`, `cuda`.
+        log_with: experiment trackers, by name or as objects.
+        project_dir: the folder of the run.
+        project_config: where the run writes its checkpoints and logs.
+        gradient_accumulation_plugin: how gradients are accumulated.
+        step_scheduler_with_optimizer: a prepared learning-rate scheduler advances only with applied optimizer steps;
+            if False, at every call of its `step()`.
         kwargs_handlers: arguments of torch's own objects; see `zero_plugin.config.plugins`.
-        dynamo_backend, dynamo_plugin: compile models, by the compiler's name or with all arguments.
+        dynamo_backend, dynamo_plugin: compile models, given the name of the backend or all arguments.
         deepspeed_plugins: the same as `deepspeed_plugin`.
-        config: path of a launch YAML or a DeepSpeed JSON, or a dict with either content.
-        even_batches: complete the last step of an epoch with its first samples, so that every process has a full batch.
-        shard_iterable: `never` takes iterable data sets to give each process and worker its own samples; `auto` shares
-            those out that are not known to.
+        config: path of a launch YAML or a DeepSpeed JSON file, or a dict with the content of either.
+        even_batches: fill up the last batches of an epoch with samples from its beginning, so that every process has
+            full batches.
+        shard_iterable: `auto` shards an iterable dataset unless it is known to shard itself; `never` assumes that
+            every iterable dataset already yields different samples in each process and worker.
 
     Attributes:
-        log_with: the trackers that are asked for: classes of known ones, and the script's own objects.
-        state, gradient_state: what Accelerate's scripts look up.
-        parallelism_config, torch_device_mesh, fp8_backend: None, for libraries that ask: data are divided, models only
-            by ZeRO, and there is no fp8.
-        is_fsdp2, is_composable_parallelism_enabled, has_lomo_optimizer: False likewise.
-        should_save_model: True: no process group holds a copy that is not to be saved.
+        log_with: the configured trackers: classes of the known ones, and the script's own objects.
+        state, gradient_state: Accelerate's state objects, for scripts that read them.
+        parallelism_config, torch_device_mesh, fp8_backend: None, for libraries that read them: there is no model
+            parallelism besides ZeRO, and no fp8.
+        is_fsdp2, is_composable_parallelism_enabled, has_lomo_optimizer: False, for the same reason.
+        should_save_model: True, for libraries that read it.
 
     Raises:
-        ConfigError: everything that is wrong with the configuration.
-        LaunchError: the environment does not describe a whole process group.
-        StrategyError: what was asked for cannot run here.
+        ConfigError: the configuration is invalid; the error lists all problems.
+        LaunchError: the environment variables do not describe a complete process group.
+        StrategyError: the configured strategy cannot run on this machine.
     """
 
     parallelism_config: None = None
@@ -188,73 +202,73 @@ class Accelerator:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self._run.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the processes work together, under Accelerate's names."""
+        """The kind of distributed training, as Accelerate names it."""
         return self._run.distributed_type
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run."""
+        """The number of processes of the run (the world size)."""
         return self._run.num_processes
 
     @property
     def process_index(self) -> int:
-        """This process among all, from 0."""
+        """The global rank of this process."""
         return self._run.process_index
 
     @property
     def local_process_index(self) -> int:
-        """This process on its machine, from 0."""
+        """The local rank of this process on its machine."""
         return self._run.local_process_index
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is process 0."""
+        """Whether this is global rank 0."""
         return self._run.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is its machine's process 0."""
+        """Whether this is local rank 0."""
         return self._run.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last process."""
+        """Whether this is the last global rank."""
         return self._run.is_last_process
 
     @property
     def use_distributed(self) -> bool:
-        """Whether several processes run."""
+        """Whether the run has more than one process."""
         return self._run.use_distributed
 
     @property
     def multi_device(self) -> bool:
-        """Whether several GPUs compute, without ZeRO."""
+        """Whether the run uses several GPUs without ZeRO."""
         return self._run.multi_device
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process has reached this call; collective."""
         self._run.wait_for_everyone()
 
     def print(self, *values: Any, **kwargs: Any) -> None:
-        """`print`, once on every machine."""
+        """`print` on local rank 0 of every machine."""
         self._run.print(*values, **kwargs)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """What is inside runs on the main process, then on all others at once; collective.
+        """Context manager: the block runs on the main process first, then on all others at once; collective.
 
-        If it raises on the main process, the others come in all the same, and see for themselves.
+        If the block raises on the main process, the others still run it.
         """
         return self._run.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """What is inside runs on each machine's main process, then on all others at once; collective.
+        """Context manager: the block runs on local rank 0 of each machine first, then on the others; collective.
 
-        If it raises on a machine's main process, the others come in all the same, and see for themselves.
+        If the block raises on local rank 0, the others still run it.
         """
         return self._run.local_main_process_first()
 
@@ -263,7 +277,7 @@ class Accelerator:
         return self._run.on_main_process(function)
 
     def on_local_main_process(self, function: Function | None = None) -> Function:
-        """Decorator: the function runs on each machine's main process; elsewhere it returns None."""
+        """Decorator: the function runs on local rank 0 of each machine; elsewhere it returns None."""
         return self._run.on_local_main_process(function)
 
     def on_last_process(self, function: Function | None = None) -> Function:
@@ -271,42 +285,42 @@ class Accelerator:
         return self._run.on_last_process(function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: the function runs on process `process_index`, and wherever there is one process only."""
+        """Decorator: the function runs on global rank `process_index`, or on the only process."""
         return self._run.on_process(function, process_index)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Function:
-        """Decorator: the function runs on each machine's process `local_process_index`, or on the only process."""
+        """Decorator: the function runs on local rank `local_process_index` of each machine, or on the only process."""
         return self._run.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This process's consecutive share of `inputs`, which is the same on every process; not collective.
+        """Context manager that gives this process its contiguous part of `inputs`; not collective.
 
         Args:
-            inputs: a list, tuple or other sequence, a tensor or array (by its first dimension), a `datasets.Dataset`,
-                or a dict of these, all of one length. Strings are not divided.
-            apply_padding: repeat the last element where a share is shorter, so that results can be gathered; tensors
-                are then on this process's device.
+            inputs: the same on every process: a list, tuple or other sequence, a tensor or array (split along its first
+                dimension), a `datasets.Dataset`, or a dict of these, all of the same length. Strings are not split.
+            apply_padding: repeat the last element where a part is shorter than the others, so that results can be
+                gathered; tensors are then moved to this process's device.
 
         Raises:
-            LoopError: it cannot be divided, or the values of a dict differ in length.
+            LoopError: `inputs` cannot be split, or the values of a dict differ in length.
         """
         return self._run.split_between_processes(inputs, apply_padding)
 
-    # ---- what it was told --------------------------------------------------------------------------------------------
+    # ---- the configuration -------------------------------------------------------------------------------------------
 
     @property
     def document(self) -> Document:
-        """What was asked for, with every value's origin."""
+        """The configuration as it was given, with the origin of every value."""
         return self._run.document
 
     @property
     def resolved(self) -> Resolved | None:
-        """The configuration of the model prepared last, without open fields; None before."""
+        """The resolved configuration of the model that was prepared last; None before any was."""
         return self._prepared.resolved
 
     @property
     def device_placement(self) -> bool:
-        """Whether models and batches go to this process's device."""
+        """Whether models and batches are moved to this process's device."""
         return self._run.options.device_placement
 
     @device_placement.setter
@@ -315,7 +329,7 @@ class Accelerator:
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How `prepare` shares loaders out."""
+        """How `prepare` shards DataLoaders over the processes."""
         return self._run.options.loading
 
     @dataloader_config.setter
@@ -324,17 +338,17 @@ class Accelerator:
 
     @property
     def split_batches(self) -> bool:
-        """Whether the loaders' batch size is that of all processes together."""
+        """Whether the batch size of a DataLoader is that of all processes together."""
         return self._run.options.loading.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether process 0 reads for all."""
+        """Whether the main process reads the batches and sends each process its part."""
         return self._run.options.loading.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether an epoch's last step is completed with its first samples."""
+        """Whether the last batches of an epoch are filled up with samples from its beginning."""
         return self._run.options.loading.even_batches
 
     @even_batches.setter
@@ -343,22 +357,22 @@ class Accelerator:
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends on the seed and the epoch alone."""
+        """Whether the order of shuffled samples depends on the seed and the epoch only."""
         return self._run.options.loading.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied without waiting for it."""
+        """Whether batches are copied to the device asynchronously."""
         return self._run.options.loading.non_blocking
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether, after `load_state`, the coming loop goes on inside the epoch by itself."""
+        """Whether, after `load_state`, loaders continue inside the interrupted epoch by themselves."""
         return self._run.options.loading.use_stateful_dataloader
 
     @property
     def rng_types(self) -> list[str]:
-        """Random states that every process gets from process 0 at the start of each epoch."""
+        """The random number generators that are synchronized with rank 0 at the start of each epoch."""
         return self._run.options.rng_types
 
     @rng_types.setter
@@ -367,12 +381,12 @@ class Accelerator:
 
     @property
     def gradient_accumulation_plugin(self) -> GradientAccumulationPlugin:
-        """How gradients add up."""
+        """How gradients are accumulated."""
         return self._run.options.accumulation
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """False: every call of a prepared scheduler's `step` advances it once."""
+        """Whether prepared schedulers advance with applied optimizer steps only, not at every call of `step()`."""
         return self._run.options.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -381,90 +395,94 @@ class Accelerator:
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where the run keeps what it writes."""
+        """Where the run writes its checkpoints and logs."""
         return self._run.options.project
 
     @property
     def project_dir(self) -> str | os.PathLike[str] | None:
-        """Folder of the run."""
+        """The folder of the run."""
         return self._run.options.project.project_dir
 
     @property
     def logging_dir(self) -> str | os.PathLike[str] | None:
-        """Folder of local trackers."""
+        """The folder in which local trackers write."""
         return self._run.options.project.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """Number of the next checkpoint that `save_state` names by itself."""
+        """The number of the next checkpoint with an automatic name."""
         return self._run.options.project.iteration
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The DeepSpeed configuration that the next `prepare` follows; None of a run without DeepSpeed.
+        """The DeepSpeed configuration that the next `prepare` uses; None in a run without DeepSpeed.
 
-        What a script writes into its `deepspeed_config` before that is followed.
+        A script may change its `deepspeed_config` before that `prepare`.
         """
         return self._run.configurations.plugin
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, DeepSpeedPlugin] | None:
-        """All DeepSpeed configurations by name; None of a run without DeepSpeed."""
+        """All DeepSpeed configurations by name; None in a run without DeepSpeed."""
         return self._run.configurations.plugins or None
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
-        """The `deepspeed_config` of `deepspeed_plugin`; None of a run without DeepSpeed."""
+        """The `deepspeed_config` of `deepspeed_plugin`; None in a run without DeepSpeed."""
         return None if self.deepspeed_plugin is None else self.deepspeed_plugin.deepspeed_config
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The arguments of DistributedDataParallel; None where none were given."""
+        """The given arguments of DistributedDataParallel, or None."""
         return self._run.options.handlers.ddp
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """The arguments of the loss scale; None where none were given."""
+        """The given arguments of the loss scale, or None."""
         return self._run.options.handlers.scaler
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The arguments of the process group; None where none were given."""
+        """The given arguments of `init_process_group`, or None."""
         return self._run.options.handlers.process_group
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """The arguments of autocast; None where none were given."""
+        """The given arguments of autocast, or None."""
         return self._run.options.handlers.autocast
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """The arguments of the profiler; None where none were given."""
+        """The given arguments of the profiler, or None."""
         return self._run.options.handlers.profile
 
     def maybe_context_parallel(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        """Nothing: sequences are not divided over processes."""
+        """A context manager that does nothing: sequences are not split over processes."""
         return nullcontext()
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Models, optimizers, loaders and schedulers, ready for the loop, in the order given; collective.
+        """Prepare models, optimizers, DataLoaders and learning-rate schedulers for the training loop; collective.
 
-        A model and its optimizer (or `DummyOptim`) come best in one call. Where the model comes later, its optimizer
-        waits for it; where the optimizer comes later, it finds the model, but not under ZeRO. A model without an
-        optimizer is not trained. Anything else passes unchanged, and so does what is prepared already.
+        Pass a model and its optimizer (or `DummyOptim`) in one call; under ZeRO this is required. A model without an
+        optimizer is not trained. Objects of other types, and objects that are already prepared, are returned unchanged.
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
         Args:
             *objects: in any order.
-            device_placement: for each object, whether a model, or what a loader gives, goes to this process's device;
-                None: as `Accelerator` was told, else it does.
+            device_placement: one value for each object: whether the model, or the batches of the loader, are moved to
+                this process's device; None takes the value given to `Accelerator`.
+
+        Returns:
+            The prepared objects, in the order of `objects`; a single object is returned without a tuple.
 
         Raises:
-            ConfigError: open fields that cannot be filled, and contradictions between the configuration and the loop.
-            LoopError: an object whose prepared form is another one, a model loaded with `device_map`, models that share
-                parameters, an optimizer of another model or of several, or that comes too late.
-            ValueError: `device_placement` has another length.
+            ConfigError: the configuration cannot be completed, or contradicts the objects.
+            LoopError: an object was already prepared as another object, a model was loaded with `device_map`, models
+                share parameters, or an optimizer holds parameters of another model or comes too late.
+            ValueError: `device_placement` does not have one value for each object.
         """
         if device_placement is None:
             device_placement = [None] * len(objects)
@@ -477,24 +495,24 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """`prepare` for a model by itself; collective.
+        """`prepare` for one model; collective.
 
         Args:
-            model: its optimizer may come later, but not under ZeRO.
-            device_placement: False leaves it where it is.
-            evaluation_mode: it is never trained, so that no room is kept for its gradients.
+            model: its optimizer may be prepared later, except under ZeRO.
+            device_placement: False leaves the model on its current device.
+            evaluation_mode: the model is never trained, so that no memory is allocated for its gradients.
         """
         left = {id(model)} if self._stays(device_placement) else set()
         prepared: nn.Module = self._prepared.prepare((model,), left, only_evaluates=evaluation_mode)[0]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:  # noqa: ARG002
-        """`prepare` for an optimizer by itself; collective. Its states are where its parameters are."""
+        """`prepare` for one optimizer; collective. `device_placement` has no effect: states follow the parameters."""
         prepared: AcceleratedOptimizer = self._prepared.prepare((optimizer,), set())[0]
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """`prepare` for a scheduler by itself; collective."""
+        """`prepare` for one learning-rate scheduler; collective."""
         prepared: AcceleratedScheduler = self._prepared.prepare((scheduler,), set())[0]
         return prepared
 
@@ -504,12 +522,13 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: SliceFunction | None = None,
     ) -> DataLoaderAdapter:
-        """This process's part of a DataLoader; one that is prepared already is returned as it is.
+        """`prepare` for one DataLoader: a loader that yields this process's part of the data.
 
         Args:
-            data_loader: over a map-style or an iterable data set.
-            device_placement: put batches on this process's device; None as the Accelerator was told.
-            slice_fn_for_dispatch: divides a step's batch under `dispatch_batches`; see `DataLoaderDispatcher`.
+            data_loader: over a map-style or an iterable dataset. One that is already prepared is returned unchanged.
+            device_placement: move batches to this process's device; None takes the value given to `Accelerator`.
+            slice_fn_for_dispatch: splits a batch over the processes under `dispatch_batches`; see
+                `DataLoaderDispatcher`.
 
         Raises:
             ConfigError, LoopError: see `prepare_loader`.
@@ -519,23 +538,25 @@ class Accelerator:
         )
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """A loader over the same data that begins every epoch at batch `num_batches` of this process."""
+        """A loader over the same data that skips this process's first `num_batches` batches of every epoch."""
         return skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether some module in `model` was spread over several devices by `device_map`."""
+        """Whether a module in `model` was distributed over several devices by `device_map`."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of all that is prepared, and return memory; another model can be prepared then.
+        """Release everything that is prepared and its memory, so that another model can be prepared.
 
-        A checkpoint that is being written behind the training is completed all the same.
+        A checkpoint that is being written in the background is still completed.
+
+            model, optimizer = accelerator.free_memory(model, optimizer)  # also drops the script's own references
 
         Args:
-            *objects: `model, optimizer = accelerator.free_memory(model, optimizer)` drops the script's own references.
+            *objects: the script's references.
 
         Returns:
-            A None for each object.
+            A list with None for each object.
         """
         released: list[None] = [None] * len(objects)
         del objects
@@ -551,14 +572,14 @@ class Accelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step; settable, from the next window on, in the loader's own batches.
+        """Micro-batches per optimizer step. A new value takes effect at the next accumulation window.
 
-        Where memory ran out before, each of the loader's batches comes as several micro-batches, and the number is as
-        many times what was set.
+        If the run was restarted with smaller micro-batches because memory ran out, each batch of the loader is split
+        into several micro-batches, and this number is multiplied accordingly.
 
         Raises:
-            ConfigError: it is set to another number than file or flag say.
-            LaunchError: fewer processes are left than were meant, and cannot share out the number that is set.
+            ConfigError: the value that is set contradicts the configuration file or a flag.
+            LaunchError: the run has lost processes, and the value cannot be divided among those that are left.
         """
         return self._prepared.window.steps
 
@@ -568,13 +589,12 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends its window, so that `optimizer.step()` acts.
+        """Whether the current micro-batch is the last of its accumulation window, so that `optimizer.step()` acts.
 
-        Of several models, it is said of the one whose micro-batch this is: named in `accumulate`, or reached by the
-        last `backward`.
+        With several models it refers to the model that was passed to `accumulate`, or that the last `backward` reached.
 
-        A loop may set it, instead of calling `accumulate`: False before a micro-batch that does not end the window, and
-        True before the one that does.
+        A loop may set it instead of calling `accumulate`: to False before a micro-batch that does not end the window,
+        and to True before the one that does.
         """
         return self._prepared.window.ends_here
 
@@ -583,107 +603,120 @@ class Accelerator:
         self._loop.decide_windows(ends)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One micro-batch: gradients add up, and `step()` acts in the window's last one only.
+        """Context manager for one micro-batch: `optimizer.step()` acts only in the last one of an accumulation window.
+
+            with accelerator.accumulate(model):
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
 
         Args:
-            *models: whose micro-batch it is; all that are trained where none is named. Models that are not trained may
-                be named too.
+            *models: the models that this micro-batch trains; by default all that have an optimizer. Models without an
+                optimizer may be passed too.
 
         Raises:
-            LoopError: of several trained models, one is named that is not prepared.
+            LoopError: several models are trained and one of `models` is not prepared.
         """
         return self._loop.accumulate(models)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of `loss`, divided by the size of the accumulation window. It never steps.
+        """Compute the gradients of `loss`, divided by the number of micro-batches in the accumulation window.
 
-        Every prepared model whose trained parameters the loss depends on gets its gradients, and keeps them until its
-        optimizer's `step` or `zero_grad`, as in plain torch. Where none was prepared with its optimizer, this is
-        torch's own backward, said once.
+        Gradients accumulate in every prepared model that the loss depends on, until its optimizer's `step` or
+        `zero_grad`, as in plain PyTorch. If no model was prepared with its optimizer, it is torch's own backward, which
+        is logged once.
 
         Args:
-            loss: scalar, or with `gradient` of its shape.
+            loss: a scalar, or a tensor of any shape with `gradient` of the same shape.
             **kwargs: as for `Tensor.backward`: `gradient`, `retain_graph`, `create_graph`, `inputs`.
 
         Raises:
-            LoopError: it is no tensor, has several elements or no graph; gradients came from elsewhere; the loss
-                reaches a module that was not prepared, or no prepared one; with accumulation and without `accumulate`,
-                it reaches several models.
+            LoopError: `loss` is not a scalar tensor with a graph; gradients were computed by `loss.backward()`; the
+                loss depends on parameters of a module that is not prepared, or on no prepared model; or it depends on
+                several models while gradients are accumulated without `accumulate`.
         """
         self._loop.backward(loss, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the coming step's gradients and return their norm before clipping (scalar, fp32), at once.
+        """Clip the gradients of the next optimizer step by their global norm; collective.
 
-        Called inside a window, where the step's gradients are not complete, it does nothing and returns nan.
+        Before the last micro-batch of an accumulation window the gradients are not complete: then nothing is clipped
+        and nan is returned.
 
         Args:
-            parameters: of one prepared model.
-            max_norm: largest norm; `inf` only measures.
-            norm_type: 2, or under DDP and on one device any other.
+            parameters: those of one prepared model.
+            max_norm: the largest norm; `inf` only measures the norm.
+            norm_type: the order of the norm; under ZeRO only 2.
+
+        Returns:
+            The norm before clipping: a scalar fp32 tensor.
 
         Raises:
-            ConfigError: the configuration's `gradient_clipping` is another number.
-            LoopError: the parameters are not a prepared model's, or under ZeRO a part of them or another norm.
+            ConfigError: `gradient_clipping` in the configuration is another number.
+            LoopError: the parameters do not belong to one prepared model; or, under ZeRO, they are only some of its
+                parameters, or `norm_type` is not 2.
         """
         return self._loop.clip_norm(parameters, float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp each number of the coming step's gradients to ±`clip_value`; inside a window, nothing happens.
+        """Clamp each element of the next step's gradients to [-`clip_value`, `clip_value`].
+
+        Before the last micro-batch of an accumulation window nothing happens.
 
         Args:
-            parameters: of prepared models.
-            clip_value: the largest magnitude.
+            parameters: those of prepared models.
+            clip_value: the largest magnitude of an element.
 
         Raises:
-            LoopError: under ZeRO, whose gradients are partitioned.
+            LoopError: under ZeRO, where gradients are partitioned.
         """
         self._loop.clip_values(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Under fp16, take the loss scale out of the coming step's gradients, before the script looks at them.
+        """Divide the next step's gradients by the loss scale of fp16, before the script reads or changes them.
 
-        `clip_grad_norm_` and `clip_grad_value_` do so by themselves. Without a loss scale, and under ZeRO, where the
-        gradients cannot be seen, nothing happens.
+        `clip_grad_norm_` and `clip_grad_value_` do this themselves. Without a loss scale nothing happens, nor under
+        ZeRO, where scripts cannot read the gradients.
 
         Args:
-            optimizer: a prepared optimizer, or several; None for all.
+            optimizer: a prepared optimizer or a list of them; None for all.
         """
         self._loop.unscale(optimizer)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was skipped."""
+        """Whether the last step of any prepared optimizer was skipped because gradients were not finite."""
         return any(t.optimizer is not None and t.optimizer.step_was_skipped for t in self._prepared.trained)
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Backwards inside stay local where the strategy can; harmless where it cannot."""
+        """Context manager: backwards inside do not average gradients, where the strategy supports that."""
         return self._loop.no_sync(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward inside averages gradients over the processes, though the forward ran inside `no_sync`.
+        """Context manager: the next backward averages gradients, even if the forward ran inside `no_sync`.
 
         Args:
-            model: a prepared one.
+            model: a prepared model.
         """
         return self._loop.reduce_next_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Under DDP, let processes that run out of batches follow the others' reductions, until the last is through.
+        """Context manager for DDP where processes have different numbers of batches; it enters torch's `Join`.
 
-        Prepared loaders end together by themselves: what this serves is loaders that were not prepared. Where nothing
-        is uneven, it changes nothing; where it has no effect, as under ZeRO, it warns.
+        Processes that run out of batches join the collective operations of the others until all have finished.
+        Prepared loaders have the same number of batches everywhere, so this is for loaders that were not prepared. It
+        warns where it has no effect, as under ZeRO.
 
         Args:
             joinables: prepared models.
-            even_batches: for the prepared loaders, inside; None leaves them as they are.
+            even_batches: overrides `even_batches` of the prepared loaders inside; None leaves it unchanged.
         """
         return self._loop.join_uneven_inputs(joinables, even_batches)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> NoReturn:  # noqa: ARG002
-        """Refuse: LOMO updates weights within backward, where nothing is averaged, accumulated or clipped.
+        """Not supported: LOMO updates weights during the backward, without averaging, accumulation or clipping.
 
         Raises:
             LoopError: always.
@@ -694,70 +727,73 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """`no`, `fp16` or `bf16`; before `prepare`, what a model that is prepared now would get."""
+        """`no`, `fp16` or `bf16`; before `prepare`, the precision that a model would be prepared with now."""
         return self._run.expected_precision() if self.resolved is None else self.resolved.precision
 
     @property
     def native_amp(self) -> bool:
-        """Whether the run computes in a 16-bit type."""
+        """Whether the run computes in a 16-bit dtype."""
         return self.mixed_precision != "no"
 
     @property
     def scaler(self) -> LossScaler | None:
-        """The loss scale; None without fp16."""
+        """The loss scale, with the methods of `torch.amp.GradScaler`; None without fp16."""
         return LossScaler(self._prepared, self._loop) if self.mixed_precision == "fp16" else None
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """Compute in the run's 16-bit type inside, as a prepared model does by itself.
+        """Context manager: operations inside run under `torch.autocast` in the run's 16-bit dtype.
 
-        Under ZeRO it changes nothing: weights are in that type, what a model returns is fp32, and what the script
-        computes of that stays fp32.
+        Prepared models do this themselves. Under ZeRO nothing changes: weights are in the 16-bit dtype, the outputs of
+        a model are fp32, and what the script computes from them stays fp32.
 
         Args:
-            autocast_handler: for this context; None takes the one from `kwargs_handlers`.
+            autocast_handler: the arguments for this context; None takes those from `kwargs_handlers`.
         """
         return self._run.strategy.autocast(self.mixed_precision, autocast_handler or self.autocast_handler)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
-        """torch's profiler, running inside; with a schedule, call its `step()` after each step of the loop.
+        """Context manager that runs `torch.profiler.profile`; with a schedule, call `step()` after each training step.
 
         Args:
-            profile_handler: for this context; None takes the one from `kwargs_handlers`. Its `output_trace_dir` gets
-                one Chrome trace of each process, `profile_<process>.json`.
+            profile_handler: the arguments for this context; None takes those from `kwargs_handlers`. If it has an
+                `output_trace_dir`, each process writes a Chrome trace `profile_<rank>.json` into it.
         """
         return self._run.profile(profile_handler or self.profile_handler or ProfileKwargs())
 
-    # ---- tensors of all processes; all are collective, but for set_trigger -------------------------------------------
+    # ---- collective operations; all but set_trigger are collective ---------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, joined along their first dimension; containers keep their shape.
+        """Concatenate the tensors of all processes along their first dimension.
 
-        A 0-dimensional tensor counts as one row, on one process too: shape (processes,).
+        A scalar tensor counts as one row: the result has shape (processes,), also with one process.
+
+        Args:
+            tensor: a tensor, or a nested list, tuple or dict of tensors; the same structure is returned.
         """
         return collectives.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
-        """The `sum`, `mean` or `max` of each tensor over all processes, or its own (`none`), times `scale`."""
+        """The `sum`, `mean` or `max` of each tensor over all processes, times `scale`; `none` only multiplies."""
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Tensors padded along `dim` to the longest among the processes, behind or in front."""
+        """Pad tensors with `pad_index` along `dim` to the largest size on any process, at the end or at the start."""
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Tensors of process `from_process`, on every process; shapes and dtypes are the same everywhere before."""
+        """The tensors of rank `from_process` on every process; shapes and dtypes must be the same on all processes."""
         return collectives.broadcast(tensor, from_process)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Like `gather` in a loop over a prepared loader, without the samples repeated to make batches even."""
+        """`gather` in a loop over a prepared loader, without the samples that were repeated to fill up batches."""
         return gather_for_metrics(input_data, RUNNING.current, use_gather_object)
 
     def set_trigger(self) -> None:
-        """Let the next `check_trigger` be true on every process; not collective."""
+        """Make the next `check_trigger` return True on every process; not collective."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last check."""
+        """Whether any process has called `set_trigger` since the last check; collective."""
         if triggered := any_process(self._triggered):
             self._triggered = False
         return triggered
@@ -770,24 +806,25 @@ class Accelerator:
         """The user's own module inside a prepared model.
 
         Args:
-            model: prepared, or wrapped by the user.
-            keep_fp32_wrapper: leave its forward under autocast; else a prepared model's copy with the same weights is
-                given, which has the class' own and can be pickled, and the prepared one trains on.
-            keep_torch_compile: of a model that the user compiled, give the compiled one.
+            model: a prepared model, or one that the user wrapped.
+            keep_fp32_wrapper: keep the forward under autocast. If False, a copy of the module is returned that shares
+                its weights, has the unmodified forward of its class, and can be pickled.
+            keep_torch_compile: return the compiled module if the user compiled it.
         """
         return self._weights.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
-        """Whole weights and buffers in host memory, in the type they are trained in; collective.
+        """Collect the unpartitioned weights and buffers in CPU memory; collective.
 
-        Of a model with PEFT adapters, only the adapters' and what else is trained: the frozen base is not gathered.
+        Tensors have the dtype that they are trained in. For a model with PEFT adapters only the adapters and other
+        trained parameters are collected.
 
         Args:
-            model: prepared, or not.
-            unwrap: False gives the names that the prepared model has, with `module.` before them where it is wrapped.
+            model: a prepared model, or any other.
+            unwrap: if False, names are those of the prepared model, with the prefix `module.` where it is wrapped.
 
         Returns:
-            The dict on the main process, None on the others, whatever the strategy.
+            The state dict on the main process, None on all others, with every strategy.
         """
         return self._weights.collect(model, unwrap)
 
@@ -801,45 +838,48 @@ class Accelerator:
         trainable_only: bool = False,
         dtype: torch.dtype | str | None = None,
     ) -> None:
-        """Write the weights as a Hugging Face-style folder of safetensors; collective: each process writes its part.
+        """Write the weights to a folder of safetensors files; collective: each process writes its part.
 
-        A transformers model's folder loads with `from_pretrained`; of a model with PEFT adapters only they are written,
-        in PEFT's own layout. Beside them, `resolved_config.json` says how the model was trained: every value and where
-        it came from. An error leaves a model that was in the folder as it was.
+        The folder of a transformers model can be loaded with `from_pretrained`. For a model with PEFT adapters only the
+        adapters are written, in PEFT's layout. The file `resolved_config.json` records how the model was trained: every
+        value of the configuration and its origin. If an error occurs, a model that was in the folder before is kept.
 
         Args:
-            model: prepared, or not.
-            save_directory: made if it is missing.
-            max_shard_size: largest size of one file, e.g. `5GB`.
-            safe_serialization: only True.
-            trainable_only: write the parameters with `requires_grad` alone, without configuration files; they load over
-                the model that they were trained from: `load_weights(model, folder, strict=False)`.
-            dtype: of floating-point parameters in the files: `fp32`, `bf16`, `fp16` or torch's own. They are converted
-                from the optimizer's copies, so `fp32` gives the masters of 16-bit weights exactly. Absent, it is the
-                type that each is trained in. Buffers keep theirs.
+            model: a prepared model, or any other.
+            save_directory: the folder; it is created if it does not exist.
+            max_shard_size: the largest size of one file, e.g. `5GB`.
+            safe_serialization: must be True.
+            trainable_only: write only parameters with `requires_grad`, without configuration files. They can be loaded
+                into the model that they were trained from: `load_weights(model, folder, strict=False)`.
+            dtype: the dtype of floating-point parameters in the files: `fp32`, `bf16`, `fp16` or a `torch.dtype`. They
+                are converted from the fp32 master weights, so that `fp32` writes those exactly. None writes each
+                parameter in the dtype that it is trained in. Buffers keep their dtype.
 
         Raises:
-            LoopError: pickles are asked for; the model is partitioned and was not prepared; a tensor has no elements;
-                or there is none to write.
-            CheckpointError: a process cannot write, or `dtype` needs masters that cannot be reached.
-            ConfigError: `max_shard_size` or `dtype` is none.
+            LoopError: `safe_serialization` is False; the model is partitioned but not prepared; a tensor has no
+                elements; or there is no tensor to write.
+            CheckpointError: a process cannot write, or `dtype` needs fp32 master weights that are not accessible.
+            ConfigError: `max_shard_size` or `dtype` is invalid.
         """
         self._weights.save_model(
             model, save_directory, max_shard_size, safe_serialization, trainable_only=trainable_only, dtype=dtype
         )
 
     def whole_weights(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the weights of prepared models can be read and written as in plain torch; collective.
+        """Context manager: weights of prepared models can be read and written as in plain PyTorch; collective.
 
-        For averages of weights (EMA, a mean teacher), weights that are clipped, `load_state_dict` between steps. Under
-        ZeRO the optimizer goes on from what was written; at stage 3 parameters are whole inside, on every process, and
-        what process 0 wrote stays. Every process has to write the same.
+        Use it to average weights (EMA, mean teacher), to clip them, or to call `load_state_dict` between steps. Under
+        ZeRO the optimizer continues from what was written. At stage 3 the parameters are unpartitioned inside, on every
+        process, and what rank 0 wrote is kept; every process must write the same values.
+
+            with accelerator.whole_weights(model):
+                ema.update(model.parameters())
 
         Args:
-            *models: prepared ones.
+            *models: prepared models.
 
         Raises:
-            LoopError: a model is not prepared, or its weights lie on NVMe.
+            LoopError: a model is not prepared, or its weights are offloaded to NVMe.
         """
         return self._weights.whole_weights(*models)
 
@@ -847,62 +887,67 @@ class Accelerator:
         """`torch.save` on the main process only.
 
         Args:
-            obj: what to save.
-            f: path, or file opened for writing.
-            safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`; each shared one once.
+            obj: the object to save.
+            f: a path, or a file opened for writing.
+            safe_serialization: write `obj`, a dict of tensors, as safetensors to the path `f`; a tensor with several
+                names is written once.
 
         Raises:
-            LoopError: a tensor is partitioned, so that no process has it.
+            LoopError: a tensor is partitioned, so that no process has all of it.
         """
         self._weights.save_object(obj, f, safe_serialization)
 
     def init_model(
         self, weights: str | os.PathLike[str] | None = None, *, strict: bool = True
     ) -> AbstractContextManager[list[WeightsReport]]:
-        """A model made inside is never whole in any process, where the strategy partitions parameters (ZeRO stage 3).
+        """Context manager to construct a model without ever holding all of it in one process, at ZeRO stage 3.
 
-        Without `weights` its values are those that it would have outside. With them, its parameters have no values and
-        take no memory (they are on the meta device) until it is complete; then each process reads its part of each.
-        Where nothing is partitioned, each reads the whole model once, straight to its device. Buffers are computed as
-        always.
+        Without `weights` the model gets the same initial values as outside. With `weights` its parameters are
+        constructed on the meta device, without memory, and are read from the files when the context ends: at ZeRO stage
+        3 each process reads its partition, otherwise each process reads the complete model directly to its device.
+        Buffers are always computed.
 
-        transformers' `from_pretrained` and `from_config` need no such context after `Accelerator()`, unless the
-        configuration says `zero3_init_flag: false`; there `from_config` draws other random values than outside.
+            with accelerator.init_model(weights="folder"):
+                model = MyModel(config)
+
+        transformers' `from_pretrained` and `from_config` do not need this context after `Accelerator()`, unless the
+        configuration says `zero3_init_flag: false`. `from_config` then draws other random values than outside.
 
         Args:
-            weights: a folder of safetensors (of transformers, `save_model` or `save_state`), or one file. All models
-                made inside, which no other one holds, get their weights there.
-            strict: see `load_weights`. With False, parameters that are not in the files get what a new model draws.
+            weights: a folder of safetensors (from transformers, `save_model` or `save_state`), or one file. Every
+                outermost module constructed inside reads its weights from there.
+            strict: see `load_weights`. If False, parameters that are not in the files are initialized as in a new
+                model.
 
         Yields:
-            A list that holds one report for each model, once the context has ended.
+            A list; when the context has ended, it holds one report for each model.
 
         Raises:
-            CheckpointError: as `load_weights`; of a bad folder before anything is built.
-            LoopError: no model was made inside.
+            CheckpointError: see `load_weights`; an invalid folder is an error before anything is constructed.
+            LoopError: no model was constructed inside.
         """
         return self._weights.init_model(weights, strict=strict)
 
     def load_weights(self, model: nn.Module, weights: str | os.PathLike[str], *, strict: bool = True) -> WeightsReport:
-        """Read weights into a model, each process just the bytes that it keeps; collective.
+        """Read weights from safetensors into a model; collective: each process reads only the bytes that it keeps.
 
-        They are converted to the type that the model has. Of a prepared model the optimizer's 32-bit copies come from
-        the file too, not out of 16-bit weights; its states stay as they are.
+        Values are converted to the dtype of the model. The fp32 master weights of a prepared model are read from the
+        files too, not rounded to 16 bits first; its optimizer states do not change.
 
         Args:
-            model: plain, made inside `init_model`, on the meta device, or prepared.
-            weights: a folder of safetensors (of transformers, `save_model` or `save_state`), or one file. Names are the
-                model's own; transformers' older names and other layouts are for `from_pretrained`.
-            strict: every tensor has to have its counterpart. False leaves the others as they are, or initialises what
-                has no values yet, and says so.
+            model: prepared or not; its parameters may be on the meta device.
+            weights: a folder of safetensors (from transformers, `save_model` or `save_state`), or one file. The names
+                must be those of the model; for transformers' older names and other layouts use `from_pretrained`.
+            strict: every tensor of the model and of the files must have a counterpart. If False, the others are left
+                unchanged, or initialized if they are on the meta device, which is logged.
 
         Returns:
-            Which tensors were loaded, which are missing, unexpected or of another shape.
+            Which tensors were loaded, missing, unexpected, or had another shape.
 
         Raises:
-            CheckpointError: on every process: names or shapes do not fit, all of them told, and nothing was written; or
-                a file is missing or damaged.
-            MachineError: host memory does not hold the model for each process of a machine.
+            CheckpointError: on every process: names or shapes do not match (all are listed, and nothing was written),
+                or a file is missing or damaged.
+            MachineError: CPU memory does not hold the model for each process of a machine.
         """
         return self._weights.load(model, Path(weights), strict=strict)
 
@@ -911,43 +956,44 @@ class Accelerator:
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,  # noqa: ARG002 - nothing here is ever written with pickle
+        safe_serialization: bool = True,  # noqa: ARG002 - nothing is written with pickle
         *,
         total_limit: int | None = None,
         max_shard_size: int | str = "10GB",
         asynchronous: bool = False,
         **options: Any,
     ) -> Path:
-        """Write all that the training goes on from, on any number of processes and any strategy; collective.
+        """Write a checkpoint that training can resume from with any strategy and number of processes; collective.
 
-        Models, optimizers, schedulers, loss scale, counters, random states of all processes, places of the loaders, and
-        registered objects: see the README, "Checkpoints". The folder is complete, or it is not there.
+        It holds models, optimizers, learning-rate schedulers, loss scale, counters, the random states of all processes,
+        the positions of the loaders, and registered objects; see "Checkpoints" in the README. The folder appears only
+        when the checkpoint is complete.
 
-        With `asynchronous`, it returns as soon as what a script may change is copied into host memory. What only a step
-        changes (the optimizers' states and, under ZeRO, their own copy of the weights) is copied behind the next
-        forward and backward, and a step waits for that; then a thread writes the copy while the training goes on. The
-        next `save_state` or `load_state`, `wait_for_save`, `end_training` and the end of the process wait until it is
-        complete. Each process keeps the memory of its copy for the next one, until `free_memory` or `end_training`.
+        With `asynchronous` the call returns as soon as everything that a script may change is copied to CPU memory. The
+        optimizer states and fp32 master weights are copied during the next forward and backward, before the next step;
+        then a thread writes the copy while training continues. The next `save_state` or `load_state`, `wait_for_save`,
+        `end_training` and the exit of the process wait until the checkpoint is complete. Each process keeps the memory
+        of its copy for the next checkpoint, until `free_memory` or `end_training`.
 
         Args:
-            output_dir: with `ProjectConfiguration(automatic_checkpoint_naming=True)` it is
-                `project_dir/checkpoints/checkpoint_<iteration>`, whatever is given here; where a run has used that
-                number, the first one above all that runs have used there.
-            safe_serialization: no difference: safetensors and JSON always.
-            total_limit: after success, remove the oldest of this run's checkpoints with the same name but for the
-                number; absent, `ProjectConfiguration(total_limit=…)` holds for automatic names. A launch, its restarts,
-                and launches that resume from its newest checkpoint are one run.
-            max_shard_size: largest size of a weight file, e.g. `5GB`.
-            asynchronous: write it behind the training; where the copy does not fit the memory of some machine, a line
-                says so, and it is complete at the return all the same.
-            **options: refused; Accelerate hands them to DeepSpeed.
+            output_dir: the folder. With `ProjectConfiguration(automatic_checkpoint_naming=True)` it is ignored, and the
+                folder is `project_dir/checkpoints/checkpoint_<iteration>`, with the next number that is not in use.
+            safe_serialization: has no effect: files are always safetensors and JSON.
+            total_limit: when the checkpoint is complete, remove the oldest checkpoints of this run whose names differ
+                only in the number, so that this many are left. None takes `ProjectConfiguration(total_limit=…)` if
+                names are automatic. A launch, its restarts, and launches that resume from its newest checkpoint are one
+                run.
+            max_shard_size: the largest size of a weight file, e.g. `5GB`.
+            asynchronous: write the checkpoint in the background. If the copy does not fit into the memory of a machine,
+                this is logged, and the checkpoint is written before the call returns.
+            **options: refused; Accelerate passes them to DeepSpeed.
 
         Returns:
-            The folder; with `asynchronous`, where it will be.
+            The folder of the checkpoint; with `asynchronous` it does not exist yet.
 
         Raises:
-            CheckpointError: it cannot be written, and nothing else has changed; or the one before, which was written
-                behind the training, could not be, and this one is not begun. On every process.
+            CheckpointError: on every process: the checkpoint cannot be written, and nothing else has changed; or the
+                previous one failed in the background, and this one is not started.
             TypeError: `options` are given.
         """
         return self._checkpoints.save(
@@ -959,13 +1005,13 @@ class Accelerator:
         )
 
     def wait_for_save(self) -> Path | None:
-        """Wait until what `save_state(asynchronous=True)` has begun is complete; collective.
+        """Wait until the checkpoint that `save_state(asynchronous=True)` started is complete; collective.
 
         Returns:
-            The checkpoint; None if none was being written.
+            The folder of the checkpoint; None if none was being written.
 
         Raises:
-            CheckpointError: on every process: it could not be written; older ones are as they were.
+            CheckpointError: on every process: the checkpoint could not be written; older ones are unchanged.
         """
         return self._checkpoints.wait()
 
@@ -980,28 +1026,29 @@ class Accelerator:
         map_location: str | None = None,
         **options: Any,
     ) -> LoadReport:
-        """Go on from a checkpoint that `save_state` wrote, by whatever strategy and processes; collective.
+        """Load a checkpoint of `save_state`, written with any strategy and number of processes; collective.
 
-        The loaders draw the interrupted epoch's order again, from its first batch:
-        `skip_first_batches(loader, report.batches[i])` begins where it stopped. With
-        `DataLoaderConfiguration(use_stateful_dataloader=True)` they begin there by themselves.
+        Loaders repeat the sample order of the interrupted epoch from its first batch; use
+        `skip_first_batches(loader, report.batches[i])` to continue where it stopped. With
+        `DataLoaderConfiguration(use_stateful_dataloader=True)` they continue there by themselves.
 
         Args:
-            input_dir: a checkpoint, or a folder of `checkpoint_<number>`s, of which the newest complete one is loaded,
-                this run's own where it has any; absent: that of `project_dir/checkpoints`, where naming is automatic.
-            load_kwargs: accepted for scripts that give it.
+            input_dir: a checkpoint, or a folder of `checkpoint_<number>` folders, of which the newest complete one is
+                loaded, preferably one of this run. None takes `project_dir/checkpoints` if names are automatic.
+            load_kwargs: accepted for compatibility, and ignored.
             strict: tensors that only the model or only the checkpoint has are an error.
-            weights_only: load the models' weights, and nothing else.
-            verify: read everything once more, and compare it with the checksums.
-            map_location: `cpu` or `on_device`, accepted for scripts that give it: tensors are read to where they live.
-            **options: refused; Accelerate hands them to DeepSpeed.
+            weights_only: load only the weights of the models.
+            verify: read all files first and compare them with their checksums.
+            map_location: `cpu` or `on_device`, accepted for compatibility: tensors are read to the device that they
+                are used on.
+            **options: refused; Accelerate passes them to DeepSpeed.
 
         Returns:
-            What was restored, and what was not.
+            A report of what was restored and what was not.
 
         Raises:
-            CheckpointError: it is damaged, and which is the newest good one before it; or it does not fit; or a save in
-                the background has failed, and nothing is loaded yet.
+            CheckpointError: the checkpoint is damaged (the error names the newest complete one before it) or does not
+                match what is prepared; or a save in the background failed, and nothing was loaded.
         """
         return self._checkpoints.load(
             input_dir,
@@ -1013,14 +1060,14 @@ class Accelerator:
         )
 
     def resume(self, folder: str | os.PathLike[str] | None = None) -> LoadReport | None:
-        """Go on from the newest complete checkpoint, where this run is one that goes on; collective, after `prepare`.
+        """Load the newest complete checkpoint if this run resumes; collective, after `prepare`.
 
-        It is one after a restart by the launcher (`--max_restarts`, or for want of memory), where only what this run
-        has saved counts, and from the first start with `--auto_resume` (`auto_resume: true` in the config), where the
-        newest one counts, whose run this launch joins. Without that, what a launch before has saved is not loaded, and
-        a line says which checkpoint.
+        A run resumes after a restart by the launcher (`--max_restarts`, or smaller micro-batches after memory ran out):
+        then only its own checkpoints are considered. With `--auto_resume` (`auto_resume: true` in the configuration) it
+        also resumes at its first start, from the newest checkpoint of any run. Otherwise a checkpoint of an earlier
+        launch is not loaded, which is logged.
 
-        The loaders go on inside the interrupted epoch by themselves:
+        Loaders continue inside the interrupted epoch by themselves:
 
             resumed = accelerator.resume()
             for epoch in range(resumed.epochs[0] if resumed else 0, epochs):
@@ -1028,39 +1075,40 @@ class Accelerator:
                     ...
 
         Args:
-            folder: holds `checkpoint_<number>`s, or is one; absent: that of `project_dir/checkpoints`, where naming is
-                automatic.
+            folder: a folder of `checkpoint_<number>` folders, or one checkpoint; None takes `project_dir/checkpoints`
+                if names are automatic.
 
         Returns:
-            What was restored; None where the run begins anew: it does not go on, or no checkpoint is there yet.
+            A report of what was restored; None if training starts from the beginning, because the run does not resume
+            or no checkpoint exists yet.
 
         Raises:
-            CheckpointError: the checkpoints that are there are all damaged, or do not fit; training is not begun anew.
+            CheckpointError: all checkpoints are damaged, or do not match what is prepared.
         """
         return self._checkpoints.resume(folder)
 
     def stop_requested(self) -> bool:
-        """Whether some process was asked to stop by SIGTERM, as schedulers do; the same on every process; collective.
+        """Whether any process has received SIGTERM, which job schedulers send; the same on every process; collective.
 
-        From the first call on SIGTERM does not end this process: the loop has to ask after each step, save and end.
-        The launcher waits `--grace_period` seconds for that, and returns 143.
+        After the first call SIGTERM no longer ends this process: the loop must call this after each step, save and
+        exit. The launcher waits `--grace_period` seconds for that, and returns 143.
 
             if accelerator.stop_requested():
                 accelerator.save_state()
                 break
 
         Raises:
-            LoopError: it is first called outside of the main thread, where no signal can be waited for.
+            LoopError: the first call is not in the main thread, so that no signal handler can be installed.
         """
         return self._run.stop_requested()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these too: each has `state_dict()`, of what `encode_nested` lists, and `load_state_dict()`.
+        """Save these objects in checkpoints too, by their `state_dict()` and `load_state_dict()`.
 
-        The main process' are saved, and loaded by every process.
+        The state of the main process is saved, and loaded on every process.
 
         Raises:
-            ValueError: an object has not both.
+            ValueError: an object does not have both methods.
         """
         self._checkpoints.register(objects)
 
@@ -1068,9 +1116,9 @@ class Accelerator:
         """Call `hook(models, weights, output_dir)` on every process before `save_state` writes.
 
         Args:
-            hook: gets the prepared models; their whole weights (on the main process; elsewhere empty dicts), which are
-                collected for it; and the folder that is being written, where it may write files. What it removes from
-                the list of weights on the main process is not written again.
+            hook: receives the prepared models; their unpartitioned weights (on the main process; empty dicts on the
+                others); and the folder of the checkpoint, into which it may write files. Weights that it removes from
+                the list on the main process are not written by `save_state`.
         """
         return add_hook(self._checkpoints.save_hooks, hook)
 
@@ -1078,16 +1126,16 @@ class Accelerator:
         """Call `hook(models, input_dir)` on every process before `load_state` reads.
 
         Args:
-            hook: gets the prepared models and the checkpoint's folder. The weights of a model that it removes from the
-                list are taken to be loaded by it.
+            hook: receives the prepared models and the folder of the checkpoint. The weights of a model that it removes
+                from the list are not loaded by `load_state`.
         """
         return add_hook(self._checkpoints.load_hooks, hook)
 
-    # ---- trackers; they act on the main process and return at once on others -----------------------------------------
+    # ---- experiment trackers; they act on the main process only ------------------------------------------------------
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Those that `init_trackers` has started."""
+        """The trackers that `init_trackers` has started."""
         return self._run.trackers.started
 
     def init_trackers(
@@ -1099,24 +1147,22 @@ class Accelerator:
         """Start the trackers of `log_with`.
 
         Args:
-            project_name: of the run, as each tracker understands it.
-            config: hyper-parameters to keep.
-            init_kwargs: further arguments by tracker, e.g. `{"wandb": {"mode": "offline"}}`.
-
-        Arguments for a tracker that `log_with` does not name have no effect, which a line says: scripts pass them
-        whatever they are told to log with.
+            project_name: the name of the project or run, as each tracker interprets it.
+            config: the hyperparameters to store.
+            init_kwargs: further arguments for each tracker, e.g. `{"wandb": {"mode": "offline"}}`. Arguments for a
+                tracker that is not in `log_with` have no effect, which is logged.
         """
         self._run.trackers.start(self.log_with, project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The started tracker of that name; one that does nothing on other processes, and where none is started.
+        """The started tracker of that name; a tracker that does nothing on other processes, or if none is started.
 
         Args:
             name: e.g. `wandb`.
-            unwrap: what the tracker writes through, in place of the tracker.
+            unwrap: return the library's own object, e.g. wandb's run, instead of the tracker.
 
         Raises:
-            LoopError: others are started, and none of that name.
+            LoopError: other trackers are started, but none of that name.
         """
         return self._run.trackers.find(name, unwrap=unwrap)
 
@@ -1126,40 +1172,40 @@ class Accelerator:
         """Write measurements to every started tracker.
 
         Args:
-            values: numbers, strings or dicts of numbers by name; tensors and arrays count as the numbers they hold.
-            step: which step they are of.
-            log_kwargs: further arguments by tracker, for its `log`.
+            values: numbers, strings or dicts of numbers by name; tensors and arrays are converted to numbers.
+            step: the step that they belong to.
+            log_kwargs: further arguments for the `log` method of each tracker.
         """
         self._run.trackers.log(values, step, log_kwargs or {})
 
     def metrics(self, units: int = 0, unit: str = "tokens") -> dict[str, float]:
-        """What the last optimizer step tells of itself, for `log`; not collective, so one process may call it alone.
+        """Measurements of the last optimizer step, for `log`; not collective.
 
         Args:
-            units: what this process has handled since the last call, e.g. tokens; 0 for not to say.
-            unit: what they are.
+            units: how many units, e.g. tokens, this process has computed since the last call; 0 for no throughput.
+            unit: the name of the unit.
 
         Returns:
-            `lr` (of the first group); `grad_norm` (before clipping) where the step was clipped or measured; under fp16
-            `loss_scale`, and `skipped_steps` since the last applied one; `tokens_per_second` of all processes, taken
-            to be as fast as this one; `memory_available_gb`, of the GPU or of the machine. Of several models, each
-            but the first has its number behind its names.
+            `lr` (of the first parameter group); `grad_norm` (before clipping) if it was computed; under fp16
+            `loss_scale`, and `skipped_steps` since the last applied step; `tokens_per_second` of all processes, if all
+            are as fast as this one; `memory_available_gb` of the GPU or the machine. With several models, all but the
+            first have their index appended to the names, as in `lr_1`.
         """
         return self._prepared.measure() | self._run.meter.read(units, unit)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Close every session and the process group; collective. It also runs at the end of the process.
+        """Close trackers, models and the process group; collective. It also runs at the exit of the process.
 
-        What cannot be closed does not keep the rest open, nor the other processes waiting: its exception comes last.
+        If something cannot be closed, the rest is still closed, and the exception is raised at the end.
 
         Raises:
-            CheckpointError: a save in the background has failed; all is closed nevertheless.
+            CheckpointError: a save in the background failed; everything was closed nevertheless.
         """
         self._run.end()
 
-    # ---- Accelerate's names of what is prepared, which scripts and libraries look into -------------------------------
+    # ---- Accelerate's private attributes, which scripts and libraries read -------------------------------------------
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -1190,7 +1236,7 @@ class Accelerator:
         return self._checkpoints.load_hooks
 
     def __deepcopy__(self, _: dict[int, Any]) -> Accelerator:
-        return self  # objects that hold one are copied for the same run
+        return self  # a copy of an object that holds an Accelerator belongs to the same run
 
     def __reduce__(self) -> tuple[Callable[[], Accelerator], tuple[()]]:
-        return newest_accelerator, ()  # so are those that are pickled, as `datasets` does to see whether they changed
+        return newest_accelerator, ()  # `datasets` pickles the functions that it runs, to hash them

@@ -110,7 +110,7 @@ def test_what_a_launch_before_has_saved(
     make().run(range(1), save_after=3)
     launch("second", 0)
     assert make().accelerator.resume() is None
-    assert "begins anew, since it is of a launch before" in capfd.readouterr().err
+    assert "training starts from the beginning, since an earlier launch" in capfd.readouterr().err
     launch("second", 1)
     assert make().accelerator.resume() is None
     assert "no checkpoint of this run" in capfd.readouterr().err
@@ -140,7 +140,7 @@ def test_a_second_run_in_a_folder(make: Make, tmp_path: Path, capfd: pytest.Capt
             last = accelerator.save_state()
         assert names(tmp_path) == written
         assert make(GOES_ON).accelerator.load_state().folder == last
-    assert capfd.readouterr().err.count("this run's go on from 4") == 1
+    assert capfd.readouterr().err.count("this run continues with 4") == 1
     accelerator.project_configuration.iteration = 10  # a script may leave numbers out
     assert accelerator.save_state().name == "checkpoint_10"
 
@@ -166,7 +166,7 @@ def test_a_requeued_run(make: Make, launch: Launch, tmp_path: Path, capfd: pytes
     launch("tuesday", 0)
     accelerator = make(GOES_ON, limit=2).accelerator
     assert accelerator.resume() is not None
-    assert "checkpoint_1 is what this run goes on from; it is of run" in capfd.readouterr().err
+    assert "this run resumes from" in capfd.readouterr().err
     accelerator.save_state()
     assert names(tmp_path) == {"checkpoint_1", "checkpoint_2"}
     launch("tuesday", 1)
@@ -288,7 +288,7 @@ def test_a_run_that_begins_anew(make: Make, capfd: pytest.CaptureFixture[str]) -
     """Without a checkpoint, also where it is asked for; with one that nobody asked for, which is said, and kept."""
     for config in (None, GOES_ON):
         assert make(config).accelerator.resume() is None
-        assert "the run begins anew" in capfd.readouterr().err
+        assert "training starts from the beginning" in capfd.readouterr().err
     losses = make().run(range(1), save_after=3)
     training = make()
     assert training.accelerator.resume() is None

@@ -38,31 +38,31 @@ NEEDS = Footprint(
 
 
 @pytest.mark.parametrize(
-    ("room", "told"),
+    ("available", "told"),
     [
         (AvailableMemory(200 * GIB, None, {}), []),
         (
             AvailableMemory(125 * GIB, None, {}),
-            [(False, "4 processes keep 120 GiB in host memory (optimizer states 80 GiB")],
+            [(False, "4 processes keep 120 GiB in CPU memory (optimizer states 80 GiB")],
         ),
-        (AvailableMemory(119 * GIB, None, {}), [(True, "and only 119 GiB can be had")]),
+        (AvailableMemory(119 * GIB, None, {}), [(True, "and only 119 GiB are available")]),
         (AvailableMemory(200 * GIB, 4 * GIB, {}), []),
         (
             AvailableMemory(200 * GIB, 2 * GIB, {}),
-            [(True, "locks 3 GiB for the NVMe drive's buffers, and only 2 GiB may be locked")],
+            [(True, "locks 3 GiB for the buffers of NVMe offload, and only 2 GiB may be locked")],
         ),
         (AvailableMemory(200 * GIB, None, {"/nvme": 200 * GIB}), []),
         (
             AvailableMemory(200 * GIB, None, {"/nvme": 105 * GIB}),
             [(False, "100 GiB in /nvme, and little more, 105 GiB are free")],
         ),
-        (AvailableMemory(50 * GIB, 1, {"/nvme": 9}), [(True, "host memory"), (True, "locks"), (True, "/nvme")]),
+        (AvailableMemory(50 * GIB, 1, {"/nvme": 9}), [(True, "CPU memory"), (True, "locks"), (True, "/nvme")]),
     ],
     ids=str,
 )
-def test_both_numbers_and_what_helps(room: AvailableMemory, told: list[tuple[bool, str]]) -> None:
+def test_both_numbers_and_what_helps(available: AvailableMemory, told: list[tuple[bool, str]]) -> None:
     """What cannot work is told apart from what hardly will; memory that the processes have already does not count."""
-    found = list(insufficient_memory(NEEDS, room, 4))
+    found = list(insufficient_memory(NEEDS, available, 4))
     assert [is_short for is_short, _ in found] == [is_short for is_short, _ in told]
     for (_, line), (_, part) in zip(found, told, strict=True):
         assert part in line
@@ -86,7 +86,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
 
 
-def test_offload_is_refused_where_host_memory_is_short(
+def test_offload_is_refused_where_cpu_memory_is_short(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The model's own copy counts as there: Adam's states, masters and gradients of 2,002,000 elements do not fit."""
@@ -95,9 +95,9 @@ def test_offload_is_refused_where_host_memory_is_short(
     check_memory(model(), resolved, 2, facts, ALONE)
     assert not caplog.messages
     monkeypatch.setattr(zero_plugin.loop.memory_check, "available_cpu_memory", lambda: 10_000_000)
-    with pytest.raises(MachineError, match=r"nothing was allocated:\n1 processes keep .* MiB in host memory") as caught:
+    with pytest.raises(MachineError, match=r"nothing was allocated:\n1 processes keep .* MiB in CPU memory") as caught:
         check_memory(model(), resolved, 2, facts, ALONE)
-    assert "and only 17.2 MiB can be had" in str(caught.value)  # 10,000,000 and the model's 8,008,000 bytes
+    assert "and only 17.2 MiB are available" in str(caught.value)  # 10,000,000 and the model's 8,008,000 bytes
 
 
 def test_nothing_is_looked_at_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,5 +141,5 @@ def test_nobody_who_asked_for_none_is_refused() -> None:
 def test_a_copy_for_each_process() -> None:
     """Eight processes load eight copies."""
     check_memory_to_load(GIB, 8, 8 * GIB, "the model", "do this")
-    with pytest.raises(MachineError, match=r"1 GiB of host memory in each of 8 processes, 8 GiB together, and 7 GiB"):
+    with pytest.raises(MachineError, match=r"1 GiB of CPU memory in each of 8 processes, 8 GiB together, and 7 GiB"):
         check_memory_to_load(GIB, 8, 7 * GIB, "the model", "do this")

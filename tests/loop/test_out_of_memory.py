@@ -55,7 +55,7 @@ def test_real_failures_of_the_host(kind: str, asked: str) -> None:
     shortage = describe_out_of_memory(error, LOOP, CPU, rank=3)
     assert shortage.headline.startswith("Host memory ran out on rank 3, in the forward, at micro-batch 8: ")
     assert asked in shortage.headline
-    assert "GiB can be had" in shortage.headline
+    assert "GiB are available" in shortage.headline
 
 
 @pytest.mark.parametrize("maker", ["CUDA", "HIP"])
@@ -134,7 +134,7 @@ def test_where_a_smaller_micro_batch_does_not_help() -> None:
     shortage = describe_out_of_memory(error, LOOP, torch.device("cuda", 0), rank=0)
     assert shortage.cut == 0
     assert "batch_size=4" not in shortage.advice
-    assert "A smaller micro-batch does not help: host memory ran out" in shortage.advice
+    assert "A smaller micro-batch does not help: CPU memory ran out" in shortage.advice
 
 
 class Hungry(torch.optim.SGD):

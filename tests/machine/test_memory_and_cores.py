@@ -118,7 +118,7 @@ USERS: dict[str, Callable[[], int]] = {
     "plan": lambda: measure_cluster(1).host_bytes,
     "plan without a GPU": lambda: 2 * measure_cluster(2).device_bytes,
     "launch with a stated GPU": lambda: _find_cluster(LAUNCH, launch_settings(LAUNCH), 1).host_bytes,
-    "memory check": lambda: find_available_memory(RESOLVED).host,
+    "memory check": lambda: find_available_memory(RESOLVED).cpu,
     "big models": lambda: int(get_max_memory()["cpu"]),
     "log": lambda: round(Meter(1, CPU).read(1, "samples")["memory_available_gb"] * 1e9),
     "device": lambda: memory_available_bytes(CPU),
@@ -142,7 +142,7 @@ def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> No
     env()
     assert "CPU memory    64 GiB" in capsys.readouterr().out
     assert "(64 GiB here, for all processes together)" in describe_failure(FirstFailure(0, -9))
-    assert "48 GiB can be had" in describe_out_of_memory(MemoryError(), LOOP, CPU, rank=0).headline
+    assert "48 GiB are available" in describe_out_of_memory(MemoryError(), LOOP, CPU, rank=0).headline
 
 
 @pytest.mark.parametrize("version", [2, 1])

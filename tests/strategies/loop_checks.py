@@ -87,7 +87,7 @@ def check_gradients_that_the_loop_never_clears(path: str) -> None:
             assert_near(weights(accelerator, model), plain.state_dict())
             if accelerator.is_main_process:
                 assert said.getvalue().count("zero_grad() was not called since the last applied step") == never
-                assert said.getvalue().count("step() was called twice, without a backward() between") == (not never)
+                assert said.getvalue().count("step() was called twice without a backward() between") == (not never)
 
 
 def check_direct_backward_is_refused(path: str) -> None:

@@ -109,7 +109,7 @@ def check_a_layer_is_replaced(path: str) -> None:
                 optimizer.zero_grad()
             change(net)
             for _ in range(2):
-                raised(LoopError, "come since", by=lambda: accelerator.backward(loss_of(model, own_batch(11))))  # noqa: B023
+                raised(LoopError, "added since", by=lambda: accelerator.backward(loss_of(model, own_batch(11))))  # noqa: B023
 
 
 def check_clipping_comes_too_late(path: str) -> None:

@@ -74,7 +74,7 @@ def check_not_as_many_as_asked(_: Path) -> None:
     asked = Tree({("num_processes",): Entry(3, Origin("flag", "--num_processes"))})
     os.environ[ENVIRONMENT_VARIABLE] = to_environment(Document(launch=asked))
     try:
-        soon(LaunchError, "asked for 3 processes, but 2 have met", by=Accelerator)
+        soon(LaunchError, "configured for 3 processes, but the process group has 2", by=Accelerator)
     finally:
         del os.environ[ENVIRONMENT_VARIABLE]
 
@@ -96,7 +96,7 @@ def check_another_model(path: str) -> None:
             soon(LoopError, told, "on rank 1", "build the same models", by=lambda build=build: prepare(build()))
         soon(LoopError, "lr: 0.1 on rank 0", "0.2 on rank 1", by=lambda: prepare(nn.Linear(8, 4), 0.1 * (1 + odd)))
         pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        soon(LoopError, "not there", by=lambda: accelerator.prepare(*pair[: 1 + odd]))
+        soon(LoopError, "missing", by=lambda: accelerator.prepare(*pair[: 1 + odd]))
         model, optimizer = prepare(make_net())
         accelerator.backward(loss_of(model, own_batch(0)))
         optimizer.step()

@@ -1,4 +1,4 @@
-"""What `Accelerator(…)` is called with: refused by name, reconciled where it comes twice, laid over the document."""
+"""The arguments of `Accelerator`: refuses unsupported ones, reconciles duplicates, and overlays the configuration."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _NOT_HERE: Final = {
 
 
 def refuse_arguments(**arguments: Any) -> None:
-    """Refuse what Accelerate takes and this package does not have.
+    """Refuse arguments of Accelerate that this package does not support.
 
     Raises:
-        ConfigError: one of them is not None; names all, each with what to write instead.
+        ConfigError: an argument is not None; the error lists all of them, each with what to write instead.
     """
     problems = [
         Problem(f"Accelerator({name}=…)", "", f"a {type(value).__name__} is not supported", _NOT_HERE[name])
@@ -54,17 +54,17 @@ def refuse_arguments(**arguments: Any) -> None:
 
 @dataclass
 class Options:
-    """What `Accelerator` was told beside its configuration; scripts read it back, and change some of it later.
+    """The arguments of `Accelerator` that are not part of the configuration; scripts may change some of them later.
 
     Attributes:
-        device_placement: whether models and batches go to this process's device.
-        loading: how loaders are shared out.
-        accumulation: how gradients add up.
-        step_scheduler_with_optimizer: whether a prepared scheduler moves with the optimizer only.
-        rng_types: random states that every process gets from process 0 at the start of each epoch.
-        project: where the run keeps what it writes.
+        device_placement: whether models and batches are moved to this process's device.
+        loading: how DataLoaders are sharded over the processes.
+        accumulation: how gradients are accumulated.
+        step_scheduler_with_optimizer: whether prepared schedulers advance with applied optimizer steps only.
+        rng_types: the random number generators that are synchronized with rank 0 at the start of each epoch.
+        project: where the run writes its checkpoints and logs.
         handlers: arguments of torch's own objects.
-        shard_iterable: which iterable datasets are shared out.
+        shard_iterable: which iterable datasets are sharded.
     """
 
     device_placement: bool
@@ -78,10 +78,10 @@ class Options:
 
 
 def choose_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, DeepSpeedPlugin]:
-    """The DeepSpeed plugins by name, the first of which is selected at first.
+    """The DeepSpeed plugins by name; the first one is selected initially.
 
     Raises:
-        ConfigError: both arguments are given, or a value is no plugin.
+        ConfigError: both arguments are given, or a value is not a plugin.
     """
     if deepspeed_plugin is not None and deepspeed_plugins is not None:
         raise _refusal("deepspeed_plugins=…", "deepspeed_plugin is given too", "Pass one of the two.")
@@ -92,14 +92,14 @@ def choose_plugins(deepspeed_plugin: Any, deepspeed_plugins: Any) -> dict[str, D
     for plugin in plugins.values():
         if not isinstance(plugin, DeepSpeedPlugin):
             fix = "Pass a DeepSpeedPlugin, or a dict of them by name."
-            raise _refusal("deepspeed_plugin=…", f"a {type(plugin).__name__} is no DeepSpeedPlugin", fix)
+            raise _refusal("deepspeed_plugin=…", f"a {type(plugin).__name__} is not a DeepSpeedPlugin", fix)
     return plugins
 
 
 def choose_loading(
     given: DataLoaderConfiguration | None, *, split_batches: bool, even_batches: bool | None
 ) -> DataLoaderConfiguration:
-    """How loaders are shared out: the record's word, and that of the arguments beside it.
+    """How DataLoaders are sharded: the given record, with the separate arguments applied to it.
 
     Raises:
         ConfigError: the record and `even_batches` differ.
@@ -118,10 +118,10 @@ def choose_loading(
 def choose_project(
     given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Where the run keeps what it writes: the record itself, which goes on counting checkpoints.
+    """The given record itself, since it counts the checkpoints of the run, or a new one for `project_dir`.
 
     Raises:
-        ConfigError: the record and `project_dir` name two folders.
+        ConfigError: the record and `project_dir` name different folders.
     """
     if given is None:
         return ProjectConfiguration(project_dir=project_dir)
@@ -134,7 +134,7 @@ def choose_project(
 
 
 def choose_accumulation(given: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
-    """How gradients add up; `num_steps` is None where code does not say it.
+    """How gradients are accumulated; `num_steps` is None where the arguments do not set it.
 
     Raises:
         ConfigError: the record and `gradient_accumulation_steps` differ.
@@ -148,11 +148,11 @@ def choose_accumulation(given: GradientAccumulationPlugin | None, steps: int | N
 
 
 def choose_compiler(backend: Any, plugin: TorchDynamoPlugin | None, document: Document) -> TorchDynamoPlugin:
-    """How models are compiled, if they are: as code says or `dynamo_config`, else by `ACCELERATE_DYNAMO_*`.
+    """How models are compiled: by the arguments, else by `dynamo_config`, else by `ACCELERATE_DYNAMO_*`.
 
     Raises:
-        ConfigError: both arguments are given, or code and configuration name two compilers.
-        ValueError: there is no such compiler.
+        ConfigError: both arguments are given, or code and configuration name different compilers.
+        ValueError: the compiler is unknown.
     """
     if backend is not None and plugin is not None:
         raise _refusal(f"dynamo_backend={str(backend)!r}", "dynamo_plugin is given too", "Pass one of the two.")
@@ -171,15 +171,15 @@ def choose_compiler(backend: Any, plugin: TorchDynamoPlugin | None, document: Do
 
 
 def choose_rng_types(given: Iterable[str | RNGType] | None) -> list[str]:
-    """The generators whose state processes share at each epoch's start; by default the loader's own.
+    """The generators that are synchronized at the start of each epoch; by default that of the loader's sampler.
 
     Raises:
-        ConfigError: one is not known.
+        ConfigError: a name is unknown.
     """
     names = ["generator"] if given is None else [str(name) for name in given]
     for name in names:
         if name not in RNGType:
-            raise _refusal(f"rng_types=[{name!r}]", "is no generator", f"Write some of {', '.join(RNGType.list())}.")
+            raise _refusal(f"rng_types=[{name!r}]", "is not a generator", f"Write some of {', '.join(RNGType.list())}.")
     return names
 
 
@@ -190,10 +190,10 @@ def overlay_arguments(
     cpu: bool | None,
     options: Options,
 ) -> Document:
-    """The document with what code says laid over it.
+    """The document with the arguments of code overlaid.
 
     Raises:
-        ConfigError: code differs from an explicit value of file or flag; lists every such pair.
+        ConfigError: an argument contradicts an explicit value of a file or a flag; the error lists all of them.
     """
     steps, scaler = options.accumulation.num_steps, options.handlers.scaler
     given: dict[KeyPath, tuple[str, Any]] = {}
@@ -216,8 +216,8 @@ def overlay_arguments(
 
 
 def _fp16_keys(scaler: GradScalerKwargs) -> dict[str, Any]:
-    """The keys of the `fp16` section that mean what was said of the scale."""
-    said = scaler.to_kwargs()
+    """The keys of the `fp16` section that correspond to the arguments of the loss scale."""
+    given = scaler.to_kwargs()
     if not scaler.enabled:
         return {"loss_scale": 1.0}
     for name, is_legal, wanted in (
@@ -228,13 +228,13 @@ def _fp16_keys(scaler: GradScalerKwargs) -> dict[str, Any]:
             where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
             raise ConfigError([Problem(where, "", "is not legal", f"Write a number {wanted}.")])
     keys: dict[str, Any] = {}
-    if "init_scale" in said:
+    if "init_scale" in given:
         power = math.log2(scaler.init_scale) if scaler.init_scale > 0 else math.nan
         if not power.is_integer():
             where, fix = f"GradScalerKwargs(init_scale={scaler.init_scale})", "Write a power of two, e.g. 65536."
-            raise ConfigError([Problem(where, "", "is no power of two", fix)])
+            raise ConfigError([Problem(where, "", "is not a power of two", fix)])
         keys["initial_scale_power"] = int(power)
-    if "growth_interval" in said:
+    if "growth_interval" in given:
         keys["loss_scale_window"] = scaler.growth_interval
     return keys
 

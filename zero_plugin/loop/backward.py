@@ -1,9 +1,4 @@
-"""One backward through the prepared models, and the mistakes that the first ones show.
-
-One backward through the models that are trained: whose gradients it makes, and whose micro-batch it is.
-
-Looks at the first backwards, and at some of the later ones, for mistakes that a loop would hide for ever.
-"""
+"""Runs a backward through the prepared models, and checks the first backwards for mistakes in the training loop."""
 
 from __future__ import annotations
 
@@ -34,20 +29,20 @@ _log = logging.getLogger(__name__)
 def run_backward(
     trainings: Sequence[Training], untrained: Sequence[Training], loss: Tensor, **kwargs: Any
 ) -> Sequence[Training]:
-    """Add the gradients of `loss` to every model that it reaches, and count it in their windows.
+    """Accumulate the gradients of `loss` in every model that it depends on, and count the micro-batch in their windows.
 
     Args:
-        trainings: all that have an optimizer; of several, each watches its gradients.
-        untrained: the others, through which gradients may pass.
-        loss: scalar.
+        trainings: all models with an optimizer. If there are several, each watches for its gradients.
+        untrained: the models without an optimizer, through which gradients may pass.
+        loss: a scalar.
         **kwargs: for `torch.autograd.backward`.
 
     Returns:
-        Those reached.
+        The models of `trainings` that the loss depends on.
 
     Raises:
-        LoopError: see `Session.open_backward`, `Session.close_backward` and `AccumulationWindow.count_backward`; or it
-            cannot be told whose micro-batch the loss is.
+        LoopError: see `Session.open_backward`, `Session.close_backward` and `AccumulationWindow.count_backward`; or
+            it is ambiguous which model the micro-batch belongs to.
     """
     if len(trainings) == 1:
         window = trainings[0].window
@@ -63,12 +58,12 @@ def run_backward(
 
 
 def run_plain_backward(window: AccumulationWindow, loss: Tensor, *, counts: bool, **kwargs: Any) -> None:
-    """Torch's own backward, of a loss that trains nothing that was prepared with its optimizer.
+    """Torch's own backward, where no model was prepared with its optimizer.
 
     Args:
-        window: its number of micro-batches divides the loss.
-        loss: scalar.
-        counts: whether an optimizer steps by this window, so that outside `accumulate()` backwards are counted.
+        window: the loss is divided by its number of micro-batches.
+        loss: a scalar.
+        counts: whether an optimizer steps by this window, so that backwards outside `accumulate()` are counted.
         **kwargs: for `torch.autograd.backward`.
     """
     if counts or window.in_context:
@@ -107,9 +102,9 @@ def _count(trainings: Sequence[Training], reached: Sequence[Training], steps: in
     if by_hand and steps > 1 and len(reached) > 1:
         raise LoopError(
             f"the loss of this backward() reaches {_names(reached)}, and gradient_accumulation_steps is {steps}: "
-            "without accumulate() it cannot be told whose micro-batch it is.\n"
-            "Where it only runs through a model, freeze that one for it: model.requires_grad_(False) before the "
-            "forward. Where it trains them all, wrap each micro-batch in `with accelerator.accumulate(one, other):`."
+            "without accumulate() it is ambiguous which model the micro-batch belongs to.\n"
+            "If gradients only pass through a model, freeze it: model.requires_grad_(False) before the forward. If the "
+            "loss trains all of them, wrap each micro-batch in `with accelerator.accumulate(one, other):`."
         )
     for training in reached:
         if by_hand or training.window.in_context:
@@ -119,7 +114,7 @@ def _count(trainings: Sequence[Training], reached: Sequence[Training], steps: in
 
 
 def _share_loss_scale(trainings: Sequence[Training]) -> None:
-    """Under fp16, give all models the smallest loss scale among them: one loss has one scale."""
+    """Under fp16, set the loss scale of all models to the smallest one: a loss is multiplied by one scale only."""
     if trainings[0].resolved.precision != "fp16":
         return
     scales = [training.session.loss_scale for training in trainings]
@@ -133,39 +128,39 @@ def _names(trainings: Sequence[Training]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-# A walk of the graph takes up to milliseconds: of so many backwards the first ones of each model, and one of the later.
+# Walking the graph takes up to milliseconds, so only the first backwards of each model, and one in a hundred, are.
 _FIRST = 10
 _EVERY = 100
-_STARTS = 3  # of epochs; afterwards it is known what they begin with
+_STARTS = 3  # so many epochs are also checked at their first batch
 
 
 class FirstSteps:
-    """Finds losses that train what is not prepared, and loops that never step.
+    """Detects losses that depend on parameters that are not prepared, and loops that never call `optimizer.step()`.
 
-    Looked at are the first backwards that reach each trained model, those that begin the first epochs, one in a hundred
-    otherwise, and those that follow after a parameter was unfrozen, or a layer or parameter put into a trained model.
+    It checks the first backwards that reach each trained model, those at the start of the first epochs, one in a
+    hundred of the others, and those after a parameter was unfrozen or a layer or parameter added to a trained model.
 
     Args:
-        trainings: all prepared models; the caller adds to it.
-        running_epoch: the prepared loader that is being iterated.
+        trainings: all prepared models; the caller adds to this list.
+        running_epoch: returns the prepared loader that is being iterated.
     """
 
     def __init__(self, trainings: Sequence[Training], running_epoch: Callable[[], Epoch | None]) -> None:
         self._trainings = trainings
         self._running_epoch = running_epoch
-        self._backwards = 0  # since something was prepared
-        self._next = 1  # of them that is looked at anyhow
-        self._starts = 0  # of epochs, that were looked at
-        self._has_advanced = False  # past the first batch of an epoch
-        self._new: list[Training] = []  # those not looked at often enough
-        self._frozen: list[nn.Parameter] = []  # parameters of trained models that are not trained
+        self._backwards = 0  # since the last call of `begin`
+        self._next = 1  # the number of the next backward that is checked in any case
+        self._starts = 0  # epochs whose first batch was checked
+        self._has_advanced = False  # whether the loop got past the first batch of an epoch
+        self._new: list[Training] = []  # models that were not checked often enough
+        self._frozen: list[nn.Parameter] = []  # frozen parameters of trained models
         self._parts: frozenset[int] = frozenset()  # ids of the trained models' modules and parameters
-        self._has_changed = False  # something was put into one of them
+        self._has_changed = False  # a trainable layer or parameter was added to one of them
         self._logged = self._logged_plain = False
-        self._mentioned = 0  # of those that wait
+        self._mentioned = 0  # optimizers without a prepared model that were logged
 
     def begin(self) -> None:
-        """Something else is prepared, or nothing any more."""
+        """Start again after something was prepared or released."""
         self._backwards, self._next, self._starts, self._mentioned = 0, 1, 0, 0
         trained = [training for training in self._trainings if training.optimizer is not None]
         self._new = [training for training in trained if training.looks < _FIRST]
@@ -179,13 +174,13 @@ class FirstSteps:
             _follow_registrations()
 
     def note(self, module: nn.Module, part: nn.Module | nn.Parameter | None) -> None:
-        """A layer or a parameter is put into a module."""
+        """Called when a layer or a parameter is registered in any module."""
         if id(module) in self._parts and id(part) not in self._parts:
             new = [part] if isinstance(part, nn.Parameter) else () if part is None else part.parameters()
             self._has_changed |= any(p.requires_grad for p in new)
 
     def is_due(self) -> bool:
-        """Whether the backward that is about to run is one to `check`; counts it."""
+        """Count the backward that is about to run; whether it has to be checked."""
         self._backwards += 1
         if self._backwards >= self._next or self._has_changed:
             return True
@@ -195,31 +190,31 @@ class FirstSteps:
                 self._starts += 1
                 return True
         for training in self._new:
-            if training.reached:  # by the backward before
+            if training.reached:  # by the previous backward
                 return True
         return bool(self._frozen) and any(p.requires_grad for p in self._frozen)
 
     def allows_plain_backward(self, strategy: Strategy, processes: int) -> bool:
-        """Whether a backward may run though nothing is prepared with its optimizer; said once.
+        """Whether a backward may run although no model is prepared with its optimizer, which is logged once.
 
-        Not where it would train something else than it seems to: partitioned models, copies that are not averaged.
+        It may not where the result would be wrong: with partitioned models, or several processes and no prepared model.
         """
         may = strategy.optimizer_may_follow and (processes == 1 or bool(self._trainings))
         if may and not self._logged_plain:
             self._logged_plain = True
-            alone = "" if processes == 1 else "; where a model is not prepared, its gradients stay with their process"
+            alone = "" if processes == 1 else "; gradients of a model that is not prepared are not averaged"
             _log.info(f"no model is prepared with its optimizer: backward() is torch's own{alone}")
         return may
 
     def check(self, loss: Tensor, waiting: Sequence[AcceleratedOptimizer] = ()) -> None:
-        """A backward of `loss` is about to run.
+        """Check the loss of a backward that is about to run.
 
         Args:
-            loss: with its graph.
-            waiting: optimizers, given or known by their schedulers, whose models are not prepared.
+            loss: the loss, with its graph.
+            waiting: the prepared optimizers whose models are not prepared.
 
         Raises:
-            LoopError: nothing is prepared to be trained, or the loss reaches something that is not.
+            LoopError: no model is prepared with an optimizer, or the loss depends on parameters that are not trained.
         """
         trained = [training for training in self._trainings if training.optimizer is not None]
         if not trained:
@@ -233,24 +228,26 @@ class FirstSteps:
             training.looks += 1
             if training.looks == _FIRST:
                 self._new.remove(training)
-        is_first = len(trained) == 1 and bool(self._new)  # of one model alone nobody asks whether it was reached
+        is_first = len(trained) == 1 and bool(self._new)  # with one model, `reached` is not recorded
         self._next = self._backwards + (1 if is_first else _EVERY)
         epoch = self._running_epoch()
         position = 0 if epoch is None else epoch.position
         self._has_advanced |= position > 0
-        if self._backwards > _EVERY or (self._has_advanced and position == 0):  # the first batch may have many losses
+        if self._backwards > _EVERY or (
+            self._has_advanced and position == 0
+        ):  # the first batch may have several backwards
             self.warn_if_never_stepped()
 
     def warn_if_never_stepped(self) -> None:
-        """After a window's backwards: warn if no optimizer was ever asked to step."""
+        """Warn if `optimizer.step()` was never called although more backwards ran than a window has."""
         optimizers = [(o, t.window.steps) for t in self._trainings if (o := t.optimizer) is not None]
         asked = any(o.applied_steps or o.skipped_in_a_row or not o.acted for o, _ in optimizers)
         if self._logged or asked or self._backwards <= max((steps for _, steps in optimizers), default=self._backwards):
             return
         self._logged = True
         _log.info(
-            "backward() has run again and again and optimizer.step() was never called: backward() computes gradients "
-            "and never steps, so nothing was trained"
+            "backward() has run several times and optimizer.step() was never called: backward() only computes "
+            "gradients, so nothing was trained"
         )
 
     def _mention(self, waiting: Sequence[AcceleratedOptimizer]) -> None:
@@ -258,12 +255,12 @@ class FirstSteps:
             given = " and its scheduler" if optimizer.schedulers else ""
             _log.info(
                 f"the {type(optimizer.optimizer).__name__}{given} were prepared, but not the model whose parameters it "
-                "holds: it trains nothing here"
+                "holds: the optimizer trains no prepared model"
             )
         self._mentioned = len(waiting)
 
     def _refuse_unprepared(self, strangers: Sequence[nn.Parameter]) -> None:
-        """Refuse parameters that the loss reaches and that no prepared optimizer's model trains."""
+        """Raise if the loss depends on parameters that no prepared optimizer trains."""
         if not strangers:
             return
         owners = {id(p): training for training in self._trainings for p in training.session.module.parameters()}
@@ -271,23 +268,23 @@ class FirstSteps:
         if owner is None:
             shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in strangers]
             raise LoopError(
-                f"the loss of this backward() reaches {len(strangers)} parameters of no prepared model, e.g. one of "
+                f"the loss of this backward() depends on {len(strangers)} parameters of no prepared model, e.g. one of "
                 f"shape {max(shapes, key=math.prod)}: their gradients would not be averaged over the processes.\n"
-                "If their module is to be trained, prepare() it with its optimizer. If not: "
-                "module.requires_grad_(False) before its forward."
+                "To train their module, prepare() it with its optimizer. Otherwise call module.requires_grad_(False) "
+                "before its forward."
             )
         name = type(owner.session.module).__name__
         if owner.optimizer is not None:
             raise LoopError(
-                f"the loss of this backward() reaches parameters of the {name} that were frozen when it was prepared, "
-                "or have come since: they would not be averaged over the processes, or not be trained.\n"
-                "Have them require gradients before prepare(). To unfreeze later: accelerator.free_memory(), then "
+                f"the loss of this backward() depends on parameters of the {name} that were frozen when it was "
+                "prepared, or were added since: they would not be averaged over the processes, or not be trained.\n"
+                "Set requires_grad before prepare(). To unfreeze parameters later, call accelerator.free_memory(), and "
                 "prepare() the model again with a new optimizer."
             )
         raise LoopError(
-            f"the loss of this backward() reaches the {name}, which was prepared without an optimizer.\n"
-            "If it is to be trained, prepare it with its optimizer. If not: requires_grad_(False) before its forward, "
-            "or torch.no_grad() around it."
+            f"the loss of this backward() depends on the {name}, which was prepared without an optimizer.\n"
+            "To train it, prepare it with its optimizer. Otherwise call requires_grad_(False) before its forward, or "
+            "run it under torch.no_grad()."
         )
 
 
@@ -296,7 +293,7 @@ _LIVE: Final[weakref.WeakSet[FirstSteps]] = weakref.WeakSet()
 
 @functools.cache  # once in a process
 def _follow_registrations() -> None:
-    """Have every `FirstSteps` note what is put into modules: torch's own hook, called where that happens."""
+    """Notify every `FirstSteps` when a module or a parameter is registered, by torch's global registration hooks."""
 
     def note(module: nn.Module, _: str, part: nn.Module | nn.Parameter | None) -> None:
         for looks in tuple(_LIVE):

@@ -57,14 +57,14 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        run: where they are written from.
-        prepared: what goes into them.
-        collect_weights: collects a model's weights, for hooks.
+        run: the run.
+        prepared: the models, optimizers, loaders and schedulers that are saved.
+        collect_weights: collects the weights of a model, for hooks.
 
     Attributes:
-        objects: registered ones, which are saved too.
+        objects: the registered objects, which are saved too.
         save_hooks: called before a checkpoint is written.
-        load_hooks: called before one is read.
+        load_hooks: called before a checkpoint is read.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Checkpoints:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def register(self, objects: Sequence[Any]) -> None:
-        """Save and load these too; see `Accelerator.register_for_checkpointing`."""
+        """Save and load these objects too; see `Accelerator.register_for_checkpointing`."""
         invalid = [
             f"  Item at index {index}: {type(o).__qualname__}"
             for index, o in enumerate(objects)
@@ -104,7 +104,7 @@ class Checkpoints:
         asynchronous: bool,
         options: Mapping[str, Any],
     ) -> Path:
-        """Write all that the training goes on from; see `Accelerator.save_state`."""
+        """Write a checkpoint; see `Accelerator.save_state`."""
         _refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
         project = self._project
         self._run.background.wait()
@@ -144,7 +144,7 @@ class Checkpoints:
 
     @collective("wait_for_save", meets=True)
     def wait(self) -> Path | None:
-        """Wait until what is being written behind the training is complete; see `Accelerator.wait_for_save`."""
+        """Wait for the checkpoint that is written in the background; see `Accelerator.wait_for_save`."""
         return self._run.background.wait()
 
     def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
@@ -163,10 +163,10 @@ class Checkpoints:
                     "save_state() needs a folder: save_state(output_dir=…), or "
                     "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
                 )
-            return Path(output_dir).expanduser().resolve()  # what a link points to is replaced, not the link
+            return Path(output_dir).expanduser().resolve()  # replace the target of a symbolic link, not the link
         folder = automatic_folder(project.project_dir)
         if (free := on_main(lambda: next_number(folder))) > project.iteration:
-            _log.info(f"save_state: {folder} has checkpoints up to number {free - 1}; this run's go on from {free}")
+            _log.info(f"save_state: {folder} has checkpoints up to number {free - 1}; this run continues with {free}")
             project.iteration = free
         target = folder / f"checkpoint_{project.iteration}"
         if output_dir is not None and Path(output_dir).expanduser().absolute() != target:
@@ -230,11 +230,11 @@ class Checkpoints:
         options: Mapping[str, Any],
     ) -> LoadReport:
         """Resume from a checkpoint; see `Accelerator.load_state`."""
-        _refuse_options("load_state", options, "strict=False where load_module_strict=False stood")
+        _refuse_options("load_state", options, "strict=False instead of load_module_strict=False")
         if map_location not in (None, "cpu", "on_device"):
             raise TypeError(
                 f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
-                "or None. Tensors are read to where they live in any case."
+                "or None. Tensors are always read to the device that they are used on."
             )
         self._run.background.wait()
         place = on_main(lambda: self._find_checkpoint(input_dir))
@@ -248,7 +248,7 @@ class Checkpoints:
 
     @collective("resume", meets=True)
     def resume(self, folder: str | os.PathLike[str] | None) -> LoadReport | None:
-        """Resume from the newest complete checkpoint, where this run is one that goes on; see `Accelerator.resume`."""
+        """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
         self._run.background.wait()
         place = on_main(lambda: self._find_checkpoint(folder))
         is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
@@ -258,7 +258,7 @@ class Checkpoints:
         self._run.must_resume = False
         if found is None:
             whose = "" if run is None else " of this run"
-            _log.info(f"resume(): no checkpoint{whose} in {place} yet; the run begins anew")
+            _log.info(f"resume(): no checkpoint{whose} in {place} yet; training starts from the beginning")
             self._lineages.own(place)
             return None
         saved_by = on_main(lambda: read_manifest(found[0]).about.get("run"))
@@ -266,13 +266,13 @@ class Checkpoints:
         named = saved_by or "not recorded"
         if not is_own and not launch_settings(self._run.document).auto_resume:
             _log.info(
-                f"resume(): {found[0]} is not loaded and the run begins anew, since it is of a launch before (run "
-                f"{named}). --auto_resume goes on from there."
+                f"resume(): {found[0]} is not loaded and training starts from the beginning, since an earlier launch "
+                f"saved it (run {named}). --auto_resume resumes from it."
             )
             self._lineages.own(found[0].parent)
             return None
         if not is_own:
-            _log.info(f"resume(): {found[0]} is what this run goes on from; it is of run {named}")
+            _log.info(f"resume(): this run resumes from {found[0]}, which run {named} saved")
         return self._resume_from(*found, loaders_resume=True)
 
     def _resume_from(
@@ -285,7 +285,7 @@ class Checkpoints:
         verify: bool = False,
         loaders_resume: bool,
     ) -> LoadReport:
-        """As `load_state`; `loaders_resume`: the interrupted epoch goes on where it stopped, by itself."""
+        """See `Accelerator.load_state`; with `loaders_resume` the loaders continue inside the interrupted epoch."""
         manifest = read_common_manifest(folder)
         if verify:
             verify_checksums(folder, manifest)
@@ -348,13 +348,13 @@ class Checkpoints:
             self._refuse_other_objects(saved["objects"])
 
     def _restore(self, folder: Path, saved: dict[str, Any], report: LoadReport, *, loaders_resume: bool) -> None:
-        """All but the models' tensors; random states last, since what comes before may draw."""
+        """Restore all but the models' tensors; random states last, since restoring may draw random numbers."""
         project = self._project
         for training, record in zip(self._prepared.trainings, saved["models"], strict=True):
             report.not_restored += restore_training(training, record)
         report.restored.extend(["optimizers"] if any(record["optimizer"] for record in saved["models"]) else [])
         parts: tuple[tuple[str, Sequence[Any], Sequence[Any]], ...] = (
-            ("optimizers without a model", self._prepared.waiting, saved["waiting_optimizers"]),
+            ("optimizers without a prepared model", self._prepared.waiting, saved["waiting_optimizers"]),
             ("schedules", schedulers_of(self._prepared.trainings, self._prepared.waiting), saved["schedules"]),
         )
         for what, running, states in parts:
@@ -376,11 +376,11 @@ class Checkpoints:
     def _restore_loaders(self, states: list[dict[str, Any]], report: LoadReport, *, go_on: bool) -> None:
         if len(states) != len(self._prepared.dataloaders):
             report.not_restored.append(
-                f"places of the loaders: {len(states)} in the checkpoint, {len(self._prepared.dataloaders)} here"
+                f"positions of the loaders: {len(states)} in the checkpoint, {len(self._prepared.dataloaders)} here"
             )
             return
         for loader, state in zip(self._prepared.dataloaders, states, strict=True):
-            # Scripts skip by themselves what the interrupted epoch has had, unless loaders are asked to.
+            # Scripts skip the batches of the interrupted epoch themselves, unless loaders are configured to.
             loader.load_state_dict(state if go_on else {**state, "batches": 0})
             report.batches.append(_batches_had(loader, state))
             report.epochs.append(max(0, state["epoch"] + bool(state["_iterator_finished"])))
@@ -405,27 +405,27 @@ class Checkpoints:
 
 
 def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    """Add `hook` to `hooks`; what removes it."""
+    """Add `hook` to `hooks`; the handle removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
 
 
 def _refuse_options(call: str, options: Mapping[str, Any], legal: str) -> None:
-    """Name what a script gives for DeepSpeed's own checkpoints.
+    """Refuse arguments that are meant for DeepSpeed's own checkpoints.
 
     Raises:
-        TypeError: there is something.
+        TypeError: `options` is not empty; the error names them.
     """
     if options:
         raise TypeError(
-            f"{call}({', '.join(f'{name}=…' for name in options)}): checkpoints are not DeepSpeed's here, and take "
+            f"{call}({', '.join(f'{name}=…' for name in options)}): checkpoints are not written by DeepSpeed, and take "
             f"none of its arguments.\nLeave them out; {call} takes {legal}."
         )
 
 
 def _batches_had(loader: DataLoaderAdapter, state: dict[str, Any]) -> int:
-    """Batches of this loader that the interrupted epoch has had, whose batches may have been of another size."""
+    """Batches of this loader that the interrupted epoch has yielded, whose batch size may have been another one."""
     if state["_iterator_finished"]:
         return 0
     then, now = state["total_batch_size"], loader.total_batch_size

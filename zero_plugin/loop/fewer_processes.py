@@ -1,4 +1,4 @@
-"""A run that has lost machines, and may go on without them, keeps its global batch by more accumulation."""
+"""Keeps the global batch size by more gradient accumulation in a run that continues with fewer machines."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import LaunchError
 
 
-def find_intended_processes(found: int, environ: Mapping[str, str]) -> int:
-    """How many processes the configuration speaks of: those that have met or, with `min_machines`, maybe more.
+def find_intended_processes(available: int, environ: Mapping[str, str]) -> int:
+    """The number of processes that the configuration is meant for: the world size or, with `min_machines`, more.
 
     Args:
-        found: processes that have met.
-        environ: of this process, where the launcher left how many it was asked for.
+        available: the world size.
+        environ: the environment variables of this process, in which the launcher passes the configured number.
 
     Raises:
-        LaunchError: fewer have met than the launcher was asked for, and it was not told that fewer will do.
+        LaunchError: there are fewer processes than configured, and the configuration does not allow fewer.
     """
     launched = from_environment(environ)
     if launched is None:
-        return found
+        return available
     settings = launch_settings(launched)
-    asked = settings.num_processes
-    if asked is None or asked == found:
-        return found
-    least = (settings.min_machines or settings.num_machines) * (asked // settings.num_machines)
-    if least <= found < asked:
-        return asked
+    configured = settings.num_processes
+    if configured is None or configured == available:
+        return available
+    least = (settings.min_machines or settings.num_machines) * (configured // settings.num_machines)
+    if least <= available < configured:
+        return configured
     raise LaunchError(
-        f"the launcher was asked for {asked} processes, but {found} {'has' if found == 1 else 'have'} met.\n"
-        "Was RANK, WORLD_SIZE or MASTER_ADDR set or unset in the script, or in what starts it? They are the launcher's."
+        f"the launcher was configured for {configured} processes, but the process group has {available}.\n"
+        "Does the script, or what starts it, set or unset RANK, WORLD_SIZE or MASTER_ADDR? The launcher sets them."
     )
 
 
-def redistribute_steps(steps: int, intended: int, found: int) -> int:
-    """Micro-batches per optimizer step and process, so that all processes together have as many as intended.
+def redistribute_steps(steps: int, intended: int, available: int) -> int:
+    """Micro-batches per optimizer step on each available process that keep the global batch size.
 
     Args:
-        steps: micro-batches on each of the intended processes.
-        intended: processes that the global batch is meant for.
-        found: processes that there are.
+        steps: micro-batches per optimizer step on each of the intended processes.
+        intended: the number of processes that the global batch size is meant for.
+        available: the number of processes that run.
 
     Raises:
-        LaunchError: they cannot be shared out evenly.
+        LaunchError: the micro-batches cannot be divided evenly.
     """
-    share, rest = divmod(steps * intended, found)
+    own_steps, rest = divmod(steps * intended, available)
     if rest:
-        multiple = found // math.gcd(found, intended)
+        multiple = available // math.gcd(available, intended)
         raise LaunchError(
-            f"{found} of {intended} processes are left, which cannot keep the global batch: the {steps * intended} "
-            f"micro-batches of an optimizer step ({steps} on each of {intended}) do not divide among {found}.\n"
-            f"Write a multiple of {multiple} as gradient_accumulation_steps, with micro-batches as much smaller; or "
-            "raise --min_machines, to wait for more machines."
+            f"{available} of {intended} processes are left, which cannot keep the global batch size: the "
+            f"{steps * intended} micro-batches of an optimizer step ({steps} on each of {intended}) cannot be divided "
+            f"by {available}.\n"
+            f"Write a multiple of {multiple} as gradient_accumulation_steps, with correspondingly smaller "
+            "micro-batches; or raise --min_machines, to wait for more machines."
         )
-    return share
+    return own_steps

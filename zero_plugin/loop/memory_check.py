@@ -1,8 +1,7 @@
-"""Whether a run has room, before it allocates and after its first steps.
+"""Checks that a run fits into the memory of its machine, and compares predicted with measured memory.
 
-Refuses what this machine has no room for before any of it is allocated: host memory, page-locked memory, NVMe.
-
-Compares what the plan has predicted with what a run takes, once its first steps are through.
+Before anything is allocated, CPU memory, page-locked memory and NVMe space are checked. After the first steps, the
+prediction of the plan is compared with the memory that the run uses.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from zero_plugin.tensors.fragments import MASTER, WEIGHT
 
 _log = logging.getLogger(__name__)
 
-_SCARCE: Final = 0.9  # of what is there: a run that takes more is warned
+_SCARCE: Final = 0.9  # of the available memory; a run that needs more is warned
 _CPU_FIX: Final = (
     "fewer processes per machine, more machines, offload_optimizer_device: nvme in place of cpu, or pin_memory: false "
     "(page-locked tensors are rounded up to powers of two)"
@@ -49,15 +48,15 @@ _LOCKED_FIX: Final = "ulimit -l unlimited (docker run --ulimit memlock=-1), or a
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """What one machine has for a run.
+    """What one machine has available for a run.
 
     Attributes:
-        host: bytes of host memory that can be had, for all processes together.
-        lockable: bytes that one process may lock, None without a limit.
-        nvme: free bytes by folder.
+        cpu: bytes of CPU memory, for all processes together.
+        lockable: bytes that one process may lock; None without a limit.
+        nvme: free bytes of the disk of each folder.
     """
 
-    host: int
+    cpu: int
     lockable: int | None
     nvme: Mapping[str, int]
 
@@ -69,40 +68,40 @@ def check_memory(
     facts: Facts,
     processes: Processes,
 ) -> None:
-    """Refuse offload that finds no room, and warn where there is little; collective where something is offloaded.
+    """Refuse offload that does not fit, and warn where little memory is left; collective if something is offloaded.
 
     Args:
         model: the user's module, not prepared yet.
         resolved: its configuration.
-        stage: of ZeRO that it runs; None without.
-        facts: it was resolved from.
+        stage: the ZeRO stage; None without ZeRO.
+        facts: what the configuration was resolved from.
         processes: this process and its peers.
 
     Raises:
-        MachineError: on every process, with what is needed and what is there, on the machine that has least.
+        MachineError: on every process, with the needed and the available bytes of the machine that has least.
     """
     if stage is None or {resolved.offload_device(what) for what in ("optimizer", "param")} == {"none"}:
         return
     needs = predict_memory(model, resolved, stage, facts, processes).footprint
-    # What the model takes there already is given back, or is a part of it.
+    # The memory that the model already takes is released, or is a part of what is needed.
     held = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type == "cpu")
     own = find_available_memory(resolved, held * local_processes(processes))
-    # Of each machine's disk the process is asked that has just removed what killed runs had left there.
-    room = _least(gather_object([own if processes.local_rank == 0 else replace(own, nvme={})]))
-    found = list(insufficient_memory(needs, room, local_processes(processes)))
+    # Local rank 0 measures the disk, since it has just removed the files that killed runs left there.
+    available = _least(gather_object([own if processes.local_rank == 0 else replace(own, nvme={})]))
+    found = list(insufficient_memory(needs, available, local_processes(processes)))
     wrong = [line for is_short, line in found if is_short]
     if wrong:
-        raise MachineError("\n".join(["there is no room for this run; nothing was allocated:", *wrong]))
+        raise MachineError("\n".join(["this run does not fit into memory; nothing was allocated:", *wrong]))
     for _, line in found:
         _log.info(line)
 
 
 def find_available_memory(resolved: Resolved, held: int = 0) -> AvailableMemory:
-    """What this machine has now.
+    """What this machine has available now.
 
     Args:
-        resolved: names the folders of NVMe offload.
-        held: bytes of host memory that the run has already.
+        resolved: the configuration, which names the folders of NVMe offload.
+        held: bytes of CPU memory that the run already uses, which count as available.
     """
     folders = {
         str(resolved.tree.value("zero_optimization", f"offload_{what}", "nvme_path"))
@@ -116,27 +115,28 @@ def find_available_memory(resolved: Resolved, held: int = 0) -> AvailableMemory:
     )
 
 
-def insufficient_memory(needs: Footprint, room: AvailableMemory, processes: int) -> Iterator[tuple[bool, str]]:
-    """What does not suffice, or hardly: whether it cannot work, and both numbers with what to do.
+def insufficient_memory(needs: Footprint, available: AvailableMemory, processes: int) -> Iterator[tuple[bool, str]]:
+    """Each kind of memory that is, or is almost, insufficient: whether the run is impossible, and a message.
 
     Args:
-        needs: of the run.
-        room: of the machine.
-        processes: on it.
+        needs: the memory of the run.
+        available: the memory of the machine.
+        processes: the number of processes on the machine.
     """
-    terms = {name: size for name, size in needs.host.items() if name != "processes"}  # which run already
-    told = ", ".join(f"{name} {show_bytes(size)}" for name, size in sorted(terms.items(), key=lambda term: -term[1]))
-    host = sum(terms.values())
-    if host > _SCARCE * room.host:
-        what = f"{processes} processes keep {show_bytes(host)} in host memory ({told})"
-        yield _shortage(host, room.host, what, "can be had", _CPU_FIX)
-    if room.lockable is not None and needs.locked > room.lockable:
-        what = f"each process locks {show_bytes(needs.locked)} for the NVMe drive's buffers"
-        yield _shortage(needs.locked, room.lockable, what, "may be locked (ulimit -l)", _LOCKED_FIX)
-    for folder, free in room.nvme.items():
+    terms = {name: size for name, size in needs.host.items() if name != "processes"}  # they already run
+    listed = ", ".join(f"{name} {show_bytes(size)}" for name, size in sorted(terms.items(), key=lambda term: -term[1]))
+    needed = sum(terms.values())
+    if needed > _SCARCE * available.cpu:
+        what = f"{processes} processes keep {show_bytes(needed)} in CPU memory ({listed})"
+        yield _describe(needed, available.cpu, what, "are available", _CPU_FIX)
+    if available.lockable is not None and needs.locked > available.lockable:
+        what = f"each process locks {show_bytes(needs.locked)} for the buffers of NVMe offload"
+        yield _describe(needs.locked, available.lockable, what, "may be locked (ulimit -l)", _LOCKED_FIX)
+    for folder, free in available.nvme.items():
         if needs.nvme_bytes > _SCARCE * free:
             what = f"{processes} processes keep {show_bytes(needs.nvme_bytes)} in {folder}"
-            yield _shortage(needs.nvme_bytes, free, what, "are free there", "make room, or name a larger disk's folder")
+            fix = "free disk space, or a folder on a larger disk"
+            yield _describe(needs.nvme_bytes, free, what, "are free there", fix)
 
 
 def check_memory_without_zero(
@@ -149,22 +149,22 @@ def check_memory_without_zero(
     *,
     gradient_views: bool = False,
 ) -> RunMemory | None:
-    """Refuse to train without the ZeRO that is asked for, where the model does not fit without; collective.
+    """Refuse to train without the configured ZeRO if the model does not fit without it; collective.
 
     Args:
-        document: what was asked for.
+        document: the configuration as it was given.
         model: the user's module, not prepared yet.
         resolved: its configuration.
-        facts: it was resolved from.
-        peek: an example of what the loop's batches hold; None where none can be had.
+        facts: what the configuration was resolved from.
+        peek: returns an example batch; None if there is none.
         processes: this process and its peers.
         gradient_views: see `Setup`.
 
     Returns:
-        The memory of training then; None where no ZeRO is dropped, or nothing tells what a device has.
+        The predicted memory; None if no ZeRO configuration is ignored, or the memory of the device is unknown.
 
     Raises:
-        StrategyError: on every process, with what is needed and what is there.
+        StrategyError: on every process, with the needed and the available bytes.
     """
     settings = launch_settings(document)
     dropped = dropped_zero(document, settings)
@@ -184,7 +184,7 @@ def check_memory_without_zero(
     if needed > capacity:
         raise StrategyError(
             f"{dropped}, but without it the model does not fit: training takes {show_bytes(needed)} of each device, "
-            f"which has {show_bytes(capacity)}{_told(activations)}.\n"
+            f"which has {show_bytes(capacity)}{_activations_note(activations)}.\n"
             "Train with ZeRO (distributed_type: DEEPSPEED, or --use_deepspeed), or take the ZeRO section out of the "
             "configuration."
         )
@@ -192,43 +192,44 @@ def check_memory_without_zero(
 
 
 def check_memory_to_load(size: int, copies: int, available: int, what: str, fix: str) -> None:
-    """Refuse to load a model into host memory that does not hold as many copies of it as there are processes.
+    """Refuse to load a model if CPU memory does not hold a copy for each process of the machine.
 
     Args:
         size: bytes of the model.
-        copies: processes of this machine, each of which holds one.
-        available: bytes of host memory that could be had before.
-        what: is loaded.
-        fix: what to do.
+        copies: the number of processes of this machine, each of which holds a copy.
+        available: bytes of available CPU memory.
+        what: the name of what is loaded, for the message.
+        fix: what the user can do, for the message.
 
     Raises:
-        MachineError: with both numbers.
+        MachineError: the copies do not fit.
     """
     if size * copies > available:
         raise MachineError(
-            f"{what} takes {show_bytes(size)} of host memory in each of {copies} processes, "
-            f"{show_bytes(size * copies)} together, and {show_bytes(available)} can be had; nothing was loaded.\n{fix}"
+            f"{what} takes {show_bytes(size)} of CPU memory in each of {copies} processes, "
+            f"{show_bytes(size * copies)} together, and {show_bytes(available)} are available; nothing was loaded.\n"
+            f"{fix}"
         )
 
 
-def _told(activations: Activations) -> str:
-    return "" if activations.saved.per_sample else "; the activations, which are not known, come on top"
+def _activations_note(activations: Activations) -> str:
+    return "" if activations.saved.per_sample else "; the activations, whose size is unknown, are not included"
 
 
-def _shortage(needed: int, there: int, what: str, kind: str, fix: str) -> tuple[bool, str]:
-    is_short = needed > there
+def _describe(needed: int, available: int, what: str, kind: str, fix: str) -> tuple[bool, str]:
+    is_short = needed > available
     but = "only " if is_short else "little more, "
-    return is_short, f"{what}, and {but}{show_bytes(there)} {kind}. What helps: {fix}."
+    return is_short, f"{what}, and {but}{show_bytes(available)} {kind}. What helps: {fix}."
 
 
-def _least(rooms: list[AvailableMemory]) -> AvailableMemory:
-    """Of all machines, for each thing the one that has least of it: all processes have to come to one decision."""
-    limits = [room.lockable for room in rooms if room.lockable is not None]
-    folders = {folder for room in rooms for folder in room.nvme}
+def _least(machines: list[AvailableMemory]) -> AvailableMemory:
+    """The minimum over all machines of each kind of memory, so that all processes come to the same decision."""
+    limits = [machine.lockable for machine in machines if machine.lockable is not None]
+    folders = {folder for machine in machines for folder in machine.nvme}
     return AvailableMemory(
-        min(room.host for room in rooms),
+        min(machine.cpu for machine in machines),
         min(limits, default=None),
-        {folder: min(room.nvme[folder] for room in rooms if folder in room.nvme) for folder in folders},
+        {folder: min(machine.nvme[folder] for machine in machines if folder in machine.nvme) for folder in folders},
     )
 
 
@@ -236,21 +237,21 @@ def _existing(folder: Path) -> Path:
     return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
 
 
-_OFF: Final = 0.1
-_LEAST: Final = 2**26  # bytes of a peak, below which the allocator's rounding decides
-_STEPS: Final = 2  # the first backward has run before there were states of the optimizer
+_OFF: Final = 0.1  # a larger relative error of the prediction is warned of
+_LEAST: Final = 2**26  # bytes; a smaller peak is dominated by the rounding of the allocator
+_STEPS: Final = 2  # optimizer states are allocated in the first step, so its backward ran without them
 _STATES: Final = ("weights", "optimizer states")
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan says that this process takes.
+    """The memory that a plan predicts for this process.
 
     Attributes:
-        run: what it is computed from.
-        processes: of one node.
-        device: where this process computes.
-        peak_before: the most that torch's allocator had handed out before, see `peak_bytes`; None tells no peak.
+        run: what the prediction is computed from.
+        processes: the number of processes of one machine.
+        device: the device of this process.
+        peak_before: the peak of torch's allocator before, see `peak_bytes`; None if the peak is not to be compared.
     """
 
     run: RunMemory
@@ -260,8 +261,10 @@ class Prediction:
 
     @property
     def states(self) -> dict[str, int]:
-        """Bytes of weights, with their 32-bit copies, and of optimizer states on the device; a CPU has what is
-        offloaded too."""
+        """Bytes of the weights (with fp32 master weights) and optimizer states on the device.
+
+        On a CPU these include what is offloaded.
+        """
         terms = Counter(self.run.footprint.phases["forward"])
         if self.device.type == "cpu":
             terms.update({name: size // self.processes for name, size in self.run.footprint.host.items()})
@@ -272,12 +275,12 @@ class Prediction:
 
 
 def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: Prediction) -> None:
-    """After the first steps, log what was predicted and what is measured.
+    """After the first steps, log the predicted and the measured memory.
 
     Args:
-        session: that runs.
-        optimizer: that steps it.
-        prediction: for it.
+        session: the session to measure.
+        optimizer: its optimizer.
+        prediction: the prediction for it.
     """
     steps = 0
 
@@ -289,7 +292,7 @@ def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: 
         optimizer.stop_calling(look)
         try:
             found = measure_states(session, prediction.device)
-        except CheckpointError:  # they lie where nobody reaches them
+        except CheckpointError:  # they are not accessible by name
             found = {}
         peak = peak_bytes(prediction.device)
         new = peak is not None and prediction.peak_before is not None and peak > prediction.peak_before
@@ -300,7 +303,7 @@ def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: 
 
 
 def measure_states(session: Session, device: torch.device) -> dict[str, int]:
-    """Bytes of a session's weights, with their 32-bit copies, and of its optimizer states, on a device."""
+    """Bytes of a session's weights (with fp32 master weights) and of its optimizer states on a device."""
     sizes: Counter[str] = Counter(dict.fromkeys(_STATES, 0))
     seen: set[int] = set()
     for fragment in described_fragments(session):
@@ -312,12 +315,12 @@ def measure_states(session: Session, device: torch.device) -> dict[str, int]:
 
 
 def compare_memory(prediction: Prediction, states: Mapping[str, int], peak: int | None) -> list[str]:
-    """A line with what was predicted and measured; a second one names the term that is off by more than a tenth.
+    """A line with predicted and measured memory; if they differ by more than 10 %, a second line names the main cause.
 
     Args:
-        prediction: of the plan.
-        states: measured, by `measure_states`.
-        peak: most bytes that torch's allocator has handed out; None where that is not known, as on a CPU.
+        prediction: the prediction of the plan.
+        states: the measurement of `measure_states`.
+        peak: the peak of torch's allocator in bytes; None where it is unknown, as on a CPU.
     """
     predicted = {name: size for name, size in prediction.states.items() if name in states}
     terms = [(name, predicted[name], states[name]) for name in predicted]
@@ -335,19 +338,19 @@ def compare_memory(prediction: Prediction, states: Mapping[str, int], peak: int 
         is_off = _is_off(wanted, peak) and max(wanted, peak) > _LEAST
     if not is_off:
         return [line]
-    name, planned, is_there = max(terms, key=lambda term: abs(term[1] - term[2]))
-    return [line, f"warning: the plan was off most in {name}: {_both(planned, is_there)}; {_meaning(wanted, peak)}"]
+    name, planned, measured = max(terms, key=lambda term: abs(term[1] - term[2]))
+    return [line, f"warning: the plan was off most in {name}: {_both(planned, measured)}; {_meaning(wanted, peak)}"]
 
 
 def _meaning(wanted: int, peak: int | None) -> str:
     if peak is None or peak > wanted:
-        return "a configuration that it calls fitting may not fit"
-    return "a faster configuration may fit, too: write it in place of auto"
+        return "a configuration that fits according to the plan may not fit"
+    return "a faster configuration may fit too: write it in place of auto"
 
 
 def _both(predicted: int, measured: int) -> str:
-    share = f" ({(measured - predicted) / predicted:+.0%})" if predicted > 0 else ""
-    return f"predicted {show_bytes(predicted)}, measured {show_bytes(measured)}{share}"
+    difference = f" ({(measured - predicted) / predicted:+.0%})" if predicted > 0 else ""
+    return f"predicted {show_bytes(predicted)}, measured {show_bytes(measured)}{difference}"
 
 
 def _is_off(predicted: int, measured: int) -> bool:

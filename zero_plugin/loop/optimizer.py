@@ -1,4 +1,4 @@
-"""What `prepare` returns for an optimizer: torch's own calls, acting where accumulation windows end."""
+"""`AcceleratedOptimizer`, which `prepare` returns for an optimizer: it steps where an accumulation window ends."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 
 
 class AcceleratedOptimizer(Optimizer):
-    """The one place where parameters change: `step` applies the gradients where an accumulation window ends.
+    """A prepared optimizer: `step` applies the gradients only where an accumulation window ends.
 
-    It is a torch optimizer for whoever asks, also for a scheduler that is built on it; its groups and states are those
-    of the optimizer that runs.
+    It is a subclass of `torch.optim.Optimizer`, so learning-rate schedulers can be built on it. Its parameter groups
+    and states are those of the optimizer that runs, which may be another object than the one that was given.
 
-    A step whose gradients are not finite (under fp16: an overflow) is skipped on every path: weights, optimizer states
-    and schedulers stay. After `session.most_skips` in a row the run stops.
+    A step whose gradients are not finite (under fp16: an overflow) is skipped with every strategy: weights, optimizer
+    states and learning-rate schedulers do not change. After `session.most_skips` skips in a row the run stops.
 
     Args:
-        optimizer: the torch optimizer. Until its model is prepared, it steps as torch's own on one device, and refuses
-            to under several processes.
-        device_placement: has no effect, for scripts that give it: states are where the parameters are.
-        scaler: None; the loss scale of fp16 is the session's.
+        optimizer: the torch optimizer. Until its model is prepared, it steps as plain torch with one process, and
+            raises with several.
+        device_placement: has no effect; accepted for compatibility.
+        scaler: must be None; the session has the loss scale of fp16.
 
     Attributes:
-        session: runs it.
-        skipped_in_a_row: how many of the last steps were skipped.
-        applied_steps: how many were not.
-        acted: False if the last call of `step` stood inside a window, where it does nothing.
-        schedulers: those prepared for it.
-        device_placement, scaler: as they were given, for scripts that ask.
+        session: the session that runs it.
+        skipped_in_a_row: the number of steps that were skipped since the last applied one.
+        applied_steps: the number of applied steps.
+        acted: False if the last call of `step` was inside an accumulation window, where it does nothing.
+        schedulers: the prepared schedulers of this optimizer.
+        device_placement, scaler: the given arguments.
 
     Raises:
         LoopError: a scaler is given.
     """
 
-    _is_accelerate_prepared = True  # what scripts look for, under Accelerate's name
+    _is_accelerate_prepared = True  # Accelerate's mark, which scripts look for
 
     def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: None = None) -> None:
-        # Optimizer.__init__ is not called: groups and state live in the optimizer that runs.
+        # Optimizer.__init__ is not called: the optimizer that runs has the groups and the state.
         if scaler is not None:
             raise LoopError(
                 "AcceleratedOptimizer(scaler=…): the loss is scaled by Accelerator(mixed_precision='fp16')."
@@ -68,18 +68,18 @@ class AcceleratedOptimizer(Optimizer):
         self.session: Session | UnpreparedOptimizer = UnpreparedOptimizer(
             optimizer, self._window, steps=num_processes() == 1
         )
-        self._is_overflow = False  # Accelerate's name, which tests of schedulers set
+        self._is_overflow = False  # Accelerate's name for it, which the tests of other libraries set
         self._corrected = False
         self._warned_of_skips = False
         self._is_cleared = True  # zero_grad() was called since the last applied step
         self._mentioned: set[str] = set()
         self._after_step: list[Callable[[], None]] = []
-        # Those of the script that the running optimizer does not call itself.
+        # The hooks of the script that the running optimizer does not call itself.
         self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self._post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
 
     def run_in(self, session: Session | UnpreparedOptimizer, window: AccumulationWindow) -> None:
-        """Step with `session` from now on, where `window` ends."""
+        """From now on, `step` steps `session` where `window` ends."""
         self.session, self._window = session, window
         if isinstance(session, Session):
             self._pre_hooks.update(session.step_hooks[0])
@@ -99,7 +99,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The live groups."""
+        """The parameter groups of the running optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -108,7 +108,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The live states; under ZeRO those of flat partitions, and a LoopError for a parameter of the model."""
+        """The states of the running optimizer; under ZeRO those of flat partitions, and a model parameter raises."""
         states = self.optimizer.state
         return states if self.session.unpartitioned_states else _PartitionedStates(states)
 
@@ -118,7 +118,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The optimizer's own defaults."""
+        """The default options of the running optimizer."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -126,10 +126,10 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters that required gradients when their model was prepared, and were in no group.
+        """Add a group of parameters that required gradients when their model was prepared, and are in no group.
 
         Raises:
-            LoopError: they did not, or the optimizer's parameters are partitioned.
+            LoopError: the parameters are others, or the optimizer is partitioned.
         """
         optimizer = self._changeable("add_param_group()")
         given = param_group["params"]
@@ -139,9 +139,9 @@ class AcceleratedOptimizer(Optimizer):
             left = [p for p in self.session.left_out if id(p) not in joining]
             if len(self.session.left_out) - len(left) < len(joining):
                 raise LoopError(
-                    "optimizer.add_param_group() got parameters that were frozen when their model was prepared, or are "
-                    "in the optimizer, or not the model's: gradients of others are not averaged over the processes.\n"
-                    "Have them require gradients before prepare()."
+                    "optimizer.add_param_group() got parameters that were frozen when their model was prepared, are "
+                    "already in the optimizer, or are not in the model: their gradients are not averaged over the "
+                    "processes.\nSet requires_grad before prepare()."
                 )
             self.session.left_out = left
         optimizer.add_param_group({**param_group, "params": parameters})
@@ -150,7 +150,7 @@ class AcceleratedOptimizer(Optimizer):
         """The running optimizer's state.
 
         Raises:
-            LoopError: ZeRO has partitioned it over several processes, or keeps it where the groups do not show it.
+            LoopError: ZeRO has partitioned it over several processes, or the parameter groups do not hold all of it.
         """
         self._refuse_if_partitioned("state_dict()")
         return self.optimizer.state_dict()
@@ -163,23 +163,23 @@ class AcceleratedOptimizer(Optimizer):
         """
         self._refuse_if_partitioned("load_state_dict()")
         self._await_copy()
-        is_read = self.session.reading() if isinstance(self.session, Session) else nullcontext()
-        with is_read:
+        replacing = self.session.reading() if isinstance(self.session, Session) else nullcontext()
+        with replacing:
             self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Have a schedule-free optimizer put the training weights in place; others do nothing."""
+        """Switch a schedule-free optimizer to the training weights; other optimizers do nothing."""
         self._call_if_available("train")
 
     def eval(self) -> None:
-        """Have a schedule-free optimizer put the averaged weights in place; others do nothing."""
+        """Switch a schedule-free optimizer to the averaged weights; other optimizers do nothing."""
         self._call_if_available("eval")
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply the window's gradients if the window ends here; otherwise nothing.
+        """Apply the gradients if the accumulation window ends here; otherwise do nothing.
 
         Raises:
-            LoopError: a closure is given, or steps come at a cadence that is not the accumulation's.
+            LoopError: a closure is given, or the calls do not match `gradient_accumulation_steps`.
         """
         if closure is not None:
             raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
@@ -196,7 +196,7 @@ class AcceleratedOptimizer(Optimizer):
         self._await_copy()
         for hook in tuple(self._pre_hooks.values()):
             if hook(self, (), {}) is not None:
-                raise LoopError("a step_pre_hook returned other arguments for step(), which takes none here.")
+                raise LoopError("a step_pre_hook returned other arguments for step(), which takes none.")
         self._is_overflow = not self.session.step()
         self._corrected = False
         if self._is_overflow:
@@ -212,21 +212,21 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def gradient_state(self) -> GradientState:
-        """Where the newest `Accelerator` stands in its accumulation."""
-        from zero_plugin.data.active import GradientState  # it shows what is prepared
+        """The accumulation state of the newest `Accelerator`."""
+        from zero_plugin.data.active import GradientState
 
         return GradientState()
 
     @property
     def accelerator_state(self) -> AcceleratorState:
-        """The newest `Accelerator`; LoopError where there is none."""
+        """The state of the newest `Accelerator`; raises LoopError if there is none."""
         from zero_plugin.loop.state import AcceleratorState
 
         return AcceleratorState()
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step` that ended a window was skipped for non-finite gradients."""
+        """Whether the last `step` that ended a window was skipped because gradients were not finite."""
         return self._is_overflow
 
     @property
@@ -235,12 +235,12 @@ class AcceleratedOptimizer(Optimizer):
         return self.session.loss_scale
 
     def zero_grad(self, set_to_none: bool | None = True) -> None:  # noqa: ARG002 - torch's signature
-        """Drop the gradients if this stands between a backward and its step, or if the backward has failed.
+        """Drop the gradients if this is called between a backward and its step, or after a failed backward.
 
-        Elsewhere it has nothing to do.
+        Elsewhere there is nothing to drop: `step` clears the gradients, and inside a window they accumulate.
 
         Args:
-            set_to_none: accepted as torch's; gradients are always set to None.
+            set_to_none: accepted for compatibility; gradients are always set to None.
         """
         self._is_cleared = True
         if self.session.failed or self._window.dropping_is_meant:
@@ -251,23 +251,23 @@ class AcceleratedOptimizer(Optimizer):
             self.session.drop_foreign_gradients()
 
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
-        """See `Session.clip`; inside a window, where the step's norm is not known yet, nan and nothing happens.
+        """See `Session.clip`; inside a window, where gradients are incomplete, nothing is clipped and nan is returned.
 
         Raises:
-            LoopError: the step was taken; or see `Session.clip`.
+            LoopError: the step was already taken; or see `Session.clip`.
         """
         if not self._window.ends_here:
             return torch.tensor(float("nan"))
         if self._window.is_applied and not self.session.failed:
             raise LoopError(
-                "the gradients are to be clipped after optimizer.step(), which has applied and dropped them.\n"
+                "clip_grad_norm_() was called after optimizer.step(), which has applied and cleared the gradients.\n"
                 "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."
             )
         self._correct()
         return self.session.clip(max_norm, norm_type=norm_type, only=only)
 
     def clip_values(self, parameters: list[Tensor], largest: float) -> None:
-        """Clamp each number of the coming step's gradients to ±`largest`; inside a window, nothing happens.
+        """Clamp each element of the next step's gradients to ±`largest`; inside a window nothing happens.
 
         Raises:
             LoopError: gradients are partitioned.
@@ -278,24 +278,24 @@ class AcceleratedOptimizer(Optimizer):
                 "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
             )
         if self._window.ends_here:
-            # Takes the loss scale out, and finds what is not finite before it is cut.
+            # Divides by the loss scale, and detects values that are not finite before they are clamped.
             self.clip(float("inf"), norm_type=2.0, only=None)
             torch.nn.utils.clip_grad_value_(parameters, largest)
 
     def unscale(self) -> None:
-        """Take the loss scale out of the coming step's gradients, where the script can see them."""
+        """Divide the next step's gradients by the loss scale, where scripts can read gradients."""
         if self.session.unpartitioned_gradients and self.session.loss_scale != 1.0 and not self._window.is_applied:
             self.clip(float("inf"), norm_type=2.0, only=None)
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """As torch's: `hook(optimizer, args, kwargs)` before each step that is taken.
+        """Call `hook(optimizer, args, kwargs)` before each step that ends a window, as torch's method does.
 
-        Where the optimizer's own `step` runs by partitions, several times for one step, it runs once, before all.
+        If the strategy steps partitions one after another, the hook is called once, before all of them.
         """
         return self._register(hook, self._pre_hooks, "register_step_pre_hook")
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """As torch's: `hook(optimizer, args, kwargs)` after each applied step; under ZeRO once."""
+        """Call `hook(optimizer, args, kwargs)` after each applied step, as torch's method does; under ZeRO once."""
         return self._register(hook, self._post_hooks, "register_step_post_hook")
 
     def _register(self, hook: Callable[..., Any], hooks: dict[int, Any], method: str) -> RemovableHandle:
@@ -307,7 +307,7 @@ class AcceleratedOptimizer(Optimizer):
         return handle
 
     def call_after_step(self, call: Callable[[], None]) -> None:
-        """Run `call` after every applied step."""
+        """Call `call` after every applied step."""
         self._after_step.append(call)
 
     def stop_calling(self, call: Callable[[], None]) -> None:
@@ -315,16 +315,16 @@ class AcceleratedOptimizer(Optimizer):
         self._after_step.remove(call)
 
     def _warn_of_kept_gradients(self, *, is_again: bool, by_script: bool | None) -> None:
-        """Say once of each kind where plain torch would apply gradients that it has applied before."""
+        """Warn once where plain torch would apply gradients a second time."""
         what = (
-            "optimizer.step() was called twice, without a backward() between: the second one applies nothing. Plain "
-            "torch applies the same gradients again"
+            "optimizer.step() was called twice without a backward() between them: the second call does nothing. Plain "
+            "PyTorch applies the same gradients again"
             if is_again
-            else "zero_grad() was not called since the last applied step: its gradients were dropped all the same. "
-            "Plain torch adds the next ones to them"
+            else "zero_grad() was not called since the last applied step: its gradients were cleared nevertheless. "
+            "Plain PyTorch adds the next gradients to them"
         )
         if not is_again and by_script is None:
-            what += ", unless the script sets each p.grad = None, which ZeRO cannot see: it leaves none after a step"
+            what += ", unless the script sets each p.grad = None, which cannot be detected under ZeRO"
         if what not in self._mentioned and (is_again or not by_script):
             self._mentioned.add(what)
             announce(f"{what}. Call optimizer.zero_grad() after each step().")
@@ -332,13 +332,13 @@ class AcceleratedOptimizer(Optimizer):
     def _count_skip(self, culprit: str | None) -> None:
         self.skipped_in_a_row += 1
         if not self._warned_of_skips and self.session.loss_scale == 1.0:
-            self._warned_of_skips = True  # under fp16 skips are part of finding the scale
+            self._warned_of_skips = True  # under fp16 skipped steps are expected while the loss scale is adjusted
             announce(
-                f"the step after {self.applied_steps} was skipped, since its gradients are not finite; the weights "
-                f"stay as they were. After {self.session.most_skips} skips in a row the run stops."
+                f"the step after {self.applied_steps} applied ones was skipped, since its gradients are not finite; "
+                f"the weights are unchanged. After {self.session.most_skips} skipped steps in a row the run stops."
             )
         if self.skipped_in_a_row >= self.session.most_skips:
-            named = f"the first is that of {culprit}" if culprit else "the parameter is not found"
+            named = f"the first is that of {culprit}" if culprit else "the parameter is unknown"
             raise LoopError(
                 f"{self.skipped_in_a_row} steps in a row were skipped, after {self.applied_steps} applied ones: their "
                 f"gradients are not finite; {named}. The loss scale is {self.session.loss_scale:g}.\n"
@@ -347,7 +347,7 @@ class AcceleratedOptimizer(Optimizer):
             )
 
     def _correct(self) -> None:
-        """Make up for a window that proved shorter than the number its losses were divided by."""
+        """Rescale the gradients if the window was shorter than the number that its losses were divided by."""
         if not self._corrected and self._window.correction != 1.0:
             self.session.scale_gradients(self._window.correction)
         self._corrected = True
@@ -355,7 +355,7 @@ class AcceleratedOptimizer(Optimizer):
     def _changeable(self, what: str) -> Optimizer:
         if not self.session.unpartitioned_gradients:
             raise LoopError(
-                f"optimizer.{what}: ZeRO has partitioned the optimizer as it was given to prepare().\n"
+                f"optimizer.{what}: ZeRO has partitioned the optimizer in prepare(), so that it cannot be changed.\n"
                 "Build all its groups before prepare()."
             )
         return self.optimizer
@@ -363,9 +363,9 @@ class AcceleratedOptimizer(Optimizer):
     def _refuse_if_partitioned(self, call: str) -> None:
         if self.session.states_are:
             raise LoopError(
-                f"optimizer.{call}: the states of this optimizer are {self.session.states_are}, and what one process "
-                "has of them fits nowhere else.\nCall accelerator.save_state(folder) and load_state(folder) on every "
-                "process. A state of plain torch is loaded before prepare()."
+                f"optimizer.{call}: the states of this optimizer are {self.session.states_are}, so that one process "
+                "has no complete state.\nCall accelerator.save_state(folder) and load_state(folder) on every process. "
+                "Load a state of plain PyTorch before prepare()."
             )
 
     def _await_copy(self) -> None:
@@ -375,7 +375,7 @@ class AcceleratedOptimizer(Optimizer):
     def _call_if_available(self, name: str) -> None:
         self._await_copy()
         optimizer: Any = self.optimizer
-        while optimizer is not None:  # wrappers of other libraries hold theirs under the same name
+        while optimizer is not None:  # wrappers of other libraries have the inner optimizer in this attribute too
             if callable(method := getattr(optimizer, name, None)):
                 method()
                 return
@@ -385,14 +385,14 @@ class AcceleratedOptimizer(Optimizer):
         return f"AcceleratedOptimizer({self.session.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is not found here: attributes of the running optimizer, such as a third-party class' own methods.
+        # Attributes of the running optimizer, such as methods of a third-party class.
         if name.startswith("_") or name == "session":
             raise AttributeError(name)
-        self._await_copy()  # it may be a method that changes states
+        self._await_copy()  # the attribute may be a method that changes states
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is an optimizer by itself, on copies of the parameters.
+        # A copy is an optimizer without a prepared model, on copies of the parameters.
         if not self.session.unpartitioned_gradients:
             raise LoopError(
                 "an optimizer that ZeRO has partitioned cannot be pickled; save with accelerator.save_state()"
@@ -404,7 +404,7 @@ class AcceleratedOptimizer(Optimizer):
 
 
 class _PartitionedStates(MutableMapping[Any, Any]):
-    """The states of flat partitions; asked for a parameter of the model it raises, where torch's makes an empty one."""
+    """The states of flat partitions: a model parameter as key raises, where torch would create an empty state."""
 
     def __init__(self, states: MutableMapping[Any, Any]) -> None:
         self._states = states
@@ -430,7 +430,7 @@ class _PartitionedStates(MutableMapping[Any, Any]):
     def _known(self, key: Any) -> Any:
         if isinstance(key, Tensor) and key not in self._states:
             raise LoopError(
-                "optimizer.state[parameter] under ZeRO: states are those of flat partitions, not of parameters.\n"
+                "optimizer.state[parameter] under ZeRO: states belong to flat partitions, not to parameters.\n"
                 "Call deepspeed.utils.safe_get_full_optimizer_state(parameter, name) on every process, or save_state()."
             )
         return key

@@ -1,4 +1,4 @@
-"""Has transformers' `from_pretrained` look first whether this machine's memory holds a copy for each process."""
+"""Makes transformers' `from_pretrained` check first that CPU memory holds a copy of the model for each process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_plugin.errors import CheckpointError
 from zero_plugin.loop.memory_check import check_memory_to_load
 from zero_plugin.tensors.model_folder import ITEM_BYTES, read_model_folder
 
-# With these it is not loaded into host memory as it lies in the files.
+# With these arguments the model is not loaded into CPU memory as it is in the files.
 _OTHERWISE: Final = ("device_map", "quantization_config", "gguf_file", "load_in_8bit", "load_in_4bit")
 _FIX: Final = (
     "Start fewer processes on this machine; or build it inside `with accelerator.init_model(weights=folder):`, which "
@@ -23,19 +23,19 @@ _FIX: Final = (
 )
 
 
-_checking: Final[list[tuple[int, int]]] = []  # of those entered, the last one counts
+_checking: Final[list[tuple[int, int]]] = []  # the contexts that are entered; the last one is used
 
 
 @contextmanager
 def checking_pretrained(copies: int, available: int) -> Iterator[None]:
-    """Inside, `from_pretrained` of whole models is refused where host memory does not hold them.
+    """Inside, `from_pretrained` raises if CPU memory does not hold the unpartitioned model in every process.
 
-    Nothing is looked at where transformers is not imported yet, or of a model whose files are not on this machine. Such
-    contexts may be left in any order.
+    Nothing is checked if transformers is not imported yet, or if the files of the model are not on this machine. These
+    contexts may be exited in any order.
 
     Args:
-        copies: processes of this machine, each of which loads one.
-        available: bytes of host memory that could be had when they began.
+        copies: the number of processes of this machine, each of which loads a copy.
+        available: bytes of CPU memory that were available when the processes started.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -68,7 +68,7 @@ def _replace_from_pretrained(model_class: Any) -> None:
 
 
 def _bytes_of(source: Any, kwargs: Mapping[str, Any]) -> int | None:
-    """Bytes of a model in the type that is asked for; None where that cannot be told from safetensors on this disk."""
+    """Bytes of a model in the requested dtype; None if there are no safetensors files of it on this machine."""
     folder = _folder_of(source, kwargs)
     if folder is None:
         return None
@@ -76,11 +76,11 @@ def _bytes_of(source: Any, kwargs: Mapping[str, Any]) -> int | None:
         places = read_model_folder(folder).places.values()
     except CheckpointError:
         return None
-    asked: Any = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    asked = getattr(torch, asked, None) if isinstance(asked, str) else asked
-    if not isinstance(asked, torch.dtype):
+    requested: Any = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    requested = getattr(torch, requested, None) if isinstance(requested, str) else requested
+    if not isinstance(requested, torch.dtype):
         return sum(place.size for place in places)
-    return sum(asked.itemsize * place.size // ITEM_BYTES[place.type_name] for place in places)
+    return sum(requested.itemsize * place.size // ITEM_BYTES[place.type_name] for place in places)
 
 
 def _folder_of(source: Any, kwargs: Mapping[str, Any]) -> Path | None:

@@ -1,4 +1,4 @@
-"""A live line about a training loop: step, loss, learning rate, throughput, memory, time left."""
+"""A progress line of a training loop: step, loss, learning rate, throughput, memory, time left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_plugin.config.amounts import show_bytes
 
 
 class _Report(NamedTuple):
-    """What one process tells the others about the steps since its last report."""
+    """What one process reports about the steps since its last report."""
 
     loss: float
     units: int
@@ -28,11 +28,11 @@ class _Report(NamedTuple):
 
 
 class Progress:
-    """Shows a loop's progress on the main process; every process makes it and updates it at every step.
+    """Shows the progress of a training loop on the main process; every process creates it and updates it at every step.
 
-    A line appears about once in `seconds`. Only then is the loss read from the device and are the processes asked, so
-    the steps between run without synchronisation. The loss is the mean over processes, the throughput their sum, the
-    memory the highest peak of any of them (resident set on a CPU, allocator peak on a GPU).
+    A line appears about every `seconds` seconds. Only then is the loss read from the device and gathered from the
+    processes, so the other steps run without synchronization. The loss is the mean over processes, the throughput their
+    sum, and the memory the highest peak of any process (resident set size on a CPU, allocator peak on a GPU).
 
         with Progress(total=1000) as progress:
             for step, batch in enumerate(loader, start=1):
@@ -40,11 +40,11 @@ class Progress:
                 progress.update(step, loss=loss, lr=scheduler.get_last_lr()[0], units=batch.numel())
 
     Args:
-        total: steps of the whole loop.
+        total: the number of steps of the loop.
         unit: what `units` counts, e.g. tokens.
-        seconds: time between two lines; None is 0.5 on a terminal, where one line is redrawn, and 10 elsewhere, where
-            each is a new one.
-        console: where to write, rich's own choice of standard output when None.
+        seconds: the time between two lines; None is 0.5 on a terminal, where one line is redrawn, and 10 elsewhere,
+            where each is a new line.
+        console: a rich console; None writes to standard output.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Progress:
         self._unit = unit
         self._seconds = seconds if seconds is not None else 0.5 if self._console.is_terminal else 10.0
         self._units = 0
-        self._reported = 0  # the last step that was shown
+        self._reported = 0  # the last step that was reported
         self._next = 1
         self._first: tuple[int, float] | None = None  # step and time of the first line
         self._bar: Bar | None = None
@@ -64,12 +64,12 @@ class Progress:
         self._main = not _distributed() or distributed.get_rank() == 0
         self._before = time.perf_counter()
         if self._main and self._console.is_terminal:
-            room_for_bar = self._console.width >= 100
+            shows_bar = self._console.width >= 100
             self._bar = Bar(
                 TextColumn("{task.description}"),
-                *([BarColumn(bar_width=None)] if room_for_bar else []),
+                *([BarColumn(bar_width=None)] if shows_bar else []),
                 console=self._console,
-                auto_refresh=False,  # no thread beside the training: the line is drawn when it changes
+                auto_refresh=False,  # without a thread: the line is drawn when it changes
                 expand=True,
             )
             self._bar.start()
@@ -84,21 +84,21 @@ class Progress:
             self._bar.stop()
 
     def update(self, step: int, *, loss: float | torch.Tensor, lr: float, units: int = 0) -> None:
-        """Tell that `step` (counted from 1) is done; every process calls it with the same `step`.
+        """Report that a step is done; every process calls this with the same `step`.
 
         Args:
-            step: steps done so far.
-            loss: this process's loss of this step; a tensor stays on its device until a line is due.
-            lr: learning rate that the step used.
-            units: what this process handled in this step, e.g. tokens.
+            step: the number of steps done so far, counted from 1.
+            loss: the loss of this process; a tensor is read from its device only when a line is due.
+            lr: the learning rate of the step.
+            units: how many units, e.g. tokens, this process computed in the step.
         """
         self._units += units
         if step < self._next and step < self._total:
             return
         now = time.perf_counter()
         reports = _gather(_Report(float(loss), self._units, now - self._before, _peak_memory_bytes()))
-        # All must come back at the same step, so the main process's clock decides for all. The interval at most
-        # doubles: the first steps, which build kernels and fill caches, are no measure of the others.
+        # All must gather at the same step, so the clock of the main process decides for all. The interval at most
+        # doubles, since the first steps, which compile kernels and fill caches, take longer than the others.
         steps = step - self._reported
         due = round(self._seconds * steps / max(reports[0].seconds, 1e-9))
         self._next = step + max(1, min(due, 2 * steps))
@@ -110,7 +110,7 @@ class Progress:
         loss = sum(r.loss for r in reports) / len(reports)
         speed = sum(r.units for r in reports) / max(reports[0].seconds, 1e-9)
         peak = max(r.memory_bytes for r in reports)
-        if self._first is None:  # the first step, which warms everything up, tells nothing about the others
+        if self._first is None:  # the first step is not representative
             self._first, left = (step, now), "?"
         else:
             seconds = (self._total - step) * (now - self._first[1]) / (step - self._first[0])

@@ -1,4 +1,4 @@
-"""Before the first step: every process has the same software, configuration and kind of device, and the same models."""
+"""Checks that all processes have the same software, configuration and kind of device, and the same models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero_plugin.strategies.optimizer_states import describe_states
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
 
 _SOFTWARE: Final = ("zero-plugin", "torch", "deepspeed", "transformers")
-# Keys that may differ from machine to machine; all others change what is trained.
+# Keys that may differ between machines; all others affect the training.
 _OF_A_MACHINE: Final = frozenset(
     {
         "debug",
@@ -43,60 +43,60 @@ _OF_A_MACHINE: Final = frozenset(
         "tee",
     }
 )
-_SHOWN: Final = 5  # differences; the first tells nearly always what is wrong
+_SHOWN: Final = 5  # differences in a message; the first one nearly always names the cause
 _PLAIN: Final = (bool, int, float, str, tuple, type(None))
 
 
 @collective("Accelerator")
 def check_same_run(document: Document, processes: Processes) -> None:
-    """Compare what this process runs with what the others run; collective.
+    """Compare versions, device kind and configuration with the other processes; collective.
 
     Raises:
-        LaunchError: versions, device kinds or configurations differ; with each value, and the hosts that have it.
+        LaunchError: they differ; the error lists each value and the ranks and hosts that have it.
     """
     if processes.world_size == 1:
         return
-    told = {
+    own = {
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         **{name: installed_version(name) or "not installed" for name in _SOFTWARE},
         "device": processes.device.type,
         **_settings(document.launch),
         **_settings(document.deepspeed),
     }
-    if differences := _compare(told):
+    if differences := _compare(own):
         raise LaunchError(
-            f"the processes of this run are not alike:\n{differences}\n"
+            f"the processes of this run differ:\n{differences}\n"
             "Every machine needs the same versions, the same kind of device and the same configuration."
         )
 
 
 def check_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer | DummyOptim]) -> None:
-    """Compare what `prepare` got with what it got on the other processes, inside that call; collective.
+    """Compare the arguments of `prepare` with those on the other processes; collective.
 
     Raises:
-        LoopError: parameters differ in name, shape, dtype or in whether they are trained, or optimizers do; with each
-            value and the ranks that have it.
+        LoopError: the parameters differ in name, shape, dtype or `requires_grad`, or the optimizers differ; the error
+            lists each value and the ranks that have it.
     """
     if num_processes() == 1:
         return
-    told: dict[str, str] = {}
+    own: dict[str, str] = {}
     for number, model in enumerate(models, 1):
         prefix = f"model {number}: " if len(models) > 1 else ""
         for name, p in model.named_parameters():
             trained = "" if p.requires_grad else ", frozen"
             shape = tuple(getattr(p, "ds_shape", p.shape))
-            told[f"{prefix}{name}"] = f"{shape} {str(p.dtype).removeprefix('torch.')}{trained}"
+            own[f"{prefix}{name}"] = f"{shape} {str(p.dtype).removeprefix('torch.')}{trained}"
     for number, optimizer in enumerate(optimizers, 1):
         facts = optimizer.describe() if isinstance(optimizer, DummyOptim) else describe_optimizer(optimizer)
-        told[f"optimizer {number}"] = type(optimizer).__name__
-        told[f"optimizer {number}: lr of each group"] = ", ".join(map(str, facts.group_lrs))
+        own[f"optimizer {number}"] = type(optimizer).__name__
+        own[f"optimizer {number}: lr of each group"] = ", ".join(map(str, facts.group_lrs))
         if isinstance(optimizer, Optimizer) and getattr(optimizer, "state", None):
-            told[f"optimizer {number}: state"] = describe_states(optimizer)
-        told |= {f"optimizer {number}: {k}": str(v) for k, v in facts.given.items() if isinstance(v, _PLAIN)}
-    if differences := _compare(told):
+            own[f"optimizer {number}: state"] = describe_states(optimizer)
+        own |= {f"optimizer {number}: {k}": str(v) for k, v in facts.given.items() if isinstance(v, _PLAIN)}
+    if differences := _compare(own):
         raise LoopError(
             f"prepare() got different objects on different processes:\n{differences}\n"
-            "Every process has to build the same models and optimizers, with the same layers frozen, whatever its rank."
+            "Every process must build the same models and optimizers, with the same frozen layers."
         )
 
 
@@ -104,21 +104,21 @@ def _settings(tree: Tree) -> dict[str, str]:
     return {dotted(path): str(entry.value) for path, entry in tree.entries.items() if path[-1] not in _OF_A_MACHINE}
 
 
-def _compare(told: Mapping[str, str]) -> str:
-    """What differs between the processes, in lines; "" for nothing. Of what is told, only a digest travels first."""
-    whole = json.dumps(told, sort_keys=True)
-    digest = hashlib.sha256(whole.encode()).hexdigest()
-    said = exchange(f"{digest} {socket.gethostname()}")
-    digests, hosts = zip(*(word.split(" ", 1) for word in said), strict=True)
+def _compare(own: Mapping[str, str]) -> str:
+    """Lines that describe how `own` differs between the processes; "" if it does not. Digests are compared first."""
+    encoded = json.dumps(own, sort_keys=True)
+    digest = hashlib.sha256(encoded.encode()).hexdigest()
+    answers = exchange(f"{digest} {socket.gethostname()}")
+    digests, hosts = zip(*(answer.split(" ", 1) for answer in answers), strict=True)
     if len(set(digests)) == 1:
         return ""
-    speaks = digests.index(digest) == process_index()  # one process for all that say the same
-    spoken = exchange(whole if speaks else "")
-    by_digest: dict[str, dict[str, str]] = {d: json.loads(w) for d, w in zip(digests, spoken, strict=True) if w}
+    sends = digests.index(digest) == process_index()  # one process for all that have the same values
+    sent = exchange(encoded if sends else "")
+    by_digest: dict[str, dict[str, str]] = {d: json.loads(text) for d, text in zip(digests, sent, strict=True) if text}
     everyone = [by_digest[digest] for digest in digests]
     names = dict.fromkeys(name for values in by_digest.values() for name in values)
     lines = [
-        f"  {name}: {_ranks_by_value([values.get(name, 'not there') for values in everyone], hosts)}"
+        f"  {name}: {_ranks_by_value([values.get(name, 'missing') for values in everyone], hosts)}"
         for name in names
         if len({values.get(name) for values in by_digest.values()}) > 1
     ]
@@ -128,11 +128,11 @@ def _compare(told: Mapping[str, str]) -> str:
 
 def _ranks_by_value(values: Sequence[str], hosts: Sequence[str]) -> str:
     """`A on ranks 0-2 (host-1, host-2), B on rank 3 (host-3)`."""
-    told = []
+    parts = []
     for value in dict.fromkeys(values):
         ranks = [rank for rank, other in enumerate(values) if other == value]
         runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
         numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
         where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-        told.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {numbers} ({where})")
-    return "; ".join(told)
+        parts.append(f"{value} on rank{'s' if len(ranks) > 1 else ''} {numbers} ({where})")
+    return "; ".join(parts)
