@@ -122,7 +122,7 @@ def test_a_process_that_ran_out_of_memory(folder: Path, script: str) -> None:
     """The other one sits in a backward, which nothing interrupts, and ends while this one still lives."""
     run = ended(folder, script)
     assert run.codes == [1, 1]
-    assert run.outputs[1].count("Host memory ran out on rank 1, in the forward") == 1
+    assert run.outputs[1].count("CPU memory ran out on rank 1, in the forward") == 1
     assert "process 1 has run out of memory; process 0 ends with it" in run.outputs[0]
 
 

@@ -223,7 +223,7 @@ def test_machine_0_is_killed(apart: bool, hosts: tuple[Host, Host], tmp_path: Pa
             process.kill()
             process.communicate()
         assert code == 0, errors
-        assert "1 of 2 processes have met; the global batch stays as it is" in errors
+        assert "1 of 2 processes run; the global batch size does not change" in errors
         assert output.endswith("step 16\n")
     else:
         assert code == 1

@@ -41,7 +41,7 @@ def test_the_group_starts_again_with_smaller_micro_batches(launch: Launch, tmp_p
     assert backed_off[0] == 2
     assert backed_off == started_so
     assert "all workers start again with micro-batch 4, which makes 2 of each of the loader's batches" in done.stderr
-    assert done.stderr.count("Host memory ran out on rank 1, in the forward, at micro-batch 8") == 1
+    assert done.stderr.count("CPU memory ran out on rank 1, in the forward, at micro-batch 8") == 1
 
 
 def test_it_goes_on_from_what_this_launch_has_saved(launch: Launch, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_where_the_micro_batch_is_typed(launch: Launch, tmp_path: Path) -> None:
     done = launch("--config_file", config, SCRIPT, "cuda", "4", "8", "0", str(tmp_path / "out"))
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("memory ran out on rank 1") == 1, done.stderr
-    assert "in the forward, at micro-batch 8: 2 GiB were asked for" in done.stderr
+    assert "in the forward, at micro-batch 8: 2 GiB were requested" in done.stderr
     smaller = (
         "1. batch_size=4 with gradient_accumulation_steps 2, the same global batch, or train_micro_batch_size_per_gpu"
     )

@@ -46,14 +46,15 @@ def failure(kind: str) -> BaseException:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"), [("torch", "GiB were asked for"), ("numpy", "GiB were asked for"), ("python", "as much")]
+    ("kind", "asked"),
+    [("torch", "GiB were requested"), ("numpy", "GiB were requested"), ("python", "an allocation failed")],
 )
 def test_real_failures_of_the_host(kind: str, asked: str) -> None:
     """Torch's, NumPy's and Python's own are known for what they are, with the bytes that were asked for."""
     error = failure(kind)
     assert is_out_of_memory(error)
     shortage = describe_out_of_memory(error, LOOP, CPU, rank=3)
-    assert shortage.headline.startswith("Host memory ran out on rank 3, in the forward, at micro-batch 8: ")
+    assert shortage.headline.startswith("CPU memory ran out on rank 3, in the forward, at micro-batch 8: ")
     assert asked in shortage.headline
     assert "GiB are available" in shortage.headline
 
@@ -77,7 +78,7 @@ def test_the_ways_are_numbered_by_their_cost() -> None:
     """Half the micro-batch with twice the accumulation first, then activation checkpointing, then the strategy's."""
     shortage = describe_out_of_memory(failure("torch"), LOOP, CPU, rank=0)
     first, *ways = shortage.advice.splitlines()
-    assert first == "What lowers it, the cheapest first:"
+    assert first == "What needs less memory, the cheapest first:"
     assert ways[0] == "  1. batch_size=4 with gradient_accumulation_steps 4, the same global batch"
     assert ways[1].startswith("  2. activation checkpointing")
     assert ways[2] == "  3. zero_stage: 3 (it is 2)"
@@ -116,7 +117,7 @@ def test_what_the_plan_says_of_each_way() -> None:
     shortage = describe_out_of_memory(failure("python"), loop, CPU, rank=0)
     _, smaller, checkpointing, *_ = shortage.advice.splitlines()
     assert "4, the same global batch: " in smaller
-    assert checkpointing.endswith(" GiB of 10 GiB; by the plan the cheapest that fits")
+    assert checkpointing.endswith(" GiB of 10 GiB; according to the plan the cheapest that fits")
     assert shortage.advice.count("the cheapest that fits") == 1
     taken = replace(loop, taken=2 * run.footprint.allocated_bytes)
     corrected = describe_out_of_memory(failure("python"), taken, CPU, rank=0).advice.splitlines()[1]
@@ -192,7 +193,7 @@ def test_a_script_without_a_launcher(tmp_path: Path) -> None:
         [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert done.returncode == 1
-    trace, told = done.stderr.split("Host memory ran out on rank 0, in ")
+    trace, told = done.stderr.split("CPU memory ran out on rank 0, in ")
     assert "DefaultCPUAllocator" in trace
     assert told.startswith("the forward, at micro-batch 4")
-    assert "`zero-plugin launch` starts it again by itself" in told
+    assert "`zero-plugin launch` restarts it" in told

@@ -66,7 +66,7 @@ ROWS = [
         "        known = any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self.trainings)\n",
         "        known = False\n",
         checks("loop", "prepare_refuses", "ddp", "zero2"),
-        "prepared already",
+        "already prepared",
     ),
     Row(
         "an optimizer of another model",

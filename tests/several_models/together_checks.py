@@ -469,7 +469,7 @@ def check_what_prepare_refuses(path: str) -> None:
         sgd = _sgd(one)
         model, _ = accelerator.prepare(one, sgd)
         raised(LoopError, "shares parameters", by=lambda: accelerator.prepare(one[0]))
-        raised(LoopError, "prepared already", by=lambda: accelerator.prepare(sgd))
+        raised(LoopError, "already prepared", by=lambda: accelerator.prepare(sgd))
         if is_zero(path):
             raised(LoopError, "accelerator.backward(loss)", by=lambda: model.backward(model(own_batch(0)[0]).mean()))
             raised(LoopError, "optimizer.step()", by=model.step)

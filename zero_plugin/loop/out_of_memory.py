@@ -1,12 +1,7 @@
-"""When memory has run out: what to change, and going on with smaller micro-batches.
+"""What happens when memory runs out: advice to the user, and a restart with smaller micro-batches.
 
-Says once what to change when memory has run out, and asks the launcher for smaller micro-batches where it may.
-
-Tells errors that say that memory ran out from others.
-
-A run that has run out of memory goes on with smaller micro-batches, and with as many more of them in each step.
-
-What is said of a script that memory has ended, and what its launcher is asked for.
+If the configuration leaves the micro-batch size open, the launcher restarts the run with smaller micro-batches and
+correspondingly more of them in each optimizer step.
 """
 
 from __future__ import annotations
@@ -39,15 +34,15 @@ from zero_plugin.strategies.base import Saving
 _log = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY: Final = (
-    " out of memory.",  # CUDA, ROCm
-    "CUDA error: out of memory",  # of the driver, beside torch's allocator; lines of advice follow
+    " out of memory.",  # CUDA and ROCm
+    "CUDA error: out of memory",  # raised by the driver, not by torch's allocator
     "HIP error: out of memory",
     "DefaultCPUAllocator: can't allocate memory",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out, on a GPU or on the host."""
+    """Whether the error means that the memory of a GPU or of the CPU ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -55,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 Phase = Literal["prepare()", "the forward", "backward()", "optimizer.step()"]
 
-_ASKED: Final = re.compile(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])")
+_REQUESTED: Final = re.compile(r"llocate ([\d.]+ ?(?:[KMGTPE]i)?[Bb])")
 _PACKAGE: Final = Path(__file__).parents[1]
 _PHASES: Final[dict[tuple[str, str], Phase]] = {
     ("loop/prepared.py", "prepare"): "prepare()",
@@ -66,18 +61,18 @@ _PHASES: Final[dict[tuple[str, str], Phase]] = {
 
 @dataclass(frozen=True, slots=True)
 class FailedLoop:
-    """The loop in which memory ran out.
+    """The training loop in which memory ran out.
 
     Attributes:
         trains: whether a model is prepared with its optimizer.
-        micro_batch: samples of a micro-batch, None where no training loader tells.
+        micro_batch: samples of a micro-batch; None if no training loader is prepared.
         accumulation: micro-batches per optimizer step.
-        cut: into how many micro-batches each of the loader's batches comes already.
-        is_open: whether the configuration leaves the micro-batch to this package (`auto`).
-        decides: whether the script counts its micro-batches itself, by setting `sync_gradients`.
-        savings: what else lowers the use of memory, the cheapest first.
-        run: what a plan computes its memory from; None where none was made.
-        taken: bytes of the device that the process has used at most; 0 where not known.
+        cut: the number of micro-batches that each batch of the loader is already split into.
+        is_open: whether the configuration leaves the micro-batch size open (`auto`).
+        decides: whether the script sets `sync_gradients` itself.
+        savings: changes of the configuration that need less memory, the cheapest first.
+        run: what the plan predicts memory from; None if there was no plan.
+        taken: the peak memory of the process on the device in bytes; 0 if unknown.
     """
 
     trains: bool
@@ -92,7 +87,7 @@ class FailedLoop:
 
 
 def phase_of(trace: TracebackType | None) -> Phase:
-    """What ran when it was raised; whatever is no call of this package's is taken for a forward."""
+    """The call of this package in which the error was raised; the forward if there is none in the traceback."""
     while trace is not None:
         code = trace.tb_frame.f_code
         file = Path(code.co_filename)
@@ -105,50 +100,50 @@ def phase_of(trace: TracebackType | None) -> Phase:
 
 
 def describe_out_of_memory(error: BaseException, loop: FailedLoop, device: torch.device, rank: int) -> Shortage:
-    """What was needed, what is there, what lowers the use, and whether a smaller micro-batch is to be tried.
+    """Describe the requested and available memory, what needs less, and whether to retry with a smaller micro-batch.
 
     Args:
-        error: says that memory ran out.
-        loop: in which it did.
-        device: where this process computes.
-        rank: of this process.
+        error: the out-of-memory error.
+        loop: the training loop in which it was raised.
+        device: the device of this process.
+        rank: the rank of this process.
     """
     phase = phase_of(error.__traceback__)
     on_device = device.type == "cpu" or not (isinstance(error, MemoryError) or "CPUAllocator" in str(error))
     depends = phase in ("the forward", "backward()") and on_device
     size = "" if loop.micro_batch is None else f", at micro-batch {loop.micro_batch}"
-    asked = _asked_bytes(error)
-    wanted = f"{show_bytes(asked)} were asked for" if asked else "as much as was asked for is not there"
+    requested = _requested_bytes(error)
+    wanted = f"{show_bytes(requested)} were requested" if requested else "an allocation failed"
     memory = device if on_device else torch.device("cpu")
     headline = (
-        f"{'GPU' if memory.type == 'cuda' else 'Host'} memory ran out on rank {rank}, in {phase}{size}: {wanted}"
+        f"{'GPU' if memory.type == 'cuda' else 'CPU'} memory ran out on rank {rank}, in {phase}{size}: {wanted}"
         f"{_describe_memory(memory)}."
     )
     factor = smaller_cut(loop.micro_batch) if depends and loop.trains and loop.micro_batch else 0
-    ways = [*(_smaller(loop, factor) if factor else ()), *loop.savings]
-    lines = [f"  {number}. {way}" for number, way in enumerate(_with_plan(ways, loop, loop.taken + asked), 1)]
+    options = [*(_smaller(loop, factor) if factor else ()), *loop.savings]
+    lines = [f"  {number}. {text}" for number, text in enumerate(_with_plan(options, loop, loop.taken + requested), 1)]
     if not depends:
         lines.append(f"  A smaller micro-batch does not help: {_why_not(phase, on_device=on_device)}.")
     retries = factor and loop.is_open and not loop.decides
     return Shortage(
         headline,
-        "\n".join(["What lowers it, the cheapest first:", *lines]),
+        "\n".join(["What needs less memory, the cheapest first:", *lines]),
         cut=loop.cut * factor if retries else 0,
         micro_batch=(loop.micro_batch or 0) // factor if retries else 0,
     )
 
 
 def explain_out_of_memory(explain: Callable[[BaseException], Shortage]) -> Callable[[], None]:
-    """When an error that says that memory ran out ends this process, tell what `explain` makes of it.
+    """When an out-of-memory error ends this process, report the description that `explain` returns for it.
 
-    The launcher is told, which says it once; where there is none it is printed here, below the traceback. The other
-    processes, which may wait in an operation for this one, are told to end.
+    It is passed to the launcher, which prints it once; without a launcher it is logged below the traceback. The other
+    processes, which may wait for this one in a collective operation, are notified to exit.
 
     Args:
-        explain: a method, whose object is not kept.
+        explain: a bound method; only a weak reference to its object is kept.
 
     Returns:
-        What undoes it.
+        A function that undoes this.
     """
     before = sys.excepthook
     explaining = weakref.WeakMethod(explain)
@@ -167,15 +162,15 @@ def explain_out_of_memory(explain: Callable[[BaseException], Shortage]) -> Calla
     return undo
 
 
-# Of all Accelerators that have not ended; the newest one speaks.
+# The methods of all Accelerators that have not ended; the newest one is used.
 _explaining: Final[list[weakref.WeakMethod[Callable[[BaseException], Shortage]]]] = []
 _explained: BaseException | None = None
 
 
 def describe_end(error: BaseException | None) -> list[str]:
-    """Lines to be said with an error that ends this process where no launcher starts the run again; none of others.
+    """Lines to print with an out-of-memory error that ends this process without a launcher; none for other errors.
 
-    The other processes, which may wait in an operation for this one, are told to end.
+    The other processes, which may wait for this one in a collective operation, are notified to exit.
     """
     shortage = _report_of(error)
     if shortage is None:
@@ -194,7 +189,7 @@ def _explain(error: BaseException | None) -> None:
 
 
 def _report_of(error: BaseException | None) -> Shortage | None:
-    """What the newest Accelerator makes of it, once; None where memory has not run out."""
+    """The description by the newest Accelerator, once for each error; None for errors of another kind."""
     global _explained
     while error is not None and not is_out_of_memory(error):
         error = error.__cause__
@@ -209,16 +204,16 @@ def _lines(shortage: Shortage) -> list[str]:
     lines = [shortage.headline, shortage.advice]
     if shortage.cut:
         lines.append(
-            "Nothing starts this run again: a loop that has failed cannot go on from inside its own script. "
-            "`zero-plugin launch` starts it again by itself with the smaller micro-batch, with one process too."
+            "This run is not restarted: a training loop that has failed cannot continue in the same process. "
+            "`zero-plugin launch` restarts it with the smaller micro-batch, also with one process."
         )
     return lines
 
 
 def _smaller(loop: FailedLoop, factor: int) -> Iterator[Saving]:
-    assert loop.micro_batch is not None, "it has a factor"
+    assert loop.micro_batch is not None, "a factor is only computed for a known micro-batch size"
     micro_batch, accumulation = loop.micro_batch // factor, loop.accumulation * factor
-    by_itself = "" if loop.is_open else ", or train_micro_batch_size_per_gpu: auto, and the launcher does it"
+    by_itself = "" if loop.is_open else ", or train_micro_batch_size_per_gpu: auto, and the launcher does this"
     yield Saving(
         f"batch_size={micro_batch} with gradient_accumulation_steps {accumulation}, the same global batch{by_itself}",
         {"micro_batch": micro_batch, "accumulation": accumulation},
@@ -229,33 +224,33 @@ def _smaller(loop: FailedLoop, factor: int) -> Iterator[Saving]:
     )
 
 
-def _with_plan(ways: Iterable[Saving], loop: FailedLoop, taken: int) -> Iterator[str]:
-    """Each way with what it takes by the plan, corrected by what was really taken; the first that fits is marked."""
+def _with_plan(options: Iterable[Saving], loop: FailedLoop, taken: int) -> Iterator[str]:
+    """Each option with its predicted memory, corrected by the measured memory; the first that fits is marked."""
     run, found = loop.run, False
     if run is None:
-        yield from (way.text for way in ways)
+        yield from (option.text for option in options)
         return
     capacity = run.cluster.device_bytes
     short_by = max(1.0, taken / run.footprint.allocated_bytes) if loop.taken else 1.0
-    for way in ways:
-        if way.changes.get("activation_checkpointing") and run.activations.checkpointed is None:
-            yield way.text
+    for option in options:
+        if option.changes.get("activation_checkpointing") and run.activations.checkpointed is None:
+            yield option.text
             continue
-        needed = int(short_by * run.changed(**way.changes).footprint.device_bytes)
-        fits = "" if found or needed > capacity else "; by the plan the cheapest that fits"
+        needed = int(short_by * run.changed(**option.changes).footprint.device_bytes)
+        fits = "" if found or needed > capacity else "; according to the plan the cheapest that fits"
         found = found or bool(fits)
-        yield f"{way.text}: {show_bytes(needed)} of {show_bytes(capacity)}{fits}"
+        yield f"{option.text}: {show_bytes(needed)} of {show_bytes(capacity)}{fits}"
 
 
 def _why_not(phase: Phase, *, on_device: bool) -> str:
     if not on_device:
-        return "host memory ran out, where the batches are not computed"
+        return "CPU memory ran out, and the batches are computed on the GPU"
     return "the model's states need it" if phase == "prepare()" else "the optimizer's states need it"
 
 
-def _asked_bytes(error: BaseException) -> int:
-    """What could not be had, by the error's own words; 0 where it does not say."""
-    found = _ASKED.search(str(error))
+def _requested_bytes(error: BaseException) -> int:
+    """The size of the allocation that failed, from the error's message; 0 if it does not name one."""
+    found = _REQUESTED.search(str(error))
     return (read_bytes(found[1]) or 0) if found else 0
 
 
@@ -267,7 +262,7 @@ def _describe_memory(device: torch.device) -> str:
             f"; of {show_bytes(total)} this process uses {show_bytes(held)} and keeps {show_bytes(cached - held)} for "
             f"reuse, and {show_bytes(free)} are free"
         )
-    return f", and {show_bytes(memory_available_bytes(device))} can be had"
+    return f", and {show_bytes(memory_available_bytes(device))} are available"
 
 
 _ACCUMULATION: KeyPath = ("gradient_accumulation_steps",)
@@ -275,42 +270,43 @@ _GLOBAL: KeyPath = ("train_batch_size",)
 
 
 def agree_on_cut(processes: int, environ: Mapping[str, str]) -> int:
-    """Into how many micro-batches each of the loaders' batches comes, the same on every process; collective.
+    """The number of micro-batches that each batch of a loader is split into, the same on every process; collective.
 
     Args:
-        processes: of the run. Only the launcher of the machine on which memory ran out knows of it.
-        environ: of this process.
+        processes: the world size. With several machines only one launcher may know that memory ran out.
+        environ: the environment variables of this process.
     """
     own = micro_batch_cut(environ)
     here = environ.get("LOCAL_WORLD_SIZE", str(processes))
     return own if here == str(processes) else max(gather_object([own]))
 
 
-def accumulate_more(document: Document, cut: int, intended: int = 1, found: int = 1) -> Document:
-    """The document with so much more than the accumulation that a user wrote that the global batch stays.
+def accumulate_more(document: Document, cut: int, intended: int = 1, available: int = 1) -> Document:
+    """The document with more gradient accumulation, so that the global batch size does not change.
 
-    Where `train_batch_size` is written and the accumulation is open, it follows from that one by itself.
+    Nothing changes if `train_batch_size` is written and the accumulation is open: it then follows from that.
 
     Args:
-        document: as it was asked for.
-        cut: into how many micro-batches each of the loaders' batches comes.
-        intended, found: processes that the global batch is meant for, and those that there are.
+        document: the configuration as it was given.
+        cut: the number of micro-batches that each batch of a loader is split into.
+        intended: the number of processes that the global batch size is meant for.
+        available: the number of processes that run.
 
     Raises:
-        LaunchError: the micro-batches cannot be shared out among the processes.
+        LaunchError: the micro-batches cannot be divided evenly among the processes.
     """
     entry = document.deepspeed.get(*_ACCUMULATION)
     is_open = entry is None or entry.value in (AUTO, None)
-    if (cut == 1 and intended == found) or (entry is not None and not is_open and not entry.origin.typed_by_user):
+    if (cut == 1 and intended == available) or (entry is not None and not is_open and not entry.origin.typed_by_user):
         return document
     if is_open and document.deepspeed.value(*_GLOBAL) not in (AUTO, None):
         return document
-    asked = 1 if entry is None or is_open else entry.value
-    where = "to keep the global batch" if entry is None else entry.origin.where
-    reasons = [f"{asked}"]
+    configured = 1 if entry is None or is_open else entry.value
+    where = "to keep the global batch size" if entry is None else entry.origin.where
+    reasons = [f"{configured}"]
     if cut > 1:
-        reasons.append(f"× {cut}: memory ran out before, so each of the loader's batches comes as {cut} micro-batches")
-    if intended != found:
-        reasons.append(f"× {intended} ÷ {found}: so many of the processes are left")
-    more = Entry(redistribute_steps(asked * cut, intended, found), Origin("rule", where, " ".join(reasons)))
+        reasons.append(f"× {cut}: memory ran out before, so each batch of the loader is split into {cut} micro-batches")
+    if intended != available:
+        reasons.append(f"× {intended} ÷ {available}: {available} of {intended} processes are left")
+    more = Entry(redistribute_steps(configured * cut, intended, available), Origin("rule", where, " ".join(reasons)))
     return replace(document, deepspeed=document.deepspeed.replace({_ACCUMULATION: more}))

@@ -1,4 +1,4 @@
-"""Makes trainings: resolves the configuration for a model, builds its session, its optimizer and its schedulers."""
+"""Prepares one model: resolves its configuration, builds its session, and wraps its optimizer and schedulers."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def start_training(
     """Resolve the configuration for a model and build its session.
 
     Args:
-        document: what was asked for.
-        facts: of the loop and the machine; those of the model, the optimizer and the scheduler are added here.
+        document: the configuration as it was given.
+        facts: facts about the loop and the machine; those about the model, optimizer and schedulers are added here.
         strategy: builds the session.
         processes: this process and its peers.
-        window: counts the micro-batches of all that has no optimizer.
+        window: the default accumulation window, for models without an optimizer.
         pair: the user's module, with its optimizer and schedulers.
-        peek: an example of what the loop's batches hold; None where none can be had.
+        peek: returns an example batch; None if there is none.
         **how: `is_placed` and `only_evaluates` of `SessionRequest`.
 
     Raises:
-        ConfigError: see `resolve`, `plan_open_fields`.
-        MachineError, StrategyError: there is no room; see `check_memory` and `check_memory_without_zero`.
+        ConfigError: see `resolve` and `plan_open_fields`.
+        MachineError, StrategyError: memory does not suffice; see `check_memory` and `check_memory_without_zero`.
     """
     model, optimizer, schedulers = pair
     facts = _with_pair(replace(facts, model=probe_model(model)), optimizer, schedulers)
@@ -92,7 +92,7 @@ def start_training(
     parameters = tuple(p for p in session.module.parameters() if p.requires_grad)
     training = Training(session, facts, resolved, window, parameters)
     if predicted is not None:
-        before = peak_before if facts.loop.micro_batch else None  # else the plan guessed what the loop computes on
+        before = peak_before if facts.loop.micro_batch else None  # else the plan had to guess the micro-batch size
         training.prediction = Prediction(predicted, local_processes(processes), processes.device, before)
     session.follow_window(lambda: training.reduces_each_batch or training.window.next_backward_ends)
     return training
@@ -105,18 +105,18 @@ def add_optimizer(
     processes: Processes,
     pair: Pair,
 ) -> None:
-    """Train from now on, with the pair's optimizer, what was prepared without one.
+    """Add the pair's optimizer to a model that was prepared without one.
 
     Raises:
         ConfigError: see `resolve`.
-        LoopError: see `Strategy.add_optimizer`; or parameters are to be trained that were frozen before.
+        LoopError: see `Strategy.add_optimizer`; or parameters that were frozen in `prepare` now require gradients.
     """
     model, optimizer, schedulers = pair
     known = {id(p) for p in training.parameters}
     if any(p.requires_grad and id(p) not in known for p in model.parameters()):
         raise LoopError(
             f"prepare() got the optimizer of the {type(model).__name__} in a later call than the model, of which some "
-            "parameters were frozen then.\nPass them in one call, or have all require gradients before the first."
+            "parameters were frozen then.\nPass them in one call, or set requires_grad of all before the first call."
         )
     logged = training.resolved.said_aloud
     training.facts = _with_pair(training.facts, optimizer, schedulers)
@@ -134,14 +134,14 @@ def wrap_optimizer(
     loops: RunningLoops,
     schedulers: Sequence[Any],
 ) -> AcceleratedOptimizer:
-    """Give the user an optimizer for a session that has one.
+    """Create the `AcceleratedOptimizer` of a session that has an optimizer.
 
     Args:
-        training: whose.
-        given: what was passed to `prepare`.
-        held: what the user has for it already, from an earlier `prepare`.
-        loops: over prepared loaders.
-        schedulers: what comes for it in this `prepare`.
+        training: the prepared model.
+        given: the optimizer that was passed to `prepare`.
+        held: the `AcceleratedOptimizer` that an earlier `prepare` returned for it, or None.
+        loops: the running loops over prepared loaders.
+        schedulers: its schedulers in this `prepare` call.
     """
     training.window = AccumulationWindow(training.resolved.accumulation, loops.find_leader, loops.count_batch)
     assert training.session.optimizer is not None, "the session has just been given one"
@@ -151,15 +151,15 @@ def wrap_optimizer(
     training.given_optimizer, training.optimizer = given, optimizer
     if training.prediction is not None:
         watch_memory(training.session, optimizer, training.prediction)
-    for scheduler in optimizer.schedulers:  # prepared before
+    for scheduler in optimizer.schedulers:  # those of earlier `prepare` calls
         _log_learning_rate(scheduler, training.resolved, training.facts)
         _warn_of_counting(training, scheduler)
     section = training.resolved.scheduler
     if section is not None and not schedulers and not optimizer.schedulers:
-        # A section whose scheduler the loop never asked for still is what the user wrote.
+        # The configuration has a scheduler section, but the script prepared no scheduler.
         training.remove_scheduler = _step_by_itself(section, optimizer)
         _log_learning_rate(optimizer.schedulers[-1], training.resolved, training.facts)
-        _log.info("the configuration's scheduler steps by itself, since no scheduler was prepared")
+        _log.info("the configuration's scheduler advances with each optimizer step, since no scheduler was prepared")
     return optimizer
 
 
@@ -172,18 +172,18 @@ def prepare_scheduler(
     step_with_optimizer: bool = True,
     built_before: bool = False,
 ) -> AcceleratedScheduler:
-    """The scheduler on the training's running optimizer, a placeholder replaced by what the configuration describes.
+    """Create the `AcceleratedScheduler` for a scheduler, or for what the configuration describes for a placeholder.
 
     Args:
-        training: whose optimizer it drives.
-        scheduler: as the script made it.
-        document: what was asked for.
+        training: the model whose optimizer it drives.
+        scheduler: the scheduler or placeholder of the script.
+        document: the configuration as it was given.
         processes: this process and its peers.
         step_with_optimizer: see `AcceleratedScheduler`.
-        built_before: whether it is older than the prepared loader.
+        built_before: whether it was built before the loader was prepared.
     """
     optimizer = training.optimizer
-    assert optimizer is not None, "a scheduler is found by its optimizer"
+    assert optimizer is not None, "the model was found by its optimizer"
     by_process = training.resolved.scheduler_counts == "processes" and not training.facts.split_batches
     counted = training.facts.machine.counted if by_process else 1
     _join_scheduler(training, scheduler, document, processes)
@@ -203,20 +203,20 @@ def prepare_scheduler(
 
 
 def _find_left_out(model: nn.Module, optimizer: Optimizer | DummyOptim | None) -> list[nn.Parameter]:
-    """See `Session.left_out`; they are logged."""
+    """See `Session.left_out`; it is logged."""
     if optimizer is None or not (left_out := parameters_left_out(optimizer, model)):
         return []
     trainable = sum(p.requires_grad for p in model.parameters())
     _log.info(
         f"{len(left_out)} of the {trainable} trainable parameters of the {type(model).__name__} are in no optimizer: "
-        "their gradients are computed, never applied, and count in no norm; requires_grad_(False) before prepare() "
-        "saves them"
+        "their gradients are computed, but never applied or clipped; requires_grad_(False) before prepare() avoids "
+        "computing them"
     )
     return left_out
 
 
 def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
-    """The section's scheduler, stepped by the optimizer; what undoes it, with all that it has set in the groups."""
+    """Advance the section's scheduler with each optimizer step; the returned function undoes all of it."""
     settings = [{name: deepcopy(group[name]) for name in group if name != "params"} for group in optimizer.param_groups]
     scheduler = AcceleratedScheduler(build_scheduler(section, optimizer.optimizer), optimizer, times=1)
     optimizer.call_after_step(scheduler.step)
@@ -233,11 +233,11 @@ def _step_by_itself(section: SchedulerSection, optimizer: AcceleratedOptimizer) 
 
 
 def _join_scheduler(training: Training, scheduler: Any, document: Document, processes: Processes) -> None:
-    """Resolve anew where a scheduler comes in a later call than its optimizer.
+    """Resolve the configuration again if a scheduler is prepared in a later call than its optimizer.
 
     Raises:
-        ConfigError: the configuration describes another one.
-        LoopError: that one has stepped by itself already.
+        ConfigError: the configuration describes another scheduler.
+        LoopError: the configuration's scheduler has already advanced.
     """
     placeholder = isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None
     known = training.facts.scheduler
@@ -248,7 +248,7 @@ def _join_scheduler(training: Training, scheduler: Any, document: Document, proc
         and training.optimizer is not None
         and training.optimizer.schedulers
     ):
-        raise LoopError("prepare() got a second DummyScheduler of one optimizer; go on with what it returned before.")
+        raise LoopError("prepare() got a second DummyScheduler of one optimizer; use what it returned for the first.")
     if known is not None and (known.placeholder or not placeholder):
         return
     logged = training.resolved.said_aloud
@@ -258,7 +258,7 @@ def _join_scheduler(training: Training, scheduler: Any, document: Document, proc
         if training.optimizer is not None and training.optimizer.applied_steps:
             raise LoopError(
                 f"prepare() got a {type(scheduler).__name__} after optimizer steps in which the configuration's "
-                "scheduler has stepped by itself; prepare it before the first step."
+                "scheduler has already advanced; prepare it before the first step."
             )
         training.remove_scheduler()
         training.remove_scheduler = None
@@ -282,7 +282,7 @@ def _log_resolved(
     processes: Processes,
     logged: Sequence[str] = (),
 ) -> None:
-    """Log what was chosen for the user and changes training, and where the complete configuration is kept."""
+    """Log the resolved values that affect the training, and where the complete configuration is written."""
     for line in resolved.said_aloud:
         if line not in logged:
             _log.info(line)
@@ -300,14 +300,16 @@ def _log_learning_rate(scheduler: AcceleratedScheduler, resolved: Resolved, fact
 
 
 def _warn_of_counting(training: Training, scheduler: AcceleratedScheduler, *, built_before: bool = False) -> None:
-    """Warn where the scheduler is as long as the loader counted the other way."""
+    """Warn if the length of the scheduler only fits the other value of `scheduler_counts`."""
     facts, real = training.facts, scheduler.scheduler
     by_process = training.resolved.scheduler_counts == "processes"
     name, length = type(real).__name__, own_steps(real)
-    if isinstance(real, CurveLR):  # a section's own numbers are optimizer steps, those of a placeholder are counted
+    if isinstance(
+        real, CurveLR
+    ):  # a section's own numbers are optimizer steps, a placeholder's depend on `scheduler_counts`
         name, length = "DummyScheduler", None if facts.scheduler is None else facts.scheduler.total_num_steps
     elif scheduler.times != (facts.machine.counted if by_process else 1):
-        return  # it was built by lr_scheduler_callable, or counts calls, whatever the configuration says
+        return  # `lr_scheduler_callable` built it, or it counts calls: `scheduler_counts` has no effect
     if length is None or facts.split_batches:
         return
     accumulation = training.resolved.accumulation
@@ -317,22 +319,22 @@ def _warn_of_counting(training: Training, scheduler: AcceleratedScheduler, *, bu
 
 
 def join_loaders(training: Training, loop: LoopFacts, document: Document, *, surely_trains: bool) -> None:
-    """Check what a training was resolved to without a loader, now that one has come.
+    """Check the configuration of a model that was prepared before its loader, now that the loader is known.
 
     Args:
-        training: prepared before.
-        loop: of the loaders.
-        document: what was asked for.
-        surely_trains: whether the loader cannot be one for evaluation, which would be well.
+        training: the model.
+        loop: facts about the loaders.
+        document: the configuration as it was given.
+        surely_trains: whether the loader is certainly not one for evaluation; otherwise problems are only logged.
 
     Raises:
-        ConfigError: the loader is not what the configuration says.
-        LoopError: with the loader, the configuration means another number of micro-batches per step.
+        ConfigError: the loader contradicts the configuration.
+        LoopError: with the loader, the configuration results in another number of micro-batches per step.
     """
     if training.facts.loop != LoopFacts():
         return
     facts, problem = replace(training.facts, loop=loop), None
-    unsure = "where this DataLoader is not for evaluation"
+    unsure = "if this DataLoader is not for evaluation"
     try:
         resolved = resolve(document, facts)
     except ConfigError as error:
@@ -350,8 +352,8 @@ def join_loaders(training: Training, loop: LoopFacts, document: Document, *, sur
                 _warn_of_counting(training, scheduler, built_before=True)
             return
         problem = (
-            f"train_batch_size was settled to gradient_accumulation_steps {before} before the DataLoader came; with "
-            f"it, it means {now}.\nPass the loader to prepare() with the model, or before it; or write "
+            f"train_batch_size was resolved to gradient_accumulation_steps {before} before the DataLoader was "
+            f"prepared; with it, the number is {now}.\nPass the loader to prepare() with the model, or before it; or write "
             "gradient_accumulation_steps."
         )
         if surely_trains:

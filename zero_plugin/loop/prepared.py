@@ -1,4 +1,4 @@
-"""What `prepare` has made: models with their optimizers, loaders and schedulers, in one call or in several."""
+"""`Prepared`: the models, optimizers, loaders and schedulers of a run, from one or several `prepare` calls."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Prepared:
     """The models, optimizers, loaders and schedulers of one run.
 
     Args:
-        run: what they run on.
+        run: the run.
 
     Attributes:
         trainings: every prepared model, in the order of `prepare`.
-        trained: those of them that have an optimizer.
-        untrained: the others.
+        trained: the models that have an optimizer.
+        untrained: the other models.
         waiting: optimizers whose models are not prepared yet.
         dataloaders: the prepared loaders.
-        resolved: the configuration of the model prepared last, without open fields; None before.
-        loose: the accumulation window of what is prepared without an optimizer.
-        window: that of the model whose micro-batch runs, or ran last.
-        first_steps: looks for mistakes in the first backwards.
+        resolved: the resolved configuration of the model that was prepared last; None before.
+        default_window: the accumulation window of models and optimizers that were prepared without each other.
+        window: the accumulation window of the current micro-batch, or of the last one.
+        first_steps: checks the first backwards for mistakes.
     """
 
     def __init__(self, run: Run) -> None:
@@ -63,9 +63,11 @@ class Prepared:
         self.waiting: list[AcceleratedOptimizer] = []
         self.dataloaders: list[DataLoaderAdapter] = []
         self.resolved: Resolved | None = None
-        self._unreturned: list[tuple[Any, AcceleratedOptimizer]] = []  # the script's own, known by their schedulers
-        self._loop = LoopFacts()  # of the loaders prepared last
-        self._was_freed = False  # since the last `prepare`
+        self._unreturned: list[
+            tuple[Any, AcceleratedOptimizer]
+        ] = []  # the script's optimizers whose schedulers came first
+        self._loop = LoopFacts()  # facts about the loaders that were prepared last
+        self._was_freed = False  # whether `free` was called since the last `prepare`
         self.window = self.default_window = self._new_window()
         self.first_steps = FirstSteps(self.trainings, lambda: RUNNING.current)
 
@@ -73,17 +75,17 @@ class Prepared:
 
     @property
     def models(self) -> list[nn.Module]:
-        """What the script calls."""
+        """The prepared models, as the script calls them."""
         return [training.session.model for training in self.trainings]
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
-        """Those of the trained models, then those that wait for theirs."""
+        """The optimizers of the trained models, then those whose models are not prepared yet."""
         return [*(t.optimizer for t in self.trained if t.optimizer is not None), *self.waiting]
 
     @property
     def schedulers(self) -> list[AcceleratedScheduler]:
-        """Those of all optimizers."""
+        """The schedulers of all optimizers."""
         return [scheduler for optimizer in self.optimizers for scheduler in optimizer.schedulers]
 
     @property
@@ -92,7 +94,7 @@ class Prepared:
         return [self.default_window, *(training.window for training in self.trained)]
 
     def training_of(self, model: nn.Module) -> Training | None:
-        """What was made of `model`, prepared or the user's own module; None if it is not prepared."""
+        """The entry of `model`, the prepared model or the user's own module; None if it is not prepared."""
         return next((training for training in self.trainings if training.is_of_model(model)), None)
 
     def session_of(self, model: nn.Module) -> Session | None:
@@ -101,7 +103,7 @@ class Prepared:
         return None if training is None else training.session
 
     def measure(self) -> dict[str, float]:
-        """What the last steps tell of themselves; of several models, each but the first has its number in the names."""
+        """Measurements of the last steps; all models but the first have their index appended to the names."""
         return {
             f"{name}_{number}" if number else name: value
             for number, training in enumerate(self.trained)
@@ -109,7 +111,7 @@ class Prepared:
         }
 
     def free(self) -> None:
-        """Let go of all of it, and return memory."""
+        """Release everything that is prepared, and its memory."""
         for training in self.trainings:
             if training.session.before_change is not None:
                 training.session.before_change()
@@ -129,10 +131,10 @@ class Prepared:
         self.window = self.default_window = self._new_window()
         self.resolved = None
         gc.collect()
-        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        torch.cuda.empty_cache()  # does nothing if CUDA was not used
 
     def describe_out_of_memory(self, error: BaseException) -> Shortage:
-        """What to say of an error that says that memory has run out, and whether the launcher may start again."""
+        """Describe an out-of-memory error, and whether the launcher may restart the run."""
         run, training = self._run, self.trained[0] if self.trained else None
         micro_batch = run.document.deepspeed.get("train_micro_batch_size_per_gpu")
         loop = FailedLoop(
@@ -152,17 +154,17 @@ class Prepared:
 
     @collective("prepare", meets=True)
     def prepare(self, objects: Sequence[Any], left: set[int], *, only_evaluates: bool = False) -> tuple[Any, ...]:
-        """What `objects` become, in their order; collective. See `Accelerator.prepare`.
+        """The prepared objects, in the order of `objects`; collective. See `Accelerator.prepare`.
 
         Args:
-            objects: models, optimizers, loaders and schedulers; anything else passes unchanged.
-            left: ids of those whose model, or whose batches, are not moved to this process's device.
-            only_evaluates: the models are never trained.
+            objects: models, optimizers, loaders and schedulers; other objects are returned unchanged.
+            left: ids of the models and loaders that are not moved to this process's device.
+            only_evaluates: whether the models are never trained.
         """
         self._run.follow_configuration()
         if self._was_freed:
             self._was_freed = False
-            gc.collect()  # the wrapper that the script has let go of meanwhile still hooks the model's parameters
+            gc.collect()  # the old wrapper, which the script has released, still has hooks on the parameters
         ready: dict[int, Any] = {}
         loaders, models, optimizers, schedulers = self._sort(objects, ready)
         for optimizer in optimizers:
@@ -182,7 +184,7 @@ class Prepared:
     def _sort(
         self, objects: Sequence[Any], ready: dict[int, Any]
     ) -> tuple[list[DataLoader[Any]], list[nn.Module], list[Optimizer | DummyOptim], list[Any]]:
-        """Those to prepare, by kind; what is known of the others goes to `ready`."""
+        """The objects to prepare, by kind; `ready` gets the prepared objects of those that are known already."""
         kinds = (DataLoader, nn.Module, Optimizer | DummyOptim, LRScheduler | DummyScheduler)
         found: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])
         for position, o in enumerate(objects):
@@ -196,18 +198,18 @@ class Prepared:
             kind = next((index for index, kind in enumerate(kinds) if isinstance(o, kind)), None)
             if kind is not None:
                 if any(o is other for other in objects[:position]):
-                    raise LoopError(f"prepare() got one {type(o).__name__} twice; name each once.")
+                    raise LoopError(f"prepare() got one {type(o).__name__} twice; pass each object once.")
                 found[kind].append(o)
         return found
 
     def _is_prepared(self, o: Any) -> bool:
-        """Whether it passes unchanged.
+        """Whether the object is a prepared one, which is returned unchanged.
 
         Raises:
-            LoopError: it does not, since its prepared form is another object.
+            LoopError: the object was prepared before, and its prepared form is another object.
         """
         if isinstance(o, AcceleratedOptimizer):
-            if o.waits and not any(o is held for held in self.waiting):  # the script has made it itself
+            if o.waits and not any(o is held for held in self.waiting):  # the script constructed it
                 self._hold(o)
             return True
         if isinstance(o, AcceleratedScheduler) or any(o is model for model in self.models):
@@ -215,12 +217,12 @@ class Prepared:
         if isinstance(o, DataLoader):
             prepared = bool(getattr(o, "_is_accelerate_prepared", False))
             if prepared:
-                self.prepare_loader(o)  # it counts among this Accelerator's, whoever has prepared it
+                self.prepare_loader(o)  # another Accelerator may have prepared it
             return prepared
         known = any(training.is_of_model(o) or training.is_of_optimizer(o) for training in self.trainings)
         if known or any(o is scheduler.scheduler for scheduler in self.schedulers):
             raise LoopError(
-                f"prepare() got a {type(o).__name__} that is prepared already; go on with what it returned for that."
+                f"prepare() got a {type(o).__name__} that is already prepared; use the object that it returned."
             )
         return False
 
@@ -319,7 +321,7 @@ class Prepared:
                 self._follow(follower, optimizer, schedulers, ready)
 
     def _facts(self) -> Facts:
-        """What the configuration of a model is resolved from, but for the model and its optimizer."""
+        """The facts that a configuration is resolved from, without those of the model and its optimizer."""
         machine = probe_machine(accelerator_kind(self._run.device), self._run.processes.world_size)
         return Facts(
             loop=self._loop,
@@ -329,7 +331,7 @@ class Prepared:
         )
 
     def _follow(self, training: Training, optimizer: Any, schedulers: list[Any], ready: dict[int, Any]) -> None:
-        """Join an optimizer with a model that was prepared in an earlier call."""
+        """Add an optimizer to a model that was prepared in an earlier call."""
         if training.optimizer is not None:
             raise LoopError(
                 f"prepare() got another optimizer of the {type(training.session.module).__name__}; build one, with "
@@ -343,7 +345,7 @@ class Prepared:
         self._add(training, pair, held, ready)
 
     def _with_held(self, pair: Pair, schedulers: Iterable[Any]) -> tuple[Pair, AcceleratedOptimizer | None]:
-        """The pair with the schedulers of an optimizer that waited for the model, and what the script has for that."""
+        """If the pair's optimizer was prepared before: the pair with its schedulers, and its `AcceleratedOptimizer`."""
         held = self._held(pair.optimizer)
         if held is None:
             return pair, None
@@ -367,8 +369,8 @@ class Prepared:
         self.first_steps.begin()
         if len({trained.window.steps for trained in self.trained}) > 1:
             raise LoopError(
-                "the trained models came out with different gradient_accumulation_steps; prepare the training loader "
-                "with the first of them, or write the number into the configuration."
+                "the trained models have different gradient_accumulation_steps; prepare the training loader with the "
+                "first of them, or write the number into the configuration."
             )
         if len(self.trained) > 1:
             for trained in self.trained:
@@ -377,7 +379,7 @@ class Prepared:
     # ---- optimizers and schedulers without their models --------------------------------------------------------------
 
     def _hold(self, optimizer: Any) -> AcceleratedOptimizer:
-        """What the script gets for an optimizer whose model is not prepared yet."""
+        """The `AcceleratedOptimizer` of an optimizer whose model is not prepared yet."""
         if isinstance(optimizer, DummyOptim):
             raise LoopError("prepare() got a DummyOptim without its model; pass both in the same call.")
         held = optimizer if isinstance(optimizer, AcceleratedOptimizer) else AcceleratedOptimizer(optimizer)
@@ -386,7 +388,7 @@ class Prepared:
         return held
 
     def _hold_for_scheduler(self, optimizer: Any) -> AcceleratedOptimizer:
-        """An optimizer that the script has not passed to `prepare`: its scheduler came first."""
+        """The `AcceleratedOptimizer` of an optimizer that was not passed to `prepare` before its scheduler."""
         refuse_closure(optimizer)
         held = self._hold(optimizer)
         if held is not optimizer:
@@ -394,10 +396,7 @@ class Prepared:
         return held
 
     def _not_returned(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """What the script gets for an optimizer that is prepared by now, since its scheduler and its model came first.
-
-        Where its model has not come, it is held like any other.
-        """
+        """The `AcceleratedOptimizer` of an optimizer whose scheduler and model were prepared before; else None."""
         for index, (given, held) in enumerate(self._unreturned):
             if given is optimizer and not held.waits:
                 del self._unreturned[index]
@@ -405,17 +404,17 @@ class Prepared:
         return None
 
     def _held(self, optimizer: Any) -> AcceleratedOptimizer | None:
-        """The one among those that wait that is, or stands for, `optimizer`."""
+        """The optimizer without a prepared model that is, or wraps, `optimizer`; else None."""
         return next((held for held in self.waiting if optimizer is held or optimizer is held.optimizer), None)
 
     def _may_follow(self, optimizer: AcceleratedOptimizer) -> bool:
-        """Whether its model has been prepared without it."""
+        """Whether its model was prepared without it."""
         return any(holds_any(optimizer, training.session.module) for training in self.untrained)
 
     def _prepare_scheduler(self, scheduler: Any, *, alone: bool, built_before: bool) -> AcceleratedScheduler:
-        """The scheduler on its optimizer; one that comes `alone` may come before that.
+        """Prepare a scheduler; only one that is prepared `alone` may come before its optimizer.
 
-        `built_before`: no loader has been prepared for it to take its length from.
+        `built_before`: whether it was built before the loader was prepared, whose length it may depend on.
         """
         optimizer, options = scheduler.optimizer, self._run.options
         for training in self.trained:
@@ -447,11 +446,11 @@ class Prepared:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def _new_window(self) -> AccumulationWindow:
-        """The window of what is prepared without an optimizer."""
+        """A default window; see `default_window`."""
         steps = self._run.document.deepspeed.value("gradient_accumulation_steps")
         loops = self._running_loops()
         return AccumulationWindow(steps if isinstance(steps, int) else 1, loops.find_leader, loops.count_batch)
 
     def _running_loops(self) -> RunningLoops:
-        """Those over prepared loaders, for one window."""
+        """The running loops over prepared loaders, for one window."""
         return RunningLoops(ends_windows=self._run.options.accumulation.sync_with_dataloader)

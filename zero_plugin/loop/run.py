@@ -1,4 +1,4 @@
-"""One run: the configuration that it follows, its processes, its strategy, and how it ends."""
+"""`Run`: the configuration, processes and strategy of one `Accelerator`, and how they are closed."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def open_configurations(
     newest: Run | None,
     overlay: Callable[[Document], Document],
 ) -> Configurations:
-    """The documents that a run may follow, with the arguments of code laid over them.
+    """The configurations that a run may use, overlaid with the arguments of code.
 
     Args:
-        config: path, dict or None, as `Accelerator` takes it.
+        config: a path, a dict or None, as for `Accelerator`.
         plugins: DeepSpeed configurations in code, by name.
-        newest: the run of the newest `Accelerator`, which a script that trains several models makes for each of them;
-            those pass the plugins to the first one only.
-        overlay: lays the other arguments over a document.
+        newest: the run of the newest `Accelerator`. Scripts that create an `Accelerator` for each of several models
+            pass the plugins to the first one only.
+        overlay: overlays the other arguments on a document.
 
     Raises:
-        ConfigError: everything that is wrong with the documents.
+        ConfigError: a document is invalid; the error lists all problems.
     """
     if config is None and not plugins and newest is not None and newest.is_open and newest.configurations.in_code:
         newest.configurations.overlay(overlay)
@@ -72,37 +72,37 @@ def open_configurations(
 
 
 class Run(ProcessCalls):
-    """What one `Accelerator` trains with, and what has to be ended where the script has dropped that one.
+    """The configuration, processes and strategy of one `Accelerator`; they are closed even if the script released it.
 
-    A run keeps no model: garbage is collected at other times on each process, so that what is freed with an
-    `Accelerator` communicates nothing, and what the end communicates is the same whether it is still there or not.
+    A run does not keep models alive. Garbage is collected at different times on each process, so that releasing an
+    `Accelerator` must not communicate, and closing a run communicates in the same way whether it was released or not.
 
     Args:
-        configurations: the documents that it may follow.
-        options: what else `Accelerator` was told.
+        configurations: the configurations that it may use.
+        options: the other arguments of `Accelerator`.
 
     Attributes:
-        document: what was asked for, of the configuration that is followed.
+        document: the configuration in use, as it was given.
         processes: this process and its peers.
-        strategy: the one in use.
-        intended: processes that the run is meant to have.
-        cut: into how many micro-batches each of the loaders' batches comes, since memory ran out before.
-        must_resume: whether a checkpoint has to be loaded before it trains.
-        trackers: those that are started.
-        background: writes checkpoints behind the training.
-        stop: whether the process is asked to stop.
+        strategy: the strategy in use.
+        intended: the number of processes that the configuration is meant for.
+        cut: the number of micro-batches that each batch of a loader is split into, if memory ran out before.
+        must_resume: whether a checkpoint must be loaded before training.
+        trackers: the experiment trackers.
+        background: writes asynchronous checkpoints.
+        stop: whether the process was requested to stop.
         leaving_files: sessions that have files to remove, which is collective.
         is_open: whether the run has begun and not ended.
 
     Raises:
-        LaunchError: the environment does not describe a whole process group, or the processes differ.
-        StrategyError: what is configured cannot run here.
+        LaunchError: the environment variables do not describe a complete process group, or the processes differ.
+        StrategyError: the configured strategy cannot run on this machine.
     """
 
     def __init__(self, configurations: Configurations, options: Options) -> None:
         self.configurations, self.options = configurations, options
         self.processes = self._processes = self._join_processes()
-        by_thread = self.processes.device.type == "xla"  # there the processes of a machine are threads
+        by_thread = self.processes.device.type == "xla"  # the replicas of a machine are threads there
         show_messages(
             quiet=self.processes.rank != 0 and not by_thread,
             is_main=(lambda: collectives.process_index() == 0) if by_thread else None,
@@ -114,7 +114,7 @@ class Run(ProcessCalls):
         self.leaving_files: list[Session] = []
         self.is_open = False
         self.meter = Meter(self.processes.world_size, self.device)
-        self._loading = ExitStack()  # how transformers builds models meanwhile
+        self._loading = ExitStack()  # how transformers constructs models during the run
         self._prepared: Callable[[], Prepared | None] = lambda: None
         self._logged: set[str] = set()
         self._cpu_bytes = available_cpu_memory()
@@ -123,7 +123,7 @@ class Run(ProcessCalls):
         self._use(configurations.document)
         if self.intended != self.processes.world_size:
             _log.info(
-                "%d of %d processes have met; the global batch stays as it is",
+                "%d of %d processes run; the global batch size does not change",
                 self.processes.world_size,
                 self.intended,
             )
@@ -132,7 +132,9 @@ class Run(ProcessCalls):
     def _join_processes(self) -> Processes:
         given = self.options.handlers.process_group
         if given is not None and dist.is_initialized():
-            warnings.warn("InitProcessGroupKwargs has no effect: the process group is there already", stacklevel=4)
+            warnings.warn(
+                "InitProcessGroupKwargs has no effect: the process group is already initialized", stacklevel=4
+            )
         settings, given = launch_settings(self.configurations.document), given or InitProcessGroupKwargs()
         return start_processes(
             cpu=asks_for_cpu(settings),
@@ -143,7 +145,7 @@ class Run(ProcessCalls):
         )
 
     def _keep_global_batch(self) -> None:
-        """Accumulate more where processes are missing, or where micro-batches have become smaller."""
+        """Accumulate more gradients if processes are missing or micro-batches have become smaller."""
         world = self.processes.world_size
         self.intended = find_intended_processes(world, os.environ)
         self.cut = agree_on_cut(world, os.environ)
@@ -154,23 +156,23 @@ class Run(ProcessCalls):
     # ---- the configuration -------------------------------------------------------------------------------------------
 
     def follow_configuration(self) -> None:
-        """Take another plugin that was selected, and what the script wrote into it."""
+        """Switch to the plugin that was selected, with the changes that the script made to it."""
         document = self.configurations.follow_edits()
         if document is not self.document:
             self._use(document)
 
     def overlay(self, lay: Callable[[Document], Document]) -> None:
-        """Lay an argument of code over the configuration."""
+        """Overlay an argument of code on the configuration."""
         self.configurations.overlay(lay)
         self.document = self.configurations.document
 
     def expected_precision(self) -> str:
-        """`no`, `fp16` or `bf16`: what a model that is prepared now would get."""
+        """`no`, `fp16` or `bf16`: the precision that a model would be prepared with now."""
         machine = probe_machine(accelerator_kind(self.device), self.processes.world_size)
         return expected_precision(self.document, machine)
 
     def _use(self, document: Document) -> None:
-        """Set up what follows from a document: the strategy, and how transformers builds models."""
+        """Set up what depends on the document: the strategy, and how transformers constructs models."""
         self.document = document
         selection = select_strategy(document, launch_settings(document), self.processes)
         self.strategy = selection.strategy
@@ -189,7 +191,7 @@ class Run(ProcessCalls):
 
     @contextmanager
     def profile(self, handler: ProfileKwargs) -> Iterator[profile]:
-        """torch's profiler, running inside; see `Accelerator.profile`."""
+        """Run torch's profiler inside; see `Accelerator.profile`."""
         with handler.build() as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
@@ -200,17 +202,17 @@ class Run(ProcessCalls):
 
     @collective("stop_requested")
     def stop_requested(self) -> bool:
-        """Whether some process was asked to stop; collective. See `Accelerator.stop_requested`."""
+        """Whether any process was requested to stop; collective. See `Accelerator.stop_requested`."""
         self.stop.listen()
         return collectives.start_sum([int(self.stop.received)])()[0] > 0
 
-    # ---- its end -----------------------------------------------------------------------------------------------------
+    # ---- closing -----------------------------------------------------------------------------------------------------
 
     def begin(self, prepared: Prepared) -> None:
-        """The `Accelerator` is complete; from now on its run has to end.
+        """Called when the `Accelerator` is complete; from now on the run must be closed.
 
         Args:
-            prepared: what it prepares; it is not kept.
+            prepared: what is prepared; only a weak reference is kept.
         """
         self._prepared = weakref.ref(prepared)
         self._undo_explaining = explain_out_of_memory(prepared.describe_out_of_memory)
@@ -225,7 +227,7 @@ class Run(ProcessCalls):
         """Close every session and the process group; collective. A second call does nothing.
 
         Raises:
-            CheckpointError: a save in the background has failed; all is closed nevertheless.
+            CheckpointError: a save in the background failed; everything was closed nevertheless.
         """
         if not self.is_open:
             return
@@ -238,7 +240,7 @@ class Run(ProcessCalls):
 
     @collective("end_training", meets=True)
     def _close(self) -> None:
-        with ExitStack() as ends:  # the last one first
+        with ExitStack() as ends:  # in reverse order
             ends.callback(self.processes.stop, self.end, self.strategy.destroy_process_group)
             for session in self._sessions():
                 ends.callback(session.close)
@@ -250,12 +252,12 @@ class Run(ProcessCalls):
         self.leaving_files.clear()
 
     def _forget_dropped(self) -> None:
-        """The `Accelerator` is gone; as garbage, whenever it is collected, so that nothing here communicates."""
+        """Called when the `Accelerator` is garbage-collected, at any time, so that nothing here may communicate."""
         self.background.forget()
         self.strategy.forget_dropped()
 
     def _sessions(self) -> list[Session]:
-        """Those to close, the last one first; of an `Accelerator` that was dropped, what has to be removed by all."""
+        """The sessions to close, in reverse order; of a released `Accelerator` only those that have files to remove."""
         prepared = self._prepared()
         trainings = [] if prepared is None else prepared.trainings
         sessions = {id(session): session for session in [*(t.session for t in trainings), *self.leaving_files]}
