@@ -198,7 +198,7 @@ def test_the_loop_goes_on_after_the_schedule(times: int, typed: int, steps: int)
     length = SchedulerLength(linear(sgd()), times, typed)
     lines = [length.count() for _ in range(steps + 3)]
     assert [line is None for line in lines] == [True] * steps + [False, True, True]
-    assert f"made for {steps} steps, and the loop goes on: this was step {steps + 1}." in str(lines[steps])
+    assert f"built for {steps} steps, but the loop continues: this was step {steps + 1}." in str(lines[steps])
     assert ("counted 2 times per optimizer step" in str(lines[steps])) is (typed == 2)
     assert length.at_end(0.0) is None
 
@@ -211,7 +211,7 @@ def test_the_loop_ends_before_the_schedule(times: int, typed: int, steps: int) -
     for _ in range(steps - 20):
         assert length.count() is None
     line = length.at_end(0.25)
-    assert f"made for {steps} steps, but the loop took {steps - 20}: it ended at a learning rate of 0.25" in str(line)
+    assert f"built for {steps} steps, but the loop took {steps - 20}: it ended at a learning rate of 0.25" in str(line)
     assert f"Make it {(steps - 20) * typed} steps long" in str(line)
     length.resume(100)
     assert length.at_end(0.0) is None

@@ -29,5 +29,5 @@ def test_saving(make, tmp_path) -> None:
 
 def test_training(make) -> None:
     """Is refused: what comes in for a forward gets no gradients."""
-    with pytest.raises(LoopError, match="whose weights are on its device in a forward only"):
+    with pytest.raises(LoopError, match="whose weights are on the device only during a forward"):
         Accelerator().prepare(cpu_offload(make()))

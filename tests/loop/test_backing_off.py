@@ -67,6 +67,6 @@ def test_batches_that_could_not_be_cut_are_not_trained_on(monkeypatch: pytest.Mo
         optimizer.step()
     loop = iter(whole)
     (batch,) = next(loop)
-    with pytest.raises(LoopError, match=r"batch_size=3.*cannot be cut so"):
+    with pytest.raises(LoopError, match=r"batch_size=3.*cannot be split"):
         accelerator.backward(model(batch).sum())
     accelerator.end_training()

@@ -36,7 +36,7 @@ ROWS = [
     Row(
         "so does what else of an optimizer's own changes it",
         "loop/optimizer.py",
-        "        self._await_copy()  # it may be a method that changes states\n",
+        "        self._await_copy()  # the attribute may be a method that changes states\n",
         "",
         checks("asynchronous", "what_a_script_changes_meanwhile_is_not_in_it", "single"),
         "release.is_set()",

@@ -209,7 +209,7 @@ def check_a_loss_that_is_none(path: str) -> None:
             (lambda loss: {"loss": loss}, ("a dict", 'output["loss"]')),
             (lambda loss: types.SimpleNamespace(loss=loss), ("a SimpleNamespace", "the tensor itself")),
             (lambda loss: (loss, loss), ("a tuple", "the sum of several losses")),
-            (lambda loss: loss.item(), ("a float", "before item()")),
+            (lambda loss: loss.item(), ("a float", "without item()")),
             (lambda loss: loss * torch.ones(3), ("shape (3,)", "loss.mean() or loss.sum()", "gradient=")),
             (lambda loss: loss.detach(), ("without a graph", "detach()")),
             (lambda loss: loss.detach().long(), ("torch.int64", "floating")),

@@ -254,8 +254,8 @@ def check_rates_and_lengths_are_told(path: str) -> None:
             for what, words, expected in (
                 ("rates", ("learning rate", "start (step 0)"), True),
                 ("both ends", ("with scheduler_counts: steps it would be",), kind == "real" and world > 1),
-                ("lengths", ("is made for",), wanted is not None),
-                ("lengths as they are", ("is made for", wanted or ""), wanted is not None),
+                ("lengths", ("is built for",), wanted is not None),
+                ("lengths as they are", ("is built for", wanted or ""), wanted is not None),
             ):
                 count = sum(all(word in line for word in words) for line in lines)
                 if count != (first and expected):

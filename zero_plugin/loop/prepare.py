@@ -353,8 +353,8 @@ def join_loaders(training: Training, loop: LoopFacts, document: Document, *, sur
             return
         problem = (
             f"train_batch_size was resolved to gradient_accumulation_steps {before} before the DataLoader was "
-            f"prepared; with it, the number is {now}.\nPass the loader to prepare() with the model, or before it; or write "
-            "gradient_accumulation_steps."
+            f"prepared; with it, the number is {now}.\nPass the loader to prepare() with the model, or before it; or "
+            "write gradient_accumulation_steps."
         )
         if surely_trains:
             raise LoopError(problem)

@@ -1,4 +1,4 @@
-"""What a scheduler will do, and whether it ended with the loop, in lines for the user."""
+"""Log lines about learning-rate schedulers: their rates at the start, and whether their length matches the loop."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from torch.optim.lr_scheduler import (
 from zero_plugin.config.resolve.facts import Facts, SchedulerFacts, SchedulerSection
 from zero_plugin.strategies.torch_optimizers import CURVES, CurveLR, describe_curve
 
-# Rates of torch's schedulers come from running a copy, some 20 µs a step.
+# The rates of torch's schedulers are computed by running a copy, which takes some 20 µs a step.
 _MOST_SIMULATED = 20_000
-_MOST_EPOCHS = 100  # more of them than this are by chance: 10,000 steps are a multiple of many lengths
-# These depend on the number of steps alone; what a script's own function or class counts must not be counted twice.
+_MOST_EPOCHS = 100  # a larger multiple is probably a coincidence: 10,000 steps are a multiple of many lengths
+# These depend on the number of steps only. A copy of a script's own class or function could change its state.
 _CLOSED = (
     ConstantLR,
     CosineAnnealingLR,
@@ -47,7 +47,7 @@ _CLOSED = (
 
 
 def own_steps(scheduler: Any) -> int | None:
-    """After how many of its own steps a scheduler is at its end; None where it has none, or it is not known."""
+    """The number of its own steps after which a scheduler ends; None if it does not end, or the number is unknown."""
     if isinstance(scheduler, CurveLR):
         return None if scheduler.curve.goes_on else scheduler.curve.total_steps
     if isinstance(scheduler, OneCycleLR):
@@ -67,12 +67,12 @@ def own_steps(scheduler: Any) -> int | None:
 
 
 class SchedulerLength:
-    """Compares the length of a scheduler with that of the loop, in calls of `step` after an applied optimizer step.
+    """Compares the length of a scheduler with that of the loop, in applied optimizer steps.
 
     Args:
         scheduler: the torch scheduler.
-        times: how many times it advances per applied step.
-        typed_per_step: how many of the steps that the script counts are one applied step.
+        times: how many times it advances per applied optimizer step.
+        typed_per_step: how many of the steps that the script counts correspond to one applied optimizer step.
     """
 
     def __init__(self, scheduler: Any, times: int, typed_per_step: int) -> None:
@@ -84,25 +84,25 @@ class SchedulerLength:
         self._taken = 0
 
     def resume(self, own_step: int) -> None:
-        """The scheduler goes on at one of its own steps."""
+        """Continue at one of the scheduler's own steps, after loading its state."""
         self._taken = -(-own_step // self._times)
 
     def count(self) -> str | None:
-        """One step more; a line in the first one beyond the end."""
+        """Count a step; a line for the log at the first step beyond the end."""
         self._taken += 1
         if self._taken - 1 != self._steps:
             return None
         return (
-            f"{self._name} is made for {self._steps} steps, and the loop goes on: this was step {self._taken}. Make it "
-            f"as long as the loop: epochs × len(prepared loader) ÷ accumulation{self._counting()}."
+            f"{self._name} is built for {self._steps} steps, but the loop continues: this was step {self._taken}. Make "
+            f"it as long as the loop: epochs × len(prepared loader) ÷ accumulation{self._counting()}."
         )
 
     def at_end(self, rate: float) -> str | None:
-        """A line where the loop has ended before the scheduler, at the learning rate `rate`."""
+        """A line if the loop ended before the scheduler, at the learning rate `rate`."""
         if self._steps is None or not 0 < self._taken < self._steps:
             return None
         return (
-            f"{self._name} is made for {self._steps} steps, but the loop took {self._taken}: it ended at a learning "
+            f"{self._name} is built for {self._steps} steps, but the loop took {self._taken}: it ended at a learning "
             f"rate of {rate:.3g}. Make it {self._taken * self._typed_per_step} steps long{self._counting()}."
         )
 
@@ -114,13 +114,13 @@ class SchedulerLength:
 def describe_section(
     section: SchedulerSection, rates: Sequence[float], facts: SchedulerFacts | None, steps_per_epoch: int | None
 ) -> str | None:
-    """The line of a configuration's scheduler; None for one whose curve is not known.
+    """A line about the configuration's scheduler; None if it is not one of DeepSpeed's types.
 
     Args:
-        section: in optimizer steps.
+        section: the section, in optimizer steps.
         rates: the optimizer's own learning rate of each group.
-        facts: of the DummyScheduler, whose numbers may have been divided by the number of processes.
-        steps_per_epoch: optimizer steps of one epoch, None where unknown.
+        facts: facts about the DummyScheduler, whose numbers may have been divided by the number of processes.
+        steps_per_epoch: optimizer steps of one epoch; None if unknown.
     """
     if section.type not in CURVES:
         return None
@@ -133,7 +133,7 @@ def describe_section(
         for name in ("total_num_steps", "warmup_num_steps")
         if getattr(facts, name, None) not in (None, section.params.get(name))
     }
-    if typed and total is not None:  # divided, for scheduler_counts: processes
+    if typed and total is not None:  # they were divided by the number of processes
         other = describe_curve(SchedulerSection(section.type, {**section.params, **typed}), rates)
         line += _other_end(total, curve.lrs(total)[0], other.lrs(total)[0])
     return line
@@ -142,18 +142,19 @@ def describe_section(
 def describe_counting(
     name: str, length: int, facts: Facts, accumulation: int, *, by_process: bool, built_before: bool
 ) -> str | None:
-    """A warning where a scheduler is whole epochs of the loader in the counting that is not the run's; else None.
+    """A warning if the length of a scheduler fits only the other value of `scheduler_counts`; else None.
 
-    A length that is whole epochs in both countings fits, unless the scheduler was built before the loader was divided
-    among the processes: its length comes from the loader as the script gave it.
+    A length fits if it is an integer number of epochs of the loader: of the prepared loader if each optimizer step
+    counts once, of the loader as the script gave it if each counts once for each process. If the length fits both, the
+    scheduler is assumed to count the given loader only if it was built before the loader was prepared.
 
     Args:
-        name: of the scheduler's class.
-        length: as the script typed it.
-        facts: of the loop and the machine.
+        name: the name of the scheduler's class.
+        length: the length that the script gave.
+        facts: facts about the loop and the machine.
         accumulation: micro-batches per optimizer step.
-        by_process: whether the run counts a step of the scheduler for each process.
-        built_before: whether the scheduler is older than the prepared loader.
+        by_process: whether a scheduler advances once for each process per optimizer step.
+        built_before: whether the scheduler was built before the loader was prepared.
     """
     given, prepared, processes = facts.loop.batches_given, facts.loop.batches_per_epoch, facts.machine.processes
     if given is None or prepared is None or given <= prepared or facts.machine.counted != processes:
@@ -163,8 +164,8 @@ def describe_counting(
     if by_process and of_prepared and not of_given:
         return (
             f"warning: {name} is {length} steps long: {_epochs(of_prepared)} of the prepared loader, which has "
-            f"{prepared} batches on each process{micro}. But scheduler_counts is processes, which takes {processes} "
-            f"of them for each optimizer step, so that it ends after {-(-length // processes)}.\n"
+            f"{prepared} batches on each process{micro}. But scheduler_counts is processes, so that it advances "
+            f"{processes} steps for each optimizer step, and ends after {-(-length // processes)}.\n"
             "Write scheduler_counts: steps into the config, or build the scheduler from the length of the loader as it "
             f"was before prepare(), {given} batches."
         )
@@ -173,15 +174,16 @@ def describe_counting(
         return (
             f"warning: {name} is {length} steps long: {_epochs(of_given)} of the loader as it was before prepare(), "
             f"{given} batches{micro}. But the prepared loader has {prepared} batches on each process, and "
-            f"scheduler_counts is steps, which takes one for each optimizer step, so that it ends after {ends:.3g} "
-            "epochs.\nWrite scheduler_counts: processes into the config (or leave the key out), or build the scheduler "
+            "scheduler_counts is steps, so that it advances one step for each optimizer step, and ends after "
+            f"{ends:.3g} epochs.\n"
+            "Write scheduler_counts: processes into the config (or leave the key out), or build the scheduler "
             "from the length of the prepared loader."
         )
     return None
 
 
 def _whole_epochs(steps: int, batches: int, accumulation: int) -> int | None:
-    """How many epochs of a loader are so many optimizer steps, however the script has rounded; None if not whole."""
+    """How many epochs of a loader `steps` optimizer steps are, with any rounding; None if it is not an integer."""
     shorter, longer = batches // accumulation, -(-batches // accumulation)
     nearest = round(steps * accumulation / batches)
     exact = steps in (nearest * batches // accumulation, -(-nearest * batches // accumulation))
@@ -194,12 +196,12 @@ def _epochs(count: int) -> str:
 
 
 def describe_torch_scheduler(scheduler: Any, times: int, steps_per_epoch: int | None) -> str | None:
-    """The line of a scheduler that the script brings; None where its rates cannot be told in advance.
+    """A line about a scheduler of the script; None if its learning rates cannot be predicted.
 
     Args:
-        scheduler: at its start.
-        times: how many times it advances per applied step.
-        steps_per_epoch: optimizer steps of one epoch, None where unknown.
+        scheduler: a scheduler that has not advanced yet.
+        times: how many times it advances per applied optimizer step.
+        steps_per_epoch: optimizer steps of one epoch; None if unknown.
     """
     own = own_steps(scheduler)
     last = own if own is not None else None if steps_per_epoch is None else steps_per_epoch * times
@@ -250,7 +252,7 @@ def _other_end(total: int, here: float, other: float) -> str:
 
 
 def _is_closed(scheduler: Any) -> bool:
-    """Whether running a copy calls nothing that the script wrote."""
+    """Whether running a copy calls no code of the script."""
     kind = type(scheduler)
     if kind in (SequentialLR, ChainedScheduler):
         return all(map(_is_closed, scheduler._schedulers))

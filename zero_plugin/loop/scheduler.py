@@ -1,4 +1,4 @@
-"""What `prepare` returns for a scheduler: it advances with applied optimizer steps only."""
+"""`AcceleratedScheduler`, which `prepare` returns for a learning-rate scheduler: it follows applied optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from zero_plugin.strategies.torch_optimizers import CurveLR
 
 
 class AcceleratedScheduler:
-    """A scheduler that advances only with applied optimizer steps: once per call, however many were applied before it.
+    """A prepared learning-rate scheduler: `step` advances it only if the optimizer applied a step since the last call.
 
     Args:
         scheduler: the torch scheduler.
-        optimizers: the prepared optimizer that it drives, or several, which all have to step.
-        step_with_optimizer: False: every call of `step` advances it once, whatever the optimizer did.
-        split_batches: the loader's batch size is that of all processes, so that an applied step counts once.
-        times: how many times it advances per applied step; absent: as Accelerate counts, the number of processes, or
+        optimizers: the prepared optimizer that it drives, or several, which all must have applied a step.
+        step_with_optimizer: if False, every call of `step` advances it once, independently of the optimizer.
+        split_batches: the batch size of the loader is that of all processes, so that an applied step counts once.
+        times: how many times it advances per applied step. None counts as Accelerate does: once for each process, or
             once with `split_batches`.
-        typed_per_step: how many of the steps that the script counts are one applied step, where it is not `times`.
+        typed_per_step: how many of the steps that the script counts correspond to one applied step; None is `times`.
 
     Attributes:
-        length: compares it with the loop's.
+        length: compares the length of the scheduler with that of the loop.
         times: how many times it advances per applied step.
     """
 
-    _is_accelerate_prepared = True  # what scripts look for, under Accelerate's name
+    _is_accelerate_prepared = True  # Accelerate's mark, which scripts look for
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class AcceleratedScheduler:
         if times is None:
             times = 1 if split_batches else num_processes()
         self._measures = isinstance(scheduler, ReduceLROnPlateau)
-        # A plateau scheduler counts measurements, which are as many as calls, whoever counts steps.
+        # ReduceLROnPlateau counts measurements, and each call has one, independently of `scheduler_counts`.
         self.times = 1 if self._measures or not step_with_optimizer else times
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]  # at the last call of `step`
         self.length = SchedulerLength(scheduler, self.times, typed_per_step or self.times)
         for optimizer in self.optimizers:
             optimizer.schedulers.append(self)
         if not step_with_optimizer and (driven := getattr(scheduler, "optimizer", None)) is not None:
-            driven._opt_called = True  # else torch's scheduler warns that it moves ahead of its optimizer
+            driven._opt_called = True  # else torch warns that the scheduler steps before its optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, unless every step of an optimizer since the last call was skipped, or stood inside a window.
+        """Advance, unless an optimizer applied no step since the last call: inside a window, or if it was skipped.
 
-        A ReduceLROnPlateau takes every measurement.
+        ReduceLROnPlateau takes every measurement.
         """
         if self.step_with_optimizer and not self._measures:
             stays = False
@@ -77,33 +77,33 @@ class AcceleratedScheduler:
         for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
             if self.times > 1 and total is not None and self.scheduler.last_epoch + 1 >= total:
-                break  # W steps at a time may overshoot OneCycleLR's end, where its rate rises again, then it raises
+                break  # several steps at a time must not pass the end of OneCycleLR, where it raises
             self.scheduler.step(*args, **kwargs)
 
     def describe(
         self, section: SchedulerSection | None, facts: SchedulerFacts | None, steps_per_epoch: int | None
     ) -> str | None:
-        """The line on its learning rates that is printed at start; see `describe_section`."""
+        """The line about its learning rates that is logged at the start; see `describe_section`."""
         if isinstance(self.scheduler, CurveLR) and section is not None:
             rates = self.scheduler.base_lrs
             return describe_section(section, [float(rate) for rate in rates], facts, steps_per_epoch)
         return describe_torch_scheduler(self.scheduler, self.times, steps_per_epoch)
 
     def describe_end(self) -> str | None:
-        """A line where the loop has ended before the scheduler."""
+        """A line if the loop ended before the scheduler."""
         return self.length.at_end(self.get_last_lr()[0])
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each group for the coming step."""
+        """The learning rate of each parameter group for the next step."""
         return [float(group["lr"]) for optimizer in self.optimizers[:1] for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's state."""
+        """The state of the torch scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the scheduler's state."""
+        """Load the state of the torch scheduler."""
         self.scheduler.load_state_dict(state_dict)
         self.length.resume(getattr(self.scheduler, "last_epoch", 0))  # a ChainedScheduler has none
         self._applied = [optimizer.applied_steps for optimizer in self.optimizers]

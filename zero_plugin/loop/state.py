@@ -1,4 +1,4 @@
-"""What runs, seen from anywhere: the processes, the newest `Accelerator`, and where it stands in its accumulation."""
+"""`PartialState` and `AcceleratorState`: the processes and the newest `Accelerator`, as global state objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero_plugin.loop.run import Run
 
 
 class Shown(Protocol):
-    """What the states show of an `Accelerator`."""
+    """The attributes of an `Accelerator` that the states show."""
 
     _run: Run
 
@@ -31,26 +31,27 @@ class Shown(Protocol):
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
-        """The DeepSpeed configurations that the run may choose from, by name; None without DeepSpeed."""
+        """The DeepSpeed configurations of the run by name; None without DeepSpeed."""
 
 
 class PartialState(ProcessCalls):
-    """This process among its peers, for scripts that need no `Accelerator`; every instance is the same one.
+    """The ranks and the device of this process, for scripts without an `Accelerator`; all instances share one state.
 
-    The first one starts the processes, unless an `Accelerator` has; the newest `Accelerator` decides what it shows.
+    The first instance initializes the process group, unless an `Accelerator` has done so. It shows the processes of the
+    newest `Accelerator`.
 
     Args:
-        cpu: compute on the CPU even where there is a GPU.
-        backend: `nccl` or `gloo`; by default NCCL with gloo beside it for CPU tensors, or gloo on CPUs.
-        timeout: how long a collective may wait; 30 minutes by default.
-        init_method: where the processes meet, as torch takes it; by default what the launcher set.
+        cpu: compute on the CPU even if a GPU is available.
+        backend: `nccl` or `gloo`; by default NCCL with gloo for CPU tensors, or gloo without GPUs.
+        timeout: the timeout of collective operations; 30 minutes by default.
+        init_method: as for `torch.distributed.init_process_group`; by default from the environment variables.
 
     Attributes:
         debug: whether `ACCELERATE_DEBUG_MODE` is set.
-        fork_launched: whether a notebook's launcher started this process.
+        fork_launched: whether the notebook launcher started this process.
 
     Raises:
-        LaunchError: the environment describes a part of a process group only.
+        LaunchError: the environment variables do not describe a complete process group.
     """
 
     debug: bool
@@ -72,28 +73,28 @@ class PartialState(ProcessCalls):
 
     @property
     def initialized(self) -> bool:
-        """Whether the processes have been started."""
+        """Whether the state has been initialized."""
         return "_processes" in self._shared_state
 
     @property
     def backend(self) -> str | None:
-        """What carries the tensors of this process's device, e.g. `nccl`; None with one process."""
+        """The backend of collectives for this process's device, e.g. `nccl`; None with one process."""
         return self._processes.backend
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that a run computes on where nothing else is said."""
+        """The kind of device that a run uses by default."""
         if self.device.type == "xla":
             return torch.device("xla")
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def set_device(self) -> None:
-        """Make this process's GPU torch's current one."""
+        """Make this process's GPU torch's current device."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """End `group`, or the default one with all that trains on it; collective."""
+        """Destroy `group`, or by default the default process group, after closing all that trains on it; collective."""
         if group is not None:
             dist.destroy_process_group(group)
         else:
@@ -101,7 +102,7 @@ class PartialState(ProcessCalls):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget what is shown; the processes go on."""
+        """Clear the state; the process group remains."""
         PartialState._shared_state.clear()
 
     @classmethod
@@ -130,14 +131,14 @@ class PartialState(ProcessCalls):
 
 
 class AcceleratorState(ProcessCalls):
-    """The newest `Accelerator`, seen from anywhere; every instance is the same one.
+    """The state of the newest `Accelerator`; all instances share it.
 
     Args:
-        mixed_precision, cpu: for scripts that give them; they must be what the `Accelerator` has.
-        **settings: other arguments of Accelerate's, None or False.
+        mixed_precision, cpu: accepted for compatibility; they must be those of the `Accelerator`.
+        **settings: other arguments of Accelerate's class; they must be None or False.
 
     Raises:
-        LoopError: there is no `Accelerator`, or it was told otherwise.
+        LoopError: there is no `Accelerator`, or it was configured differently.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -154,7 +155,7 @@ class AcceleratorState(ProcessCalls):
         is_so = mixed_precision in (None, self.mixed_precision) and not (cpu and self.device.type != "cpu")
         if not is_so or any(value not in (None, False) for value in settings.values()):
             raise LoopError(
-                f"AcceleratorState({typed}): the newest Accelerator was told otherwise, and this only shows it.\n"
+                f"AcceleratorState({typed}): the newest Accelerator, whose state this is, was configured differently.\n"
                 f"Write Accelerator({typed}), and AcceleratorState()."
             )
 
@@ -164,7 +165,7 @@ class AcceleratorState(ProcessCalls):
             raise AttributeError("_shown")
         accelerator: Shown | None = self._shared_state["_run"]()
         if accelerator is None:
-            raise LoopError("AcceleratorState shows the newest Accelerator, and the script has dropped that.")
+            raise LoopError("AcceleratorState shows the newest Accelerator, which no longer exists.")
         return accelerator
 
     @property
@@ -179,12 +180,12 @@ class AcceleratorState(ProcessCalls):
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
-        """The DeepSpeed configurations that the run may choose from, by name; None without DeepSpeed."""
+        """The DeepSpeed configurations of the run by name; None without DeepSpeed."""
         return self._shown.deepspeed_plugins
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed configuration that runs; None without DeepSpeed."""
+        """The selected DeepSpeed configuration; None without DeepSpeed."""
         return next((plugin for plugin in (self.deepspeed_plugins or {}).values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
@@ -197,7 +198,7 @@ class AcceleratorState(ProcessCalls):
         return self._shown._run.options.handlers.compiler
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Let the next `prepare`, and `from_pretrained` at once, follow the DeepSpeed configuration of that name."""
+        """Use the DeepSpeed configuration of that name in the next `prepare`, and in `from_pretrained` from now on."""
         for key, plugin in self._named_plugins(name).items():
             if key == name:
                 plugin.select(_from_accelerator_state=True)
@@ -207,7 +208,7 @@ class AcceleratorState(ProcessCalls):
 
     @property
     def backend(self) -> str | None:
-        """What carries the tensors of this process's device, e.g. `nccl`; None with one process."""
+        """The backend of collectives for this process's device, e.g. `nccl`; None with one process."""
         return self._processes.backend
 
     @property
@@ -217,16 +218,16 @@ class AcceleratorState(ProcessCalls):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a notebook's launcher started this process."""
+        """Whether the notebook launcher started this process."""
         return PartialState().fork_launched
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """End `group`, or the default one with all that trains on it; collective."""
+        """Destroy `group`, or by default the default process group, after closing all that trains on it; collective."""
         PartialState().destroy_process_group(group)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget what is shown; the run and its processes go on."""
+        """Clear the state; the run and its process group remain."""
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -253,11 +254,11 @@ def is_initialized() -> bool:
 
 
 def show_run(accelerator: Shown, plugin_kwargs: Mapping[str, Any]) -> tuple[AcceleratorState, GradientState]:
-    """Let all states show the newest `Accelerator`.
+    """Make all state objects show the newest `Accelerator`.
 
     Args:
-        accelerator: a complete one; the states do not keep it.
-        plugin_kwargs: what it was told of accumulation.
+        accelerator: the complete `Accelerator`; only a weak reference is kept.
+        plugin_kwargs: its arguments for gradient accumulation.
     """
     run = accelerator._run
     processes, device, distributed_type = run.processes, run.device, run.distributed_type
@@ -271,13 +272,13 @@ def show_run(accelerator: Shown, plugin_kwargs: Mapping[str, Any]) -> tuple[Acce
 
 
 def newest_run() -> Run | None:
-    """The run of the newest `Accelerator`, which the script may have dropped; None before the first one."""
+    """The run of the newest `Accelerator`, even if that no longer exists; None before the first one."""
     run: Run | None = AcceleratorState._shared_state.get("_newest_run")
     return run
 
 
 def newest_accelerator() -> Any:
-    """The newest `Accelerator` in this process, which is what a pickled one comes back as.
+    """The newest `Accelerator` in this process, to which a pickled one is unpickled.
 
     Raises:
         LoopError: there is none.
@@ -286,7 +287,7 @@ def newest_accelerator() -> Any:
 
 
 def forget_run() -> None:
-    """Forget everything: in a process that was forked from one with states of its own."""
+    """Clear all states, in a process that was forked from one that had them."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

@@ -1,10 +1,7 @@
-"""One prepared model with its optimizer and schedulers, and what a checkpoint keeps of them.
+"""`Training`: one prepared model with its session, optimizer, schedulers and accumulation window.
 
-One prepared model: its session, its configuration, its window and its optimizer.
-
-Which optimizer and which schedulers of one `prepare` call belong to which model, told by the parameters they hold.
-
-What a checkpoint keeps of a training beside its tensors: counters, groups, loss scale; to and from containers.
+Also here: which optimizers and schedulers of a `prepare` call belong to which model, by their parameters, and the
+record of a training in a checkpoint (counters, parameter groups, loss scale).
 """
 
 from __future__ import annotations
@@ -35,21 +32,21 @@ class Training:
     """One prepared model.
 
     Attributes:
-        session: runs it.
-        facts: what it was resolved from.
-        resolved: its configuration.
-        window: counts its micro-batches.
-        parameters: those of the module that are trained, listed once: walking a module takes longer than clipping a
-            small one, and a loop may freeze a model for another model's loss.
-        given_optimizer: what the user passed to `prepare`.
-        optimizer: what the user got for it; None for a model that is not trained.
-        ids: of the parameters.
-        looks: how many of its backwards `FirstSteps` has looked at.
-        reached: whether a gradient has come since it was last set to False; see `watch_gradients`.
-        remove_scheduler: undoes the scheduler that the configuration describes and that steps by itself.
-        prediction: what a plan says that it takes; None where none was made.
-        reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not in the last one
-            of a window.
+        session: the session that runs the model.
+        facts: what the configuration was resolved from.
+        resolved: the resolved configuration.
+        window: counts the micro-batches.
+        parameters: the trained parameters. They are listed once, since iterating over a module takes time, and since a
+            loop may freeze a model temporarily for another model's loss.
+        given_optimizer: the optimizer that was passed to `prepare`.
+        optimizer: the prepared optimizer; None for a model that is not trained.
+        ids: the ids of the parameters.
+        looks: how many of its backwards `FirstSteps` has checked.
+        reached: whether the model got a gradient since this was last set to False; see `watch_gradients`.
+        remove_scheduler: removes the configuration's scheduler, if that advances by itself.
+        prediction: the memory that a plan predicts; None if there was no plan.
+        reduces_each_batch: whether gradients are averaged over the processes in each micro-batch, not only in the last
+            one of a window.
     """
 
     session: Session
@@ -71,21 +68,21 @@ class Training:
         self.ids = frozenset(map(id, self.parameters))
 
     def is_of_model(self, model: Any) -> bool:
-        """Whether `model` is this one, prepared or the user's own module."""
+        """Whether `model` is the prepared model or the user's own module."""
         return model is self.session.model or model is self.session.module
 
     def is_of_optimizer(self, optimizer: Any) -> bool:
-        """Whether `optimizer` is this one: as given, as prepared, or the torch object that runs."""
+        """Whether `optimizer` is the given one, the prepared one, or the torch optimizer that runs."""
         known = (self.given_optimizer, self.optimizer, self.session.optimizer)
         return any(optimizer is candidate for candidate in known if candidate is not None)
 
     def describe_end(self) -> list[str]:
-        """Lines on schedulers that the loop has not taken to their end."""
+        """Lines about schedulers that the loop did not run to their end."""
         schedulers = [] if self.optimizer is None else self.optimizer.schedulers
         return [line for scheduler in schedulers if (line := scheduler.describe_end()) is not None]
 
     def measure(self) -> dict[str, float]:
-        """What the last step tells of itself; see `TrackingCalls.metrics`."""
+        """Measurements of the last step; see `Accelerator.metrics`."""
         optimizer = self.optimizer
         if optimizer is None:
             return {}
@@ -97,7 +94,7 @@ class Training:
         return values
 
     def watch_gradients(self) -> None:
-        """Note in `reached` from now on when gradients come, so that a loss needs not say which models it is of."""
+        """From now on set `reached` when the model gets a gradient, to know which models a loss depends on."""
         if self.watches:
             return
         self.watches = True
@@ -110,7 +107,7 @@ class Training:
             p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def clip(self, given: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
-        """Clip the coming step; None if none of the `given` tensors is trained here. See `Session.clip`.
+        """Clip the next step; None if none of the `given` tensors is a trained parameter. See `Session.clip`.
 
         Raises:
             ConfigError: the configuration's `gradient_clipping` is another number.
@@ -145,7 +142,7 @@ class Training:
 
 
 class Pair(NamedTuple):
-    """A model, its optimizer if it is to be trained, and the schedulers built on that optimizer."""
+    """A model, its optimizer (None if it is not trained), and the schedulers of that optimizer."""
 
     model: nn.Module
     optimizer: Optimizer | DummyOptim | None
@@ -158,15 +155,15 @@ def pair_models(
     schedulers: Sequence[Any],
     prepared: Iterable[nn.Module],
 ) -> list[Pair]:
-    """One pair for each of `models`, in their order.
+    """Match optimizers and schedulers with models: one pair for each of `models`, in their order.
 
     Args:
-        models, optimizers, schedulers: those of one `prepare` call.
-        prepared: the users' modules of earlier calls.
+        models, optimizers, schedulers: the arguments of one `prepare` call.
+        prepared: the user's modules from earlier calls.
 
     Raises:
-        LoopError: an optimizer of no model or of several, two optimizers for one model, models that share parameters,
-            a model spread over devices.
+        LoopError: an optimizer belongs to no model or to several, two optimizers belong to one model, models share
+            parameters, or a model is distributed over devices.
     """
     _refuse_shared(models, prepared)
     for model in models:
@@ -176,7 +173,7 @@ def pair_models(
         model = _model_of(optimizer, models)
         if id(model) in owners:
             raise LoopError(
-                f"prepare() got two optimizers of the {type(model).__name__}; build one, with parameter groups."
+                f"prepare() got two optimizers of the {type(model).__name__}; build one with parameter groups."
             )
         owners[id(model)] = optimizer
     return [
@@ -187,28 +184,28 @@ def pair_models(
 
 
 def refuse_closure(optimizer: Any) -> None:
-    """Refuse an optimizer that computes losses within its step, such as LBFGS.
+    """Refuse an optimizer that evaluates the loss in its step, such as LBFGS.
 
     Raises:
-        LoopError: its step cannot be called without a closure.
+        LoopError: its `step` requires a closure.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise LoopError(
-            f"prepare() got a {type(optimizer).__name__}, whose step() computes the loss itself, several times, in a "
-            "closure: here gradients come from accelerator.backward(loss), once for each step.\nUse an optimizer that "
-            "steps without a closure, such as AdamW; or train by plain torch on one device, without prepare()."
+            f"prepare() got a {type(optimizer).__name__}, whose step() requires a closure that computes the loss: "
+            "gradients are computed by accelerator.backward(loss), once for each step.\nUse an optimizer that steps "
+            "without a closure, such as AdamW; or train with plain PyTorch on one device, without prepare()."
         )
 
 
 def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:
-    """Whether the optimizer holds a parameter of the model."""
+    """Whether the optimizer has a parameter of the model."""
     held = {id(p) for p in _parameters(optimizer)}
     return any(id(p) in held for p in model.parameters())
 
 
 def parameters_left_out(optimizer: Optimizer | DummyOptim, model: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the model that get gradients, and that the optimizer does not hold."""
+    """The parameters of the model that require gradients and are not in the optimizer."""
     held = {id(p) for p in _parameters(optimizer)}
     return [p for p in model.parameters() if p.requires_grad and id(p) not in held]
 
@@ -224,10 +221,10 @@ def _model_of(optimizer: Optimizer | DummyOptim, models: Sequence[nn.Module]) ->
             raise LoopError(
                 f"prepare() got one optimizer for the parameters of several models ({names}).\n"
                 "Build an optimizer for each, or put the models into one module, e.g. torch.nn.ModuleList, and prepare "
-                "that."
+                "that module."
             )
         before, now = _places(_parameters(optimizer)), _places(models[most].parameters())
-        moved = f" They are on {before} and its own on {now}: it was moved after they were taken."
+        moved = f" They are on {before}, the model's on {now}: it was moved after the optimizer was built."
         raise LoopError(
             f"prepare() got an optimizer of which {foreign} of {len(held)} parameters are not the model's."
             f"{moved if before != now else ''}\n"
@@ -256,7 +253,7 @@ def _refuse_shared(models: Sequence[nn.Module], prepared: Iterable[nn.Module]) -
             if other is not model:
                 raise LoopError(
                     f"prepare() got a {type(model).__name__} that shares parameters with a {type(other).__name__}, "
-                    "which is prepared too.\nPrepare one module that holds both."
+                    "which is prepared too.\nPrepare one module that contains both."
                 )
 
 
@@ -264,21 +261,21 @@ def _refuse_device_map(model: nn.Module) -> None:
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(places) > 1 or "disk" in places:
         raise LoopError(
-            f"prepare() got a {type(model).__name__} that was loaded with device_map: its layers lie on "
-            f"{', '.join(sorted(places))}, and every process trains on one device.\nLoad it without device_map. Where "
-            "it does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only "
-            "this process' part."
+            f"prepare() got a {type(model).__name__} that was loaded with device_map: its layers are on "
+            f"{', '.join(sorted(places))}, and every process trains on one device.\nLoad it without device_map. If it "
+            "does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only the "
+            "partition of this process."
         )
     if any(has_offloaded_params(module) for module in model.modules()):
         raise LoopError(
-            f"prepare() got a {type(model).__name__} whose weights are on its device in a forward only (cpu_offload, "
-            "disk_offload): they get no gradients.\nPrepare it without; where it does not fit, use ZeRO stage 3 with "
-            "offload_param_device: cpu."
+            f"prepare() got a {type(model).__name__} whose weights are on the device only during a forward "
+            "(cpu_offload, disk_offload): they get no gradients.\nPrepare it without offload; if it does not fit, use "
+            "ZeRO stage 3 with offload_param_device: cpu."
         )
 
 
 def describe_training(training: Training) -> dict[str, Any]:
-    """The record of one prepared model; the same in every process."""
+    """The record of one prepared model in a checkpoint, without its tensors; the same in every process."""
     session = training.session
     extra = {name: module.get_extra_state() for name, module in _with_extra_state(session.module)}
     record: dict[str, Any] = {"class": type(session.module).__name__, "extra_states": extra, "optimizer": None}
@@ -298,23 +295,23 @@ def describe_training(training: Training) -> dict[str, Any]:
 
 
 def refuse_other_optimizer(training: Training, record: Mapping[str, Any]) -> None:
-    """Raise where the states in a checkpoint mean something else to this run's optimizer.
+    """Refuse a checkpoint whose optimizer has another algorithm.
 
     Raises:
-        CheckpointError: see above.
+        CheckpointError: the algorithms differ.
     """
     saved, running = record["optimizer"], training.session.optimizer
     if saved is None or running is None or saved["algorithm"] in (None, algorithm_of(running)):
-        return  # None: an imported one, of which the files do not tell
+        return  # None: an imported checkpoint, whose files do not name it
     raise CheckpointError(
         f"the {record['class']} of the checkpoint was trained with {saved['algorithm']}, here it has "
-        f"{algorithm_of(running)}, whose states are others.\n"
-        "Use the same optimizer, or load_state(weights_only=True) and let it begin anew."
+        f"{algorithm_of(running)}, whose states are different.\n"
+        "Use the same optimizer, or load_state(weights_only=True), which leaves the optimizer states empty."
     )
 
 
 def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]:
-    """Go on from a record, whose tensors are read already; what was not restored."""
+    """Restore a record, whose tensors are loaded already; returns what was not restored."""
     session, saved = training.session, record["optimizer"]
     for name, module in _with_extra_state(session.module):
         if name in record["extra_states"]:
@@ -333,14 +330,14 @@ def restore_training(training: Training, record: Mapping[str, Any]) -> list[str]
 
 
 def restore_reductions(trainings: Sequence[Training], records: Sequence[Mapping[str, Any]]) -> None:
-    """Sum gradients as in the records' run; collective, so that no process may have failed before."""
+    """Sum gradients in the same buckets as the saved run; collective, so that no process may have failed before."""
     for training, record in zip(trainings, records, strict=True):
         if training.optimizer is not None and record["optimizer"] is not None:
             training.session.restore_reduction(record["optimizer"].get("reduction", []))
 
 
 def is_inside_window(training: Training) -> bool:
-    """Whether gradients wait for the window's step: they are in no checkpoint."""
+    """Whether there are accumulated gradients, which are in no checkpoint."""
     return training.optimizer is not None and training.window.holds_gradients
 
 

@@ -1,4 +1,4 @@
-"""What happens to losses and gradients between two optimizer steps: backward, accumulation, averaging, clipping."""
+"""What a loop does between two optimizer steps: backward, accumulation, averaging and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from zero_plugin.loop.training import Training
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.window import TogetherWindows
 
-_NO_PARAMETERS = " It got none at all: at ZeRO stage 3 optimizer.param_groups hold none outside of the step."
+_NO_PARAMETERS = " It got no parameters: at ZeRO stage 3 optimizer.param_groups are empty outside of the step."
 
 
 class TrainingLoop:
-    """The calls of a training loop, sent to the sessions of the models that they concern.
+    """Forwards the calls of a training loop to the sessions of the models.
 
     Args:
-        run: what the loop runs on.
-        prepared: what it trains.
+        run: the run.
+        prepared: what is prepared.
     """
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
@@ -41,7 +41,7 @@ class TrainingLoop:
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
     def resize_windows(self, steps: int) -> None:
-        """Have windows of `steps` micro-batches; see `Accelerator.gradient_accumulation_steps`."""
+        """Set the number of micro-batches per window; see `Accelerator.gradient_accumulation_steps`."""
         run = self._run
         key, call = "gradient_accumulation_steps", f"accelerator.gradient_accumulation_steps = {steps}"
         before = run.document.deepspeed.get(key)
@@ -56,7 +56,7 @@ class TrainingLoop:
             window.resize(steps)
 
     def decide_windows(self, ends: bool) -> None:
-        """The script says whether the micro-batches from now on end their windows."""
+        """Set whether the micro-batches from now on end their windows; see `Accelerator.sync_gradients`."""
         for window in self._prepared.windows:
             window.decide(ends)
 
@@ -71,7 +71,7 @@ class TrainingLoop:
         return named[0].window if len(named) == 1 else TogetherWindows([training.window for training in named])
 
     def _named(self, models: tuple[nn.Module, ...]) -> list[Training]:
-        """The trained ones among `models`; all if none is among them, or only one is trained."""
+        """The trained models among `models`; all if there are none among them, or only one model is trained."""
         trained = self._prepared.trained
         if len(trained) == 1:
             return trained
@@ -85,40 +85,42 @@ class TrainingLoop:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Add the gradients of `loss`; see `Accelerator.backward`."""
         _check_loss(loss, has_gradient=any(kwargs.get(name) is not None for name in ("gradient", "grad_tensors")))
-        if "gradient" in kwargs:  # torch.autograd.backward, which takes losses of any session, calls it otherwise
+        if "gradient" in kwargs:  # its name in torch.autograd.backward
             kwargs["grad_tensors"] = kwargs.pop("gradient")
-        prepared, looks = self._prepared, self._prepared.first_steps
-        if not prepared.trained and looks.allows_plain_backward(self._run.strategy, self._run.processes.world_size):
+        prepared, first_steps = self._prepared, self._prepared.first_steps
+        if not prepared.trained and first_steps.allows_plain_backward(
+            self._run.strategy, self._run.processes.world_size
+        ):
             prepared.window = prepared.default_window
             run_plain_backward(prepared.default_window, loss, counts=bool(prepared.waiting), **kwargs)
             return
-        if looks.is_due():
-            self._refuse_to_begin_anew()
-            self._refuse_whole_batches()
-            looks.check(loss, prepared.waiting)
+        if first_steps.is_due():
+            self._refuse_without_resuming()
+            self._refuse_uncut_batches()
+            first_steps.check(loss, prepared.waiting)
         prepared.window = run_backward(prepared.trained, prepared.untrained, loss, **kwargs)[0].window
 
-    def _refuse_to_begin_anew(self) -> None:
+    def _refuse_without_resuming(self) -> None:
         if self._run.must_resume:
             raise LoopError(
-                "auto_resume asks that the run goes on from its newest checkpoint, but this script trains without "
-                "having loaded one.\nCall accelerator.resume() after prepare(), or leave auto_resume out."
+                "auto_resume is configured, but this script trains without having loaded a checkpoint.\n"
+                "Call accelerator.resume() after prepare(), or remove auto_resume."
             )
 
-    def _refuse_whole_batches(self) -> None:
+    def _refuse_uncut_batches(self) -> None:
         loader, cut = RUNNING.current, self._run.cut
         if cut > 1 and isinstance(loader, DataLoaderAdapter) and loader.cut != cut:
             raise LoopError(
-                f"memory ran out before, so that {cut} micro-batches are to be made of each of the loader's "
-                f"batches, but those of this loader (batch_size={loader.batch_size}) cannot be cut so: the global "
-                f"batch would be another one.\nGive it a batch_size that is a multiple of {cut}."
+                f"memory ran out before, so that each batch of a loader is split into {cut} micro-batches, but those "
+                f"of this loader (batch_size={loader.batch_size}) cannot be split: the global batch would change.\n"
+                f"Use a batch_size that is a multiple of {cut}."
             )
 
     # ---- averaging over the processes --------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self, model: nn.Module | None) -> Iterator[None]:
-        """Backwards of `model`, or of all, stay local inside; see `Accelerator.no_sync`."""
+        """Inside, backwards of `model`, or of all models, do not average gradients; see `Accelerator.no_sync`."""
         with ExitStack() as stack:
             for training in self._prepared.trainings:
                 if model is None or model is training.session.model:
@@ -132,14 +134,14 @@ class TrainingLoop:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
-        """Processes without batches follow the others' reductions inside; see `Accelerator.join_uneven_inputs`."""
+        """Inside, processes without batches join the others' collectives; see `Accelerator.join_uneven_inputs`."""
         if self._run.processes.world_size == 1:
             yield
             return
         even = self._run.options.loading.even_batches if even_batches is None else even_batches
         joined = self._run.strategy.join([o for o in joinables if isinstance(o, Joinable)], enable=not even)
         if joined is None:
-            warnings.warn("join_uneven_inputs has no effect: it is for DDP", stacklevel=3)
+            warnings.warn("join_uneven_inputs has no effect: only DDP supports it", stacklevel=3)
             yield
             return
         with self._with_even_batches(even_batches), joined:
@@ -147,13 +149,13 @@ class TrainingLoop:
 
     @contextmanager
     def _with_even_batches(self, even: bool | None) -> Iterator[None]:
-        """Prepared loaders make batches `even` inside."""
+        """Inside, prepared loaders have this value of `even_batches`."""
         loaders = [] if even is None else self._prepared.dataloaders
         samplers: list[Any] = [loader.batch_sampler for loader in loaders]
         shards = [(shard, shard.even_batches) for shard in samplers if hasattr(shard, "even_batches")]
         if len(shards) < len(samplers):
             warnings.warn(
-                "join_uneven_inputs: even_batches is only supported for map-style datasets; streams stay as they are",
+                "join_uneven_inputs: even_batches is only supported for map-style datasets, not iterable ones",
                 stacklevel=5,
             )
         for shard, _ in shards:
@@ -164,10 +166,10 @@ class TrainingLoop:
             for shard, before in shards:
                 shard.even_batches = before
 
-    # ---- gradients of the coming step --------------------------------------------------------------------------------
+    # ---- gradients of the next step ----------------------------------------------------------------------------------
 
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
-        """Clip the coming step's gradients; see `Accelerator.clip_grad_norm_`."""
+        """Clip the next step's gradients by norm; see `Accelerator.clip_grad_norm_`."""
         given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         prepared = self._prepared
         if len(prepared.trained) > 1:
@@ -190,7 +192,7 @@ class TrainingLoop:
         )
 
     def clip_values(self, parameters: Any, clip_value: float) -> None:
-        """Clamp each number of the coming step's gradients; see `Accelerator.clip_grad_value_`."""
+        """Clamp each element of the next step's gradients; see `Accelerator.clip_grad_value_`."""
         given: list[Tensor] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids, prepared = {id(p) for p in given}, self._prepared
         for training in prepared.trained:
@@ -201,7 +203,7 @@ class TrainingLoop:
             nn.utils.clip_grad_value_(given, clip_value)
 
     def unscale(self, optimizer: Any) -> None:
-        """Take the loss scale out of the coming step's gradients; see `Accelerator.unscale_gradients`."""
+        """Divide the next step's gradients by the loss scale; see `Accelerator.unscale_gradients`."""
         chosen = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         for training in self._prepared.trained:
             if training.optimizer is not None and (optimizer is None or any(map(training.is_of_optimizer, chosen))):
@@ -209,11 +211,13 @@ class TrainingLoop:
 
 
 class LossScaler:
-    """The loss scale of fp16 under the names of torch's `GradScaler`; `backward` and `step` do what that one's do.
+    """The loss scale of fp16 with the methods of `torch.amp.GradScaler`, except `scale`, `step` and `update`.
+
+    `Accelerator.backward` and the optimizer's `step` scale the loss, unscale the gradients and update the scale.
 
     Args:
-        prepared: what trains, as it stands at each call.
-        loop: takes the scale out of an optimizer's gradients.
+        prepared: what is prepared.
+        loop: unscales the gradients of an optimizer.
     """
 
     def __init__(self, prepared: Prepared, loop: TrainingLoop) -> None:
@@ -221,71 +225,73 @@ class LossScaler:
         self.unscale_ = loop.unscale
 
     def is_enabled(self) -> bool:
-        """True: without fp16 there is no scaler."""
+        """Always True: without fp16 there is no scaler."""
         return True
 
     def get_scale(self) -> float:
         """The factor on the loss.
 
         Raises:
-            LoopError: nothing is prepared that has one.
+            LoopError: no model is prepared with an optimizer.
         """
         return self._first().loss_scale
 
     def state_dict(self) -> dict[str, float]:
-        """Where the scale stands; `save_state` keeps it too.
+        """The state of the loss scale; `save_state` saves it too.
 
         Raises:
-            LoopError: nothing is prepared that has one.
+            LoopError: no model is prepared with an optimizer.
         """
         return self._first().scale_state()
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Go on from a `state_dict`, with every prepared model."""
+        """Load a `state_dict` into every prepared model."""
         for training in self._prepared.trained:
             training.session.restore_scale(state_dict)
 
     def _first(self) -> Session:
         if not self._prepared.trained:
-            raise LoopError("accelerator.scaler: a loss scale comes with the model; call prepare(model, optimizer).")
+            raise LoopError(
+                "accelerator.scaler: the prepared model has the loss scale; call prepare(model, optimizer) first."
+            )
         return self._prepared.trained[0].session
 
 
 def refuse_lomo() -> NoReturn:
-    """Refuse LOMO, which updates weights within backward, where nothing is averaged, accumulated or clipped.
+    """Refuse LOMO, which updates weights during the backward, without averaging, accumulation or clipping.
 
     Raises:
         LoopError: always.
     """
     raise LoopError(
-        "lomo_backward() is not supported: LOMO changes weights within backward, and here optimizer.step() does.\n"
-        "Where optimizer states do not fit, use ZeRO with offload_optimizer."
+        "lomo_backward() is not supported: LOMO updates weights during the backward, without averaging gradients.\n"
+        "If optimizer states do not fit, use ZeRO with offload_optimizer."
     )
 
 
 def _check_loss(loss: Any, *, has_gradient: bool) -> None:
-    """Refuse what has no gradient, with what to pass in its place.
+    """Refuse a loss that cannot be differentiated; the error says what to pass instead.
 
     Args:
-        loss: what `backward` was given.
-        has_gradient: whether the script says what to multiply it by, which a loss of several elements needs.
+        loss: the argument of `backward`.
+        has_gradient: whether `gradient` is given, which a loss of several elements needs.
     """
     kind = type(loss).__name__
     if not isinstance(loss, Tensor):
-        fix = "the tensor itself, before item() or float() is taken of it"
+        fix = "the tensor itself, without item() or float()"
         if isinstance(loss, Mapping):
             fix = "its loss, e.g. backward(output.loss)" if hasattr(loss, "loss") else 'its loss, e.g. output["loss"]'
         elif isinstance(loss, list | tuple):
             fix = "one tensor: the element that is the loss, or the sum of several losses"
-        raise LoopError(f"backward() got a {kind}, where it takes the loss as a tensor.\nPass {fix}.")
+        raise LoopError(f"backward() got a {kind}, but it takes the loss as a tensor.\nPass {fix}.")
     if loss.numel() != 1 and not has_gradient:
         raise LoopError(
-            f"backward() got a loss of shape {tuple(loss.shape)}, where it takes one number: a mean and a sum differ.\n"
+            f"backward() got a loss of shape {tuple(loss.shape)}, but it takes a scalar.\n"
             "Pass loss.mean() or loss.sum(), or backward(loss, gradient=…) with a tensor of the loss's shape."
         )
     if not loss.requires_grad:
         raise LoopError(
-            f"backward() got a loss ({loss.dtype}) without a graph: no parameter that requires gradients has led to "
-            "it.\nCompute it outside torch.no_grad(), without detach() or item(), from a model whose parameters "
+            f"backward() got a loss ({loss.dtype}) without a graph: no parameter that requires gradients is in it.\n"
+            "Compute it outside torch.no_grad(), without detach() or item(), from a model whose parameters "
             "require gradients, in a floating dtype."
         )
