@@ -70,5 +70,5 @@ def test_where_the_micro_batch_is_typed(launch: Launch, tmp_path: Path) -> None:
     )
     assert smaller in done.stderr
     assert "2. activation checkpointing" in done.stderr
-    assert "4. ZeRO, which divides gradients and optimizer states: zero_stage: 2" in done.stderr
+    assert "4. ZeRO, which partitions gradients and optimizer states: zero_stage: 2" in done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr

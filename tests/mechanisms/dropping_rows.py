@@ -33,7 +33,7 @@ ROWS = [
         "        self.optimizer.zero_grad(set_to_none=True)\n",
         "",
         parity("dropped", "single", "ddp"),
-        "gradients came to this model from loss.backward()",
+        "gradients of this model were computed by loss.backward()",
         processes=3,
     ),
     Row(

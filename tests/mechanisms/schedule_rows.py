@@ -32,7 +32,7 @@ ROWS = [
     Row(
         "OneCycleLR stops at its end",
         "loop/scheduler.py",
-        "                break  # W steps at a time",
+        "                break  # several steps at a time",
         "                pass  # W steps at a time",
         checks("schedule", "real_schedules_count_processes", "ddp", "zero2"),
         "Tried to step",

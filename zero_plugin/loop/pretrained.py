@@ -19,7 +19,7 @@ from zero_plugin.tensors.model_folder import ITEM_BYTES, read_model_folder
 _OTHERWISE: Final = ("device_map", "quantization_config", "gguf_file", "load_in_8bit", "load_in_4bit")
 _FIX: Final = (
     "Start fewer processes on this machine; or build it inside `with accelerator.init_model(weights=folder):`, which "
-    "reads it straight to each device; or use ZeRO stage 3, where no process holds all of it."
+    "reads it straight to each device; or use ZeRO stage 3, where each process holds a partition."
 )
 
 

@@ -1,4 +1,4 @@
-"""The weights of models: unwrapping, collecting, saving them, and reading them into models."""
+"""The weights of models: unwrapping, collecting, saving and loading."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Weights:
     """The weights of the models of one run, prepared or not.
 
     Args:
-        run: what they are trained on.
-        prepared: the models that are prepared.
+        run: the run.
+        prepared: what is prepared.
     """
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
@@ -101,7 +101,7 @@ class Weights:
         """Write the weights as a folder of safetensors; see `Accelerator.save_model`."""
         if not safe_serialization:
             raise LoopError(
-                "save_model(safe_serialization=False): weights are written as safetensors, which need no pickle.\n"
+                "save_model(safe_serialization=False): weights are always written as safetensors, without pickle.\n"
                 "Leave it out, or write accelerator.save(accelerator.get_state_dict(model), 'pytorch_model.bin')."
             )
         limit, stored_as = require_bytes("save_model(max_shard_size=…)", max_shard_size), parse_dtype(dtype)
@@ -156,7 +156,7 @@ class Weights:
         """Write an object on the main process only; see `Accelerator.save`."""
         if any(hasattr(leaf, "ds_id") and leaf.numel() != leaf.ds_numel for leaf in list_leaves(obj)):
             raise LoopError(
-                "save() got parameters that ZeRO stage 3 has partitioned: no process has them.\n"
+                "save() got parameters that ZeRO stage 3 has partitioned: no process has all of them.\n"
                 "Write accelerator.save(accelerator.get_state_dict(model), …), or use save_model()."
             )
         if self._run.processes.rank == 0:
@@ -169,16 +169,16 @@ class Weights:
         return self._own_tensors(model, self._saved_names(self.unwrap(model)))
 
     def _own_tensors(self, model: nn.Module, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-        """Those of a model that is not prepared."""
+        """The named tensors of a model that is not prepared."""
         module = self.unwrap(model)
         if any(hasattr(p, "ds_id") for p in module.parameters()):
             raise LoopError(
-                f"the {type(module).__name__} is partitioned, and not prepared; pass the model that prepare() returned."
+                f"the {type(module).__name__} is partitioned but not prepared; pass the model that prepare() returned."
             )
         return stored_values(module, persistent_tensors(module, names))
 
     def _saved_names(self, module: nn.Module) -> Collection[str] | None:
-        """The tensors of a model that are saved, as the main process sees it; None for all."""
+        """The names of the tensors that are saved, as on the main process; None for all."""
         if not has_adapters(module):
             return None
         names: list[Any] = [adapter_names(module) if self._run.processes.rank == 0 else None]
@@ -186,11 +186,11 @@ class Weights:
         saved: Collection[str] = names[0]
         return saved
 
-    # ---- weights that the script itself reads and writes -------------------------------------------------------------
+    # ---- weights that the script reads and writes --------------------------------------------------------------------
 
     @contextmanager
     def whole_weights(self, *models: nn.Module) -> Iterator[None]:
-        """Inside, weights can be read and written as in plain torch; see `Accelerator.whole_weights`."""
+        """Inside, weights can be read and written as in plain PyTorch; see `Accelerator.whole_weights`."""
         with ExitStack() as stack:
             self._enter_whole_weights(stack, models)
             yield
@@ -203,17 +203,17 @@ class Weights:
                 raise LoopError(f"whole_weights() got a {type(model).__name__} that is not prepared.")
             stack.enter_context(session.whole_weights())
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
+    # ---- loading -----------------------------------------------------------------------------------------------------
 
     def init_model(
         self, weights: str | os.PathLike[str] | None = None, *, strict: bool = True
     ) -> AbstractContextManager[list[WeightsReport]]:
-        """A model made inside is never whole in any process at stage 3; see `Accelerator.init_model`."""
+        """Inside, models are constructed partitioned at stage 3; see `Accelerator.init_model`."""
         self._run.follow_configuration()
         if self._run.document.deepspeed.value("zero_optimization", "stage") is AUTO:
             _log.info(
-                "zero_optimization.stage is open until prepare(): what init_model() builds is whole in every process; "
-                "`zero-plugin launch --model …` has the plan choose the stage before"
+                "zero_optimization.stage is open until prepare(), so init_model() builds the unpartitioned model in "
+                "every process; with `zero-plugin launch --model …` the plan chooses the stage before"
             )
         if weights is None:
             return self._building_with_values()
@@ -237,7 +237,7 @@ class Weights:
             yield reports
         models = [module for module in made if next(persistent_tensors(module), None) is not None]
         if not models:
-            raise LoopError("init_model(weights=…): no model was made inside.")
+            raise LoopError("init_model(weights=…): no model was constructed inside.")
         reports.extend(self.load(model, weights, strict=strict) for model in models)
 
     @collective("load_weights", meets=True)
@@ -266,7 +266,7 @@ class Weights:
                 target = self._run.device if self._run.options.device_placement else torch.device("cpu")
                 if target.type == "cpu":
                     all_or_none(lambda: self._check_memory(module))
-                self._run.strategy.allot(module, target)
+                self._run.strategy.allocate(module, target)
                 all_or_none(lambda: read(self._run.strategy.fragments_to_fill(module, places)))
                 self._initialize(module, report.initialized)
         if not report.is_complete:
@@ -274,7 +274,7 @@ class Weights:
         return report
 
     def _check_memory(self, module: nn.Module) -> None:
-        """Raise where host memory does not hold what every process of this machine is about to allot."""
+        """Raise if CPU memory does not hold what the processes of this machine are about to allocate."""
         empty = {id(slot.tensor): slot.tensor for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta}
         size = sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
         parts = self._run.processes.world_size if self._run.strategy.partitions_parameters else 1
@@ -283,28 +283,28 @@ class Weights:
             local_processes(self._run.processes),
             available_cpu_memory(),
             f"the {type(module).__name__}",
-            "Start fewer processes on this machine, or use ZeRO stage 3, where no process holds all of it.",
+            "Start fewer processes on this machine, or use ZeRO stage 3, where each process holds a partition.",
         )
 
     def _initialize(self, module: nn.Module, names: Collection[str]) -> None:
         if names:
             for fragment in self._run.strategy.fragments_to_fill(module, names):
                 fragment.values.fill_(torch.nan)
-            initialize_tensors(module, names, self._run.strategy.whole_tensors)
+            initialize_tensors(module, names, self._run.strategy.gathered_tensors)
 
 
 def _without_values(module: nn.Module, places: Collection[str]) -> list[str]:
-    """The parameters that have no values, and get none out of a file.
+    """The names of parameters on the meta device that are not in the files, and must be initialized.
 
     Raises:
-        CheckpointError: buffers are so too: nobody can tell what a constructor would have computed.
+        CheckpointError: buffers are on the meta device too, and their values are unknown.
     """
     empty = [(name, t) for name, t in persistent_tensors(module) if t.is_meta and name not in places]
     lost = [name for name, t in empty if not (isinstance(t, nn.Parameter) and t.is_floating_point())]
     lost += [slot.name for slot in tensor_slots(module, recurse=True) if slot.tensor.is_meta and not slot.is_persistent]
     if lost:
         raise CheckpointError(
-            f"{', '.join(lost)}: on the meta device, and not in the file, so that nobody knows their values.\n"
+            f"{', '.join(lost)}: on the meta device and not in the files, so that their values are unknown.\n"
             "Build the model inside `with accelerator.init_model(weights=…):`, where buffers are computed."
         )
     return [name for name, _ in empty]
@@ -312,7 +312,7 @@ def _without_values(module: nn.Module, places: Collection[str]) -> list[str]:
 
 @contextmanager
 def _without_initializing() -> Iterator[None]:
-    """Models of transformers do not initialise weights that are to be read; they still tie them."""
+    """Inside, transformers models do not initialize weights, which are read afterwards; they still tie them."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         yield

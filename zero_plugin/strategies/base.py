@@ -1,4 +1,4 @@
-"""What a strategy and a session are: the seam between the loop and the strategies."""
+"""`Strategy` and `Session`: the interface between the training loop and the ways to run a training step."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from zero_plugin.tensors.fragments import Fragment, whole_fragment
 from zero_plugin.tensors.modules import allot_whole, persistent_tensors
 
 DIRECT_BACKWARD = (
-    "gradients came to this model from loss.backward().\n"
+    "gradients of this model were computed by loss.backward().\n"
     "Call accelerator.backward(loss), which knows the accumulation window and the loss scale."
 )
 OWN_GRADIENTS = (
-    "the script has changed or set a parameter's grad, and optimizer.step() would not apply it: ZeRO steps by "
-    "partitions of what backward() has made.\nClip by accelerator.clip_grad_norm_(). Change gradients where they are "
-    "made, by p.register_hook(lambda gradient: …) before the forward. DDP, one device, stage 0, and stage 1 in fp32 "
-    "step by a p.grad that is set between backward() and step() or clip_grad_norm_()."
+    "the script has changed or set a parameter's grad, and optimizer.step() would not apply it: ZeRO applies its own "
+    "partitions of the gradients that backward() has computed.\nClip with accelerator.clip_grad_norm_(). Change "
+    "gradients during the backward, with p.register_hook(lambda gradient: …) before the forward. DDP, one device, "
+    "stage 0, and stage 1 in fp32 apply a p.grad that is set between backward() and step() or clip_grad_norm_()."
 )
 FAILED_BACKWARD = (
-    "a backward of this model has failed and left a part of its gradients behind.\n"
-    "Call optimizer.zero_grad() before you go on: it drops the window's gradients, and the window begins anew."
+    "a backward of this model has failed, so that its gradients are incomplete.\n"
+    "Call optimizer.zero_grad() before you continue: it drops the gradients and starts a new accumulation window."
 )
 LOSS_OF_OTHERS = (
-    "the loss of this backward() depends on no trained parameter of the prepared model, and was multiplied by its loss "
-    "scale.\nCall loss.backward() for what is not prepared."
+    "the loss of this backward() depends on no trained parameter of the prepared model, but was multiplied by its loss "
+    "scale.\nCall loss.backward() for models that are not prepared."
 )
 LATE_BACKWARD = (
     "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
@@ -52,10 +52,10 @@ LATE_BACKWARD = (
 
 
 class Saving(NamedTuple):
-    """A change of the configuration that takes less device memory.
+    """A change of the configuration that needs less device memory.
 
     Attributes:
-        text: what to write.
+        text: what to write into the configuration.
         changes: the fields of a plan's `Setup` that it changes.
     """
 
@@ -65,16 +65,16 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What `prepare` asks a strategy to build.
+    """The arguments of `Strategy.build_session`.
 
     Attributes:
         model: the user's module.
         optimizer: the user's optimizer or placeholder; None for a model that is not trained.
-        resolved: the configuration without open fields.
+        resolved: the resolved configuration.
         schedulers: the learning-rate schedulers that were built on `optimizer`. A strategy that replaces the optimizer
-            object moves them to the new one.
-        is_placed: whether the model goes to this process' device; else it stays where the script has put it.
-        only_evaluates: whether the model is never trained; else one without an optimizer may still get one.
+            object attaches them to the new one.
+        is_placed: whether the model is moved to this process's device.
+        only_evaluates: whether the model is never trained; otherwise its optimizer may be prepared later.
     """
 
     model: nn.Module
@@ -86,31 +86,30 @@ class SessionRequest:
 
 
 class Session(ABC):
-    """One model with its optimizer, ready to train. It exists only when it is built completely.
+    """One model with its optimizer, ready to train.
 
-    The loop decides *when* a window of accumulation ends; a session decides *how* gradients are computed, reduced,
-    clipped and applied. Gradients add up over `backward` calls until `step` or `drop_gradients`.
+    The loop decides *when* an accumulation window ends; a session decides *how* gradients are computed, reduced,
+    clipped and applied. Gradients accumulate over `backward` calls until `step` or `drop_gradients`.
 
     Attributes:
-        model: what the loop calls.
+        model: the prepared model, which the loop calls.
         module: the user's own module inside it.
-        optimizer: the torch optimizer whose `param_groups` are live; None for a model that is not trained.
-        most_skips: skipped steps in a row after which the run stops.
-        last_norm: norm of the last step's gradients before clipping, where one was computed.
+        optimizer: the torch optimizer that runs; None for a model that is not trained.
+        most_skips: the number of skipped steps in a row after which the run stops.
+        last_norm: the norm of the last step's gradients before clipping, if it was computed.
         unpartitioned_gradients: whether `p.grad` of the user's own parameters holds the complete gradient of the step,
             as in plain torch; False where gradients are partitioned.
         unpartitioned_states: whether the optimizer's `state` has the user's own parameters as keys, as in plain torch.
-        states_are: where else all its states are, so that `state_dict` has not them; "" where it has.
-        left_out: parameters that get gradients and are in no group of the optimizer.
-        step_hooks: that the script has registered on its optimizer, before and after a step, where the optimizer that
+        states_are: where the optimizer states are, if `state_dict` does not contain them; "" if it does.
+        left_out: parameters that require gradients and are in no group of the optimizer.
+        step_hooks: the hooks before and after a step that the script registered on its optimizer, if the optimizer that
             runs does not call them once for each step.
-        cleared_by_script: whether `p.grad` of all was None where a window began after an applied one; None where a step
-            leaves no gradients, so that it cannot be seen.
-        failed: whether a backward raised when it may have added some of its gradients; `drop_gradients` mends it.
-        states_stay: whether optimizer states and masters lie in memory, unchanged, from one step to the next.
+        cleared_by_script: whether all `p.grad` were None when a window began after an applied step; None if a step
+            itself clears them, so that this is unknown.
+        failed: whether a backward raised after it may have accumulated gradients; `drop_gradients` resets it.
+        states_stay: whether optimizer states and fp32 master weights stay in memory, unchanged, between two steps.
         leaves_files: whether `close` has files to remove, and is collective.
-        before_change: called before a step, or anybody else, changes states or masters; a copy that is being made of
-            them sets it.
+        before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
     """
 
     unpartitioned_gradients = True
@@ -131,7 +130,7 @@ class Session(ABC):
     last_norm: Tensor | float | None = None
 
     def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
-        """Add the gradients of `loss`, a scalar that no other trained model takes part in; never steps."""
+        """Accumulate the gradients of `loss`, a scalar that depends on no other trained model."""
         self.open_backward(ends_window=ends_window, loss=loss)
         try:
             torch.autograd.backward(self.scale_loss(loss), **kwargs)
@@ -141,40 +140,40 @@ class Session(ABC):
         self.close_backward(reached=True)
 
     def explain(self, error: BaseException) -> LoopError | None:  # noqa: ARG002
-        """What to raise in place of another library's error in a backward; None where that one is clear enough."""
+        """A clearer error to raise in place of `error` in a backward; None to raise that one."""
         return None
 
     @abstractmethod
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
-        """A backward that may reach this model is about to run; then `close_backward` or `abandon_backward`.
+        """Called before a backward that may reach this model; `close_backward` or `abandon_backward` follows.
 
-        Not for a model that is not trained.
+        Not called for a model that is not trained.
 
         Args:
-            ends_window: whether it is the last before `step`, if it reaches this model.
-            loss: where it begins.
+            ends_window: whether it is the last backward before `step`, if it reaches this model.
+            loss: the loss.
 
         Raises:
-            LoopError: gradients are there that no opened backward made, or one that failed.
+            LoopError: the model has gradients of another backward, or of one that failed.
         """
 
     @abstractmethod
     def close_backward(self, *, reached: bool) -> None:
-        """The backward has run, through whatever models. Collective where `reached` and gradients are partitioned.
+        """Called after the backward. Collective if `reached` and gradients are partitioned.
 
         Args:
-            reached: whether it added gradients to this model.
+            reached: whether the backward computed gradients of this model.
 
         Raises:
-            LoopError: it did, after `clip` and before `step`.
+            LoopError: it did, between `clip` and `step`.
         """
 
     @abstractmethod
     def abandon_backward(self, *, reached: bool) -> None:
-        """The backward raised.
+        """Called if the backward raised.
 
         Args:
-            reached: whether it may have added gradients to this model before.
+            reached: whether it may have computed gradients of this model.
         """
 
     @abstractmethod
@@ -183,120 +182,120 @@ class Session(ABC):
 
     @abstractmethod
     def set_loss_scale(self, scale: float) -> None:
-        """Go on with another loss scale; the window's gradients are rescaled."""
+        """Change the loss scale, and rescale the accumulated gradients."""
 
     @abstractmethod
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
-        """Ask `ends_window` before each forward whether the backward to come is the window's last."""
+        """Before each forward, ask `ends_window` whether its backward is the last one of the window."""
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Have `zero_grad()` of the model do the same as its optimizer's, `zero_grad`."""
+        """Make `zero_grad()` of the model call `zero_grad`, that of its optimizer."""
         _route_zero_grad(self.model, zero_grad)
 
     @abstractmethod
     def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
-        """Clip the coming step at `max_norm` and return the norm before clipping (scalar, fp32), at once. Collective.
+        """Clip the gradients of the next step and return their norm before clipping (scalar, fp32). Collective.
 
         Args:
-            max_norm: `inf` only measures.
-            norm_type: 2 for the L2 norm.
-            only: the parameters that count; None for all of the optimizer's.
+            max_norm: the largest norm; `inf` only measures.
+            norm_type: the order of the norm.
+            only: the parameters to clip; None for all of the optimizer.
 
         Raises:
-            LoopError: `norm_type` or `only` cannot be had where gradients are partitioned.
+            LoopError: `norm_type` or `only` is not supported where gradients are partitioned.
         """
 
     @abstractmethod
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of the window by `factor`, before `clip` and `step`."""
+        """Multiply the accumulated gradients by `factor`, before `clip` and `step`."""
 
     @abstractmethod
     def step(self) -> bool:
-        """Apply the gradients and clear them. False if the step was skipped for non-finite gradients. Collective."""
+        """Apply and clear the gradients. False if the step was skipped, since they are not finite. Collective."""
 
     @abstractmethod
     def first_nonfinite(self) -> str | None:
-        """Before `step`: name of the first parameter whose gradient is not finite, None if none is. Collective."""
+        """Before `step`: the name of the first parameter whose gradient is not finite, or None. Collective."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Forget every gradient of the window."""
+        """Drop all accumulated gradients."""
 
     @abstractmethod
     def drop_foreign_gradients(self) -> None:
-        """Forget gradients that no `backward` of this session made, as `zero_grad` before a backward does."""
+        """Drop gradients that this session did not compute, as `zero_grad` before a backward does."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside stay local where the strategy can; harmless where it cannot."""
+        """Inside, backwards do not average gradients, where the strategy supports that."""
 
     @abstractmethod
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights and buffers by name, one at a time; collective, every rank gets each tensor.
+        """The unpartitioned weights and buffers by name, one at a time, on every rank; collective.
 
         Args:
-            only: the names that are wanted, the same on all ranks; None for all.
+            only: the names of the tensors to yield, the same on all ranks; None for all.
         """
 
     @abstractmethod
     def weight_fragments(self) -> Iterator[Fragment]:
-        """The module's parameters and buffers, as they lie in this process; `weight` kind. Not collective.
+        """This process's fragments of the parameters and buffers, of kind `weight`. Not collective.
 
         Raises:
-            CheckpointError: they lie where a checkpoint cannot reach them yet.
+            CheckpointError: they are not accessible by parameter name.
         """
 
     @abstractmethod
     def optimized_pieces(self) -> list[OptimizedPiece]:
-        """The trained parameters, as they lie in what the optimizer steps; none of a model that is not trained.
+        """The pieces of the trained parameters in the tensors that the optimizer steps; empty without an optimizer.
 
         Raises:
             CheckpointError: as for `weight_fragments`.
         """
 
     def blocks(self, *, changing: bool) -> Iterator[list[OptimizedPiece]]:  # noqa: ARG002
-        """The `optimized_pieces`, some at a time: those of one list are in memory until the next list is asked for.
+        """The `optimized_pieces` in blocks; each block is in memory until the next one is requested.
 
         Args:
-            changing: what is in memory is going to be changed, inside `reading`; else it is only looked at.
+            changing: whether the values will be changed, inside `reading`; otherwise they are only read.
         """
         yield self.optimized_pieces()
 
     def fetched(self, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:  # noqa: ARG002
-        """`weight_fragments` that no `blocks` have brought, each in memory until the next is asked for.
+        """Load fragments of weights that are not trained; each is in memory until the next one is requested.
 
         Args:
-            fragments: of weights that are not trained.
+            fragments: the fragments, from `weight_fragments`.
             changing: as in `blocks`.
         """
         yield from fragments
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:
-        """Inside, weights, masters and optimizer states are replaced in their fragments; collective."""
+        """Inside, weights, fp32 master weights and optimizer states are overwritten in their fragments; collective."""
 
     @abstractmethod
     def update_master_weights(self) -> None:
-        """The module's weights were changed otherwise: go on from them."""
+        """Copy the module's weights, which were changed, to the fp32 master weights."""
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """Inside, the weights are whole on every process, and what is written to them stays. Collective."""
+        """Inside, the weights are unpartitioned on every process, and what is written to them is kept. Collective."""
         return nullcontext()
 
     @abstractmethod
     def scale_state(self) -> dict[str, float]:
-        """Where the loss scale stands: see `LossScale.state`; empty where there is none."""
+        """The state of the loss scale, see `LossScale.state`; empty if there is none."""
 
     @abstractmethod
     def restore_scale(self, state: Mapping[str, float]) -> None:
-        """Go on from a `scale_state`, if this session scales at all and the scale is not fixed by the configuration."""
+        """Restore a `scale_state`, if this session has a dynamic loss scale."""
 
     def reduction_state(self) -> list[list[str]]:
-        """Which parameters' gradients are summed together, where that may change; the same on all processes."""
+        """The names of the parameters whose gradients are summed together, if that may change between runs."""
         return []
 
     def restore_reduction(self, state: list[list[str]]) -> None:  # noqa: B027 - nothing to do where it never changes
-        """Sum gradients as where `reduction_state` was asked for. Collective."""
+        """Sum gradients in the same way as the session that returned `state`. Collective."""
 
     @property
     @abstractmethod
@@ -305,17 +304,17 @@ class Session(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Drop what would keep the process group busy; the session is unusable afterwards."""
+        """Release hooks, engines and communication; the session cannot be used afterwards."""
 
 
 class Strategy(ABC):
-    """A way of training. It decides whether it can run here, and builds sessions.
+    """Builds sessions for one kind of distributed training, if it can run on this machine.
 
     Attributes:
-        distributed_type: what scripts written for Accelerate call it.
-        handlers: what a script set of torch's own objects; see `accept`.
-        optimizer_may_follow: whether a model prepared without its optimizer can still get it, in `add_optimizer`, and
-            until then has its gradients averaged over the processes, or refuses a backward.
+        distributed_type: its name in Accelerate.
+        handlers: the script's arguments of torch's own objects; see `accept`.
+        optimizer_may_follow: whether a model that was prepared without its optimizer can get it later, by
+            `add_optimizer`; until then its gradients are averaged over the processes, or a backward raises.
     """
 
     name: StrategyName
@@ -325,17 +324,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def refuse(self) -> str | None:
-        """Why this strategy cannot run here, or None if it can."""
+        """The reason why this strategy cannot run, or None if it can."""
 
     @abstractmethod
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """A complete session for `request`."""
+        """Build the session of `request`."""
 
     def add_optimizer(self, session: Session, request: SessionRequest) -> None:  # noqa: ARG002
-        """Train the model of `session`, which was built without an optimizer, with the request's.
+        """Add the request's optimizer to a session that was built without one.
 
         Raises:
-            LoopError: it cannot be done any more.
+            LoopError: the strategy does not support this, or not for this model.
         """
         raise LoopError(
             f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model; under "
@@ -343,36 +342,36 @@ class Strategy(ABC):
         )
 
     def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
-        """What an optimizer steps with whose model is not prepared yet."""
+        """What stands in for the session of an optimizer whose model is not prepared yet."""
         return UnpreparedOptimizer(optimizer, window, steps=False)
 
     def reduce_next_backward(self, session: Session) -> AbstractContextManager[None]:  # noqa: ARG002
-        """The next backward inside averages the gradients, also those of forwards that ran inside `no_sync`."""
+        """Inside, the next backward averages gradients, even if its forward ran inside `no_sync`."""
         return nullcontext()
 
     def join(self, joinables: list[Any], *, enable: bool) -> AbstractContextManager[Any] | None:  # noqa: ARG002
-        """Let processes that have fewer batches follow the others' collectives; None where that cannot be had.
+        """Torch's `Join` context, in which processes with fewer batches join the others' collectives; None without DDP.
 
         Args:
-            joinables: models that know how to follow.
-            enable: False does nothing.
+            joinables: the DDP models.
+            enable: if False, the context does nothing.
         """
         return None
 
     def accept(self, handlers: Handlers) -> list[str]:
-        """Build sessions with what a script set of torch's own objects.
+        """Set the script's arguments of torch's own objects, for the sessions that are built afterwards.
 
         Returns:
-            Lines on what has no effect here.
+            Lines about arguments that have no effect with this strategy.
 
         Raises:
-            ConfigError: this strategy cannot honour it.
+            ConfigError: this strategy cannot honour an argument.
         """
         self.handlers = handlers
         return []
 
     def autocast(self, precision: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """What a script computes inside, it computes as prepared models do.
+        """The autocast context in which the forwards of prepared models run.
 
         Args:
             precision: `no`, `fp16` or `bf16`.
@@ -381,74 +380,74 @@ class Strategy(ABC):
         return nullcontext()
 
     def init_model(self) -> AbstractContextManager[None]:
-        """A model made inside is never whole in any process, where the strategy partitions parameters."""
+        """Inside, models are constructed partitioned, if the strategy partitions parameters."""
         return nullcontext()
 
-    def allot(self, module: nn.Module, device: torch.device) -> None:
-        """Give tensors on the meta device memory for what this process keeps of them, with no values yet. Collective.
+    def allocate(self, module: nn.Module, device: torch.device) -> None:
+        """Allocate uninitialized memory for the parts of meta tensors that this process keeps. Collective.
 
         Args:
-            module: not prepared yet.
-            device: where it is going to be; partitioned parameters go where the configuration says.
+            module: a module that is not prepared yet.
+            device: the device of its tensors; that of partitioned parameters depends on the configuration.
 
         Raises:
-            CheckpointError: its partitions cannot be filled from files.
+            CheckpointError: its partitions cannot be loaded from files.
         """
         allot_whole(module, device)
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
-        """Some parameters and buffers of a module that is not prepared, as they lie in this process.
+        """This process's fragments of some parameters and buffers of a module that is not prepared.
 
-        What is written into a fragment until the next is asked for stays; all of it has to be written.
+        Each fragment must be overwritten completely before the next one is requested.
         """
         for name, tensor in persistent_tensors(module, names):
             yield whole_fragment(name, tensor, 0, 1)
 
-    def whole_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Inside, tensors of a module that is not prepared are whole; what process 0 writes stays. Collective."""
+    def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Inside, tensors of a module that is not prepared are unpartitioned; rank 0's changes are kept. Collective."""
         return nullcontext()
 
     @property
     def partitions_parameters(self) -> bool:
-        """Whether no process holds whole parameters."""
+        """Whether parameters are partitioned over the processes."""
         return False
 
     def zero_stage(self, resolved: Resolved) -> Literal[0, 1, 2, 3] | None:  # noqa: ARG002
-        """The ZeRO stage in which this strategy runs a configuration; None where it runs it without ZeRO."""
+        """The ZeRO stage of a configuration under this strategy; None if it runs without ZeRO."""
         return None
 
     def remove_leftover_files(self, resolved: Resolved, processes: Processes) -> None:  # noqa: ARG002
-        """Remove what runs that were killed have left where this one will put files."""
+        """Remove files of killed runs from the folders in which this run will write."""
         return
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:  # noqa: ARG002
-        """What to write into the configuration so that a process needs less device memory, the cheapest first.
+        """Changes of the configuration that need less device memory, the cheapest first.
 
         Args:
-            resolved: what runs.
+            resolved: the current configuration.
         """
         return (
-            Saving("ZeRO, which divides gradients and optimizer states: zero_stage: 2", {"stage": 2}),
-            Saving("zero_stage: 3, which divides parameters too", {"stage": 3}),
+            Saving("ZeRO, which partitions gradients and optimizer states: zero_stage: 2", {"stage": 2}),
+            Saving("zero_stage: 3, which partitions parameters too", {"stage": 3}),
             Saving(
-                "zero_stage: 2 with offload_optimizer_device: cpu, which keeps optimizer states in host memory",
+                "zero_stage: 2 with offload_optimizer_device: cpu, which keeps optimizer states in CPU memory",
                 {"stage": 2, "offload_optimizer": "cpu"},
             ),
         )
 
     def forget_dropped(self) -> None:  # noqa: B027 - most keep nothing
-        """The script has dropped its `Accelerator`: let go of what a library keeps of its models. Not collective."""
+        """Release what libraries keep of the models of an `Accelerator` that was garbage-collected. Not collective."""
 
     def destroy_process_group(self) -> None:
-        """End the process group, with whatever keeps hold of it."""
-        if dist.is_initialized():  # else another strategy of this process has ended it
+        """Destroy the process group, and references to it."""
+        if dist.is_initialized():  # else another strategy has destroyed it
             dist.destroy_process_group()
 
     def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
-        """The same for what transformers' `from_pretrained` makes inside; entered for the whole run.
+        """`init_model` for transformers' `from_pretrained`; entered for the duration of the run.
 
         Args:
-            partitioned: whether it does so inside; None as the configuration says.
+            partitioned: whether models are constructed partitioned; None as configured.
         """
         return nullcontext()
 

@@ -1,12 +1,8 @@
-"""When DDP averages gradients, and in which buckets.
+"""Controls when DDP averages gradients (only in the backward that ends a window), and in which buckets.
 
-When DDP averages gradients over the processes: in the backward that ends a window, and in no other.
-
-Which gradients DDP sums together: read from a run, and given to the one that goes on from it.
-
-DDP begins with one division of the parameters into buckets and, after the first backward, makes another by the order in
-which gradients came. A sum of three or more numbers depends on where in a bucket they lie, so that a run which goes on
-bit for bit needs the buckets of the one before, from its first step on.
+DDP starts with one assignment of parameters to buckets and, after the first backward, rebuilds it in the order in which
+gradients arrived. The sum of three or more numbers depends on their position in a bucket, so a run that resumes bitwise
+identically needs the buckets of the saved run from its first step on.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ _NUMBERED: Final = "_zero_plugin_numbered_names"
 
 
 def numbered_names(ddp: nn.parallel.DistributedDataParallel) -> list[str]:
-    """The names of the parameters whose gradients are summed, in the order in which DDP numbers them."""
+    """The names of the parameters whose gradients DDP reduces, in the order of DDP's indices."""
     found: list[str] | None = ddp.__dict__.get(_NUMBERED)
     if found is None:
         ignored = ddp.parameters_to_ignore
@@ -39,29 +35,29 @@ def numbered_names(ddp: nn.parallel.DistributedDataParallel) -> list[str]:
 
 
 def number_names(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Remember `numbered_names`: a parameter that is frozen later keeps its number."""
+    """Store `numbered_names`: a parameter that is frozen later keeps its index."""
     ddp.__dict__[_NUMBERED] = numbered_names(ddp)
 
 
 def divides_anew(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether DDP makes its buckets anew by the order in which gradients come."""
+    """Whether DDP rebuilds its buckets in the order in which gradients arrive."""
     return ddp.static_graph or not ddp.find_unused_parameters
 
 
 def bucket_names(ddp: nn.parallel.DistributedDataParallel) -> list[list[str]]:
-    """The names of each bucket's parameters, once DDP has made them by the order of gradients; empty before."""
-    ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr] # else it tells where the last forward began
-    told: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    buckets = str(told.get("rebuilt_per_bucket_param_indices", ""))  # e.g. "3 2, 1 0"
+    """The parameter names of each bucket, once DDP has rebuilt them in the order of gradients; empty before."""
+    ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr] # else the data is that of the start of the last forward
+    data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    buckets = str(data.get("rebuilt_per_bucket_param_indices", ""))  # e.g. "3 2, 1 0"
     names = numbered_names(ddp)
     return [[names[int(index)] for index in bucket.split()] for bucket in buckets.split(",") if bucket]
 
 
 def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[Sequence[str]]) -> bool:
-    """Sum gradients in these buckets from the next backward on. Collective; not between a forward and its backward.
+    """Reduce gradients in these buckets from the next backward on. Collective; not between a forward and its backward.
 
     Returns:
-        False, and all is as before, where they are not of this model's parameters, or it keeps its first ones.
+        False, with nothing changed, if the names are not those of this model or DDP does not rebuild its buckets.
     """
     names_now = numbered_names(ddp)
     order = [name for bucket in buckets for name in bucket]
@@ -73,8 +69,8 @@ def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[
     parameters = [parameters[numbers[name]] for name in order]
     sparse = [sparse[numbers[name]] for name in order]
     ddp.__dict__[_NUMBERED] = order
-    # DDP has no way to be given buckets. Its reducer, made anew as when a copy of it is unpickled, gets the parameters
-    # in the order in which their gradients came, and is told that this is how they come.
+    # DDP has no API to set buckets. Its reducer is built again, as when a copy of DDP is unpickled, with the parameters
+    # in the order in which their gradients arrived in the saved run, and rebuilds its buckets in this order.
     ddp.reducer._remove_autograd_hooks()
     names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)  # type: ignore[no-untyped-call]
@@ -88,32 +84,32 @@ def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[
 
 
 class DdpReducer:
-    """What a session asks of DDP beyond forward and backward.
+    """What a session does with DDP beside forward and backward.
 
     Args:
-        ddp: around the user's module.
-        no_sync: what `no_sync()` of `ddp` is to do from now on: its own is undone by the next forward.
+        ddp: the DDP wrapper of the user's module.
+        no_sync: replaces `no_sync()` of `ddp`, which the hook before each forward would override.
     """
 
     def __init__(self, ddp: DistributedDataParallel, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
         self._ddp = ddp
-        self._buckets: list[list[str]] = []  # that DDP began with, where they were given
+        self._buckets: list[list[str]] = []  # the restored buckets
         self._divides_anew = divides_anew(ddp)
         number_names(ddp)
-        self._is_ready = False  # to reduce in the next backward
+        self._is_ready = False  # whether DDP will reduce in the next backward
         self._hook: RemovableHandle | None = None
         _route_no_sync(ddp, no_sync)
 
     def close(self) -> None:
-        """Ask no more before a forward."""
+        """Remove the hook of `follow`."""
         if self._hook is not None:
             self._hook.remove()
 
     def follow(self, averages: Callable[[], bool]) -> None:
-        """Ask `averages` before each forward whether the backward to come is to average."""
+        """Before each forward, ask `averages` whether its backward has to average gradients."""
 
         def set_reduction(ddp: nn.Module, _: Any) -> None:
-            if ddp is self._ddp:  # not a copy
+            if ddp is self._ddp:  # a copy of the model has the hook too
                 if self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
                     self._count_pass()
                 reduces = averages()
@@ -123,24 +119,24 @@ class DdpReducer:
         self._hook = self._ddp.register_forward_pre_hook(set_reduction)
 
     def prepare(self, loss: Tensor) -> None:
-        """A backward from `loss` is about to run, and is to average."""
+        """Prepare DDP for a backward of `loss` that has to average gradients."""
         self._count_pass()
         finds_unused = self._ddp.find_unused_parameters and not self._ddp.static_graph
         if not self._is_ready or finds_unused:
-            # DDP gets ready in a forward, for one backward. Where several forwards came before it, or the window's end
-            # was not known yet, it would keep these gradients local without a word; and it would look for unused
-            # parameters in the last forward alone, which need not be this loss's.
+            # DDP prepares its reducer in a forward, for one backward. After several forwards, or if the end of the
+            # window was not known yet, it would silently not reduce these gradients; and it would search for unused
+            # parameters in the outputs of the last forward only, which need not be those of this loss.
             self._ddp.reducer._rebuild_buckets()
             self._ddp.reducer.prepare_for_backward([loss] if finds_unused else [])
 
     def finish(self, *, reached: bool) -> None:
-        """The backward has run.
+        """Called after a backward.
 
         Args:
-            reached: whether it added gradients to the module.
+            reached: whether it computed gradients of the module.
 
         Raises:
-            LoopError: DDP still waits for gradients.
+            LoopError: DDP still waits for gradients of unused parameters.
         """
         self._is_ready &= not reached
         try:
@@ -149,30 +145,29 @@ class DdpReducer:
             raise LoopError(_unused_parameters(self._ddp, str(error))) from None
 
     def reset(self) -> None:
-        """A backward has failed."""
+        """Called after a failed backward."""
         self._is_ready = False
         self._ddp.reducer._reset_state()  # else the next forward raises
 
     def settle(self) -> None:
-        """After a step: make the last division into buckets.
+        """After a step, rebuild the buckets, which DDP would do in the next forward: a checkpoint needs the final ones.
 
-        DDP does so in the next forward; a checkpoint that is saved before has to tell of it. Not where uneven processes
-        are joined: one that has run out of batches would wait for another operation.
+        Not inside `Join`, where a process that has run out of batches would wait for another operation.
         """
         if self._divides_anew and not self._ddp._join_config.enable:
             self._divides_anew = not self._ddp.reducer._rebuild_buckets()
 
     def state(self) -> list[list[str]]:
-        """The names of the parameters in each bucket, as far as known."""
+        """The parameter names of each bucket, if known."""
         return bucket_names(self._ddp) or self._buckets
 
     def restore(self, state: list[list[str]]) -> None:
-        """Go on with the buckets of a `state`. Collective."""
+        """Use the buckets of a `state`. Collective."""
         if state and arrange_buckets(self._ddp, state):
             self._buckets, self._is_ready, self._divides_anew = state, False, False
 
     def _count_pass(self) -> None:
-        # Where uneven processes are joined, one that has run out of batches follows the others without a forward.
+        # Inside `Join`, a process that has run out of batches follows the others without a forward.
         if not self._ddp._join_config.enable:
             pass_together()
 
@@ -186,15 +181,15 @@ def _route_no_sync(model: DistributedDataParallel, no_sync: Callable[[], Abstrac
     model.no_sync = MethodType(routed, model)  # type: ignore[method-assign]
 
 
-def _unused_parameters(ddp: DistributedDataParallel, told: str) -> str:
-    """What to say of a backward that DDP waits for more gradients after; `told` is torch's own text."""
+def _unused_parameters(ddp: DistributedDataParallel, message: str) -> str:
+    """The error for a backward after which DDP waits for more gradients; `message` is torch's own."""
     names = numbered_names(ddp)
-    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", told)
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
     found = [names[i] for i in map(int, numbers[1].split()) if i < len(names)] if numbers else []
     which = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "") or "some parameters"
     return (
         f"the loss of this backward() does not depend on {which} of the {type(ddp.module).__name__}: DDP waits for "
         "their gradients, so that those of the others were not averaged over the processes.\n"
-        "Where parameters sit out by intention: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-        "find_unused_parameters=True)]). Else freeze them before prepare(), or let all take part."
+        "If parameters are unused intentionally: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+        "find_unused_parameters=True)]). Otherwise freeze them before prepare(), or use all of them in the loss."
     )

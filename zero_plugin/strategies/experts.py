@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: each process may call other experts, and yet all have to reduce the same gradients."""
+"""Mixture-of-experts layers: processes may call different experts, but must reduce the same gradients."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ _EXPERTS = re.compile(r"expert|expts", re.IGNORECASE)
 
 
 def find_expert_layers(model: nn.Module, class_names: Collection[str]) -> Iterator[nn.Module]:
-    """The modules of `model` whose forward calls some of several alike submodules, chosen by the data.
+    """The modules of `model` whose forward calls some of several submodules of one class, depending on the data.
 
-    Such a layer is told by its structure and its names together:
+    Such a layer is recognized by its structure and its names:
 
     * it holds a ModuleList or ModuleDict of at least two modules of one class, and
-    * beside the list it has a parameter with one row or column for each of them: the router's, and
+    * it has another parameter with one row or column for each of them: that of the router, and
     * the list is named like experts, or the router like a router.
 
-    A layer that keeps all experts in one stacked tensor, as transformers' own do since version 5, calls no submodule
-    and needs no care.
+    A layer that has all experts in one stacked tensor, as those of transformers since version 5, is not affected.
 
     Args:
-        model: not yet given to DeepSpeed; its parameters may be partitioned.
-        class_names: classes of further layers, by name, as the configuration says.
+        model: a model that DeepSpeed has not wrapped yet; its parameters may be partitioned.
+        class_names: class names of further layers, from the configuration.
     """
     for module in model.modules():
         if type(module).__name__ in class_names or _calls_some(module):
@@ -35,16 +34,16 @@ def find_expert_layers(model: nn.Module, class_names: Collection[str]) -> Iterat
 
 
 def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> None:
-    """Make each backward through `layer` reach all of its trained parameters, in one order on every process.
+    """Make each backward through `layer` reach all of its trained parameters, in the same order on every process.
 
-    Otherwise DDP raises where a process did not call an expert; DeepSpeed, at stages 1 and 2, adds up the gradients of
-    different parameters, without a word. An expert that nobody called has a zero gradient, where plain torch has none:
-    momentum and weight decay go on.
+    Otherwise DDP raises if a process did not call an expert, and DeepSpeed, at stages 1 and 2, silently adds up the
+    gradients of different parameters. An expert that no process called gets a zero gradient, where plain PyTorch has
+    none: its momentum and weight decay still apply.
 
     Args:
-        layer: not called yet.
-        with_gradients: false where the engine itself completes the gradients of such a layer when a backward leaves it
-            (stage 3): the layer's input then takes part in the backward, which tells the engine that it has left.
+        layer: the layer.
+        with_gradients: False if the engine itself completes the gradients of such a layer at the end of its backward
+            (stage 3): then only the layer's input takes part in the backward, which notifies the engine.
     """
     opener = torch.zeros((), requires_grad=True)
 
@@ -64,7 +63,7 @@ def reach_every_expert(layer: nn.Module, *, with_gradients: bool) -> None:
 
 
 class _Enter(torch.autograd.Function):
-    """Its first input; the others get a zero gradient, after all that was computed from the first."""
+    """Returns its first input; the others get a zero gradient, after the backward of all that depends on the first."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *reached: Tensor) -> Tensor:
@@ -93,7 +92,7 @@ def _calls_some(module: nn.Module) -> bool:
 
 
 def _routers(module: nn.Module, experts: str, count: int) -> Iterator[str]:
-    """Names of the parameters outside of `experts` with a dimension of `count`, at most two levels down."""
+    """Names of the parameters outside of `experts` with a dimension of size `count`, at most two levels deep."""
     for name, parameter in module.named_parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if name.split(".")[0] != experts and name.count(".") <= 2 and len(shape) == 2 and count in shape:

@@ -1,9 +1,4 @@
-"""Optimizers whose model is not prepared, and steps that nobody corrected.
-
-An optimizer by itself: its model is not prepared, or not yet.
-
-Refuses steps of an optimizer that nobody corrected, unscaled or clipped: those that are not its session's.
-"""
+"""Optimizers without a prepared model, and the guard against calling `step` of an optimizer directly."""
 
 from __future__ import annotations
 
@@ -21,13 +16,13 @@ from zero_plugin.strategies.window import AccumulationWindow
 
 
 class UnpreparedOptimizer:
-    """Stands for the session until there is a model to make one with; the calls are those of `Session`.
+    """Stands in for the session of an optimizer without a prepared model, with the same methods.
 
     Args:
         optimizer: the torch optimizer.
-        window: in which it steps.
-        steps: whether it may step: then it does what torch does. Not where gradients would stay with this process,
-            or the model is to be partitioned.
+        window: its accumulation window.
+        steps: whether it may step, as plain torch does. False if gradients would not be averaged over the processes, or
+            the model will be partitioned.
     """
 
     unpartitioned_gradients: Final = True
@@ -44,17 +39,17 @@ class UnpreparedOptimizer:
         self._steps = steps
 
     def step(self) -> bool:
-        """Step, as torch does, and drop the gradients.
+        """Step as plain torch does, and drop the gradients.
 
         Raises:
-            LoopError: it may not.
+            LoopError: it may not step.
         """
         assert self.optimizer is not None
         if not self._steps:
             raise LoopError(
                 f"optimizer.step(): the model of this {type(self.optimizer).__name__} was not prepared, so that its "
-                "gradients are those of this process alone.\nPass the model to prepare(), best in one call with its "
-                "optimizer."
+                "gradients were not averaged over the processes.\nPass the model to prepare(), best in one call with "
+                "its optimizer."
             )
         self.optimizer.step()
         self.drop_gradients()
@@ -69,7 +64,7 @@ class UnpreparedOptimizer:
                 p.grad.mul_(factor)
 
     def first_nonfinite(self) -> str | None:
-        """See `Session.first_nonfinite`; torch does not look."""
+        """See `Session.first_nonfinite`; always None, as plain torch does not check gradients."""
         return None
 
     def drop_gradients(self) -> None:
@@ -82,7 +77,7 @@ class UnpreparedOptimizer:
             self.drop_gradients()
 
     def close(self) -> None:
-        """It steps no more."""
+        """Release the optimizer."""
         self.optimizer = None
 
     def _parameters(self) -> list[Tensor]:
@@ -91,12 +86,12 @@ class UnpreparedOptimizer:
 
 
 def has_step_hooks(optimizer: Any) -> bool:
-    """Whether torch's hooks around `step` work: not for a wrapper that does not call `Optimizer.__init__`."""
+    """Whether torch's step hooks work: not for a wrapper that does not call `Optimizer.__init__`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")  # torch has no public way to ask
 
 
 def take_step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks that the script has registered before and after `step`; the optimizer has none afterwards."""
+    """Remove and return the script's hooks before and after `step`."""
     if not has_step_hooks(optimizer):
         return {}, {}
     taken = []
@@ -107,12 +102,12 @@ def take_step_hooks(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 class StepGuard:
-    """Lets optimizers step while `is_open` only.
+    """Raises if an optimizer steps while `is_open` is False, since its gradients may be scaled or incomplete.
 
     Args:
-        optimizers: the one that runs, and the one that the script gave where it is another; one without torch's hooks
-            is not watched.
-        partitioned: parameters that no further optimizer may step, one that the script has made later, say.
+        optimizers: the optimizer that runs, and that of the script if it is another. Optimizers without torch's step
+            hooks are not guarded.
+        partitioned: parameters that no other optimizer may step, e.g. one that the script builds later.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], partitioned: Iterable[Tensor] = ()) -> None:
@@ -120,20 +115,20 @@ class StepGuard:
         self._hooks = [o.register_step_pre_hook(self._refuse) for o in optimizers if has_step_hooks(o)]
         self._partitioned = {id(p) for p in partitioned}
         if self._partitioned:
-            refuse = weakref.WeakMethod(self._refuse_others)  # torch keeps the hook, also of a run that was dropped
+            refuse = weakref.WeakMethod(self._refuse_others)  # torch's registry keeps the hook alive
             hook = register_optimizer_step_pre_hook(lambda *called: (method := refuse()) and method(*called))
             weakref.finalize(self, hook.remove).atexit = False
             self._hooks.append(hook)
 
     def remove(self) -> None:
-        """Let them step."""
+        """Remove the guard."""
         for hook in self._hooks:
             hook.remove()
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.is_open:
             raise LoopError(
-                f"step() of the {type(optimizer).__name__} that was given to prepare(): its gradients may be scaled, "
+                f"step() of the {type(optimizer).__name__} that was passed to prepare(): its gradients may be scaled, "
                 "incomplete or partitioned.\nCall step() of the optimizer that prepare() returned."
             )
 
@@ -141,7 +136,7 @@ class StepGuard:
         if not self.is_open and any(id(p) in self._partitioned for g in optimizer.param_groups for p in g["params"]):
             raise LoopError(
                 f"step() of a {type(optimizer).__name__} that holds parameters of a model that ZeRO trains with "
-                "another optimizer: it has incomplete gradients of them, or none.\n"
-                "Call step() of the optimizer that prepare() returned, and change its param_groups. For another one: "
-                "accelerator.free_memory(), then prepare() the model again with it."
+                "another optimizer: their gradients are incomplete, or None.\n"
+                "Call step() of the optimizer that prepare() returned, and change its param_groups. To use "
+                "another optimizer: accelerator.free_memory(), then prepare() the model again with it."
             )

@@ -1,8 +1,7 @@
-"""The states of optimizers under the names of their parameters, given before `prepare` or loaded.
+"""Optimizer states by parameter name, independent of the tensors that the optimizer steps.
 
-The states of an optimizer under the names of the parameters that they belong to, whatever tensors it steps.
-
-The states that an optimizer was given before `prepare`, brought to where an engine keeps them.
+Checkpoints read and write states through these functions, and states that an optimizer had before `prepare` are moved
+to the partitions of an engine.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
 from zero_plugin.tensors.fragments import WEIGHT, Fragment, share_of
 
-# DeepSpeed's CPU kernel has torch's Adagrad under another name.
+# DeepSpeed's CPU kernel has another name for the state of torch's Adagrad.
 _STATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
-# How a machine computes the update, not what it is: each run's own.
+# Options that select an implementation, not an algorithm: they are not saved.
 _IMPLEMENTATION: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable", "bias_correction"})
 
 StoredStates = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
@@ -33,18 +32,18 @@ Scalars = dict[str, dict[str, float]]
 class OptimizedPiece:
     """The piece of one trained parameter in a tensor that the optimizer steps.
 
-    That tensor is the parameter itself, or a flat buffer with pieces of many (ZeRO).
+    That tensor is the parameter itself, or a flat buffer with pieces of many parameters (ZeRO).
 
     Attributes:
-        name: of the parameter.
-        shape: of the whole parameter.
-        group: index of its parameter group.
-        start: where the piece begins in the flattened parameter.
-        count: its elements; 0 where this process has none of it.
-        stepped: what the optimizer steps.
-        offset: where the piece begins in the flattened `stepped`.
-        written: the range of the piece that this process writes.
-        optimizer: steps it.
+        name: the name of the parameter.
+        shape: the shape of the unpartitioned parameter.
+        group: the index of its parameter group.
+        start: the index in the flattened parameter at which the piece begins.
+        count: the number of its elements; 0 if this process has none of the parameter.
+        stepped: the tensor that the optimizer steps.
+        offset: the index in the flattened `stepped` at which the piece begins.
+        written: the range of the piece that this process writes into checkpoints.
+        optimizer: the optimizer that steps it.
     """
 
     name: str
@@ -58,11 +57,11 @@ class OptimizedPiece:
     optimizer: Optimizer
 
     def weight(self) -> Fragment:
-        """The parameter's own values, as stepped."""
+        """The fragment of the stepped values of the parameter."""
         return self.of(WEIGHT, self.stepped)
 
     def of(self, kind: str, tensor: Tensor) -> Fragment:
-        """The same piece of a tensor beside `stepped`, such as a state; no values while that is swapped out."""
+        """The fragment of the same piece in a tensor such as a state; it is empty while that is swapped out."""
         if self.is_whole:
             return Fragment(kind, self.name, tuple(tensor.shape), 0, tensor.detach(), self.written)
         values = tensor.detach().view(-1)[self.offset : self.offset + self.count]
@@ -70,27 +69,27 @@ class OptimizedPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the optimizer steps the parameter as it is."""
+        """Whether the optimizer steps the unpartitioned parameter itself."""
         return tuple(self.stepped.shape) == self.shape and self.count == self.stepped.numel()
 
 
 def unpartitioned_pieces(optimizer: Optimizer, module: nn.Module, rank: int, world_size: int) -> list[OptimizedPiece]:
-    """Of an optimizer that steps the module's parameters as they are, the same in every process.
+    """The pieces of an optimizer that steps the unpartitioned parameters themselves, in every process.
 
-    A tensor that it trains beside the module's (a weight between losses, say) is named by its place in the groups.
+    A tensor that is not a parameter of the module (e.g. a loss weight) is named by its index in the groups.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     pieces: list[OptimizedPiece] = []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
             name = names.get(id(p), f"optimizer.{group_index}.{index}")
-            share = share_of(p.numel(), rank, world_size)
-            pieces.append(OptimizedPiece(name, tuple(p.shape), group_index, 0, p.numel(), p, 0, share, optimizer))
+            written = share_of(p.numel(), rank, world_size)
+            pieces.append(OptimizedPiece(name, tuple(p.shape), group_index, 0, p.numel(), p, 0, written, optimizer))
     return pieces
 
 
 def state_fragments(pieces: Iterable[OptimizedPiece]) -> Iterator[Fragment]:
-    """All states that are tensors, under the names that torch gives them."""
+    """All states that are tensors, by their names in torch."""
     for piece in pieces:
         renamed = names_of_states(piece.optimizer)
         for key, value in sorted(piece.optimizer.state.get(piece.stepped, {}).items()):
@@ -99,8 +98,8 @@ def state_fragments(pieces: Iterable[OptimizedPiece]) -> Iterator[Fragment]:
             if not piece.is_whole and value.numel() != piece.stepped.numel():
                 raise CheckpointError(
                     f"{type(piece.optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat buffer "
-                    f"of {piece.stepped.numel()} elements, so nobody can tell what of it belongs to {piece.name}; such "
-                    "an optimizer is stored from stage 0 or DDP only."
+                    f"of {piece.stepped.numel()} elements, so that it is unknown which part belongs to {piece.name}; "
+                    "such an optimizer can be saved at stage 0 or under DDP only."
                 )
             yield piece.of(renamed.get(key, key), value)
 
@@ -118,15 +117,15 @@ def state_scalars(pieces: Iterable[OptimizedPiece]) -> Scalars:
 
 
 def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalars: Scalars) -> None:
-    """Give the optimizer the states that a checkpoint has, so that they can be read into.
+    """Create the states that a checkpoint has in the optimizer, which would create them in its first step.
 
-    Optimizers make them at their first step. Tensors are zero at first, numbers are those of the checkpoint, each of
-    the type that this optimizer works with. Of parameters that one flat buffer joins, the largest number holds for all:
-    they differ where some got no gradient for a while in a run that stepped them apart.
+    Tensors are initialized with zeros, and must be loaded afterwards; numbers are those of the checkpoint. Each has the
+    dtype that this optimizer uses. For parameters in one flat buffer the largest number is used: numbers differ if some
+    parameters got no gradients for a while, in a run that stepped them separately.
 
     Args:
-        pieces: of one optimizer, or of an optimizer and its understudy on another device.
-        stored: parameter → state → shape and type of the whole tensor.
+        pieces: the pieces of one optimizer, or of an optimizer and the one for what is not offloaded.
+        stored: parameter → state → shape and dtype of the unpartitioned tensor.
         scalars: see `state_scalars`.
     """
     joined: dict[int, list[OptimizedPiece]] = {}
@@ -149,14 +148,14 @@ def create_states(pieces: Iterable[OptimizedPiece], stored: StoredStates, scalar
             key = own_names.get(name, name)
             size = shape if together[0].is_whole else tuple(stepped.shape)
             state[key] = _tensor_like(present.get(key), example.get(key), stepped, size, dtype)
-        for key, value in example.items():  # DeepSpeed's Lion counts steps, which its update does not ask for
+        for key, value in example.items():  # DeepSpeed's Lion has a step count, which its update does not use
             if key not in state and isinstance(value, int | float):
                 state[key] = value
         optimizer.state[stepped] = state
 
 
 def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> list[dict[str, Any]]:
-    """The parameter groups: names of their parameters, and every plain setting (`lr`, `betas`, …)."""
+    """The parameter groups: the names of their parameters, and every plain option (`lr`, `betas`, …)."""
     members: dict[int, list[str]] = {}
     for piece in pieces:
         members.setdefault(piece.group, []).append(piece.name)
@@ -170,7 +169,7 @@ def describe_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece]) -> l
 
 
 def restore_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece], saved: Sequence[Mapping[str, Any]]) -> bool:
-    """Give the groups their saved settings; False, and nothing done, where the groups are of other parameters."""
+    """Restore the saved options of the groups; False, with nothing changed, if they have other parameters."""
     present = describe_groups(optimizer, pieces)
     if [sorted(group["params"]) for group in present] != [sorted(group["params"]) for group in saved]:
         return False
@@ -184,22 +183,22 @@ def restore_groups(optimizer: Optimizer, pieces: Iterable[OptimizedPiece], saved
 
 
 def algorithm_of(optimizer: Optimizer) -> str:
-    """The algorithm's name, the same for each implementation of it."""
+    """The name of the algorithm, the same for all its implementations."""
     return describe_optimizer(optimizer).name.removeprefix("flat")
 
 
 def names_of_states(optimizer: Optimizer) -> Mapping[str, str]:
-    """Where this class has other names for states than torch: its own → torch's."""
+    """The states for which this class uses other names than torch: its own → torch's."""
     return _STATE_NAMES.get(type(optimizer).__name__, {})
 
 
 def is_scalar(key: str, value: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a state that is a tensor is a number, and not one element of a parameter of that shape."""
+    """Whether a tensor state is a number, and not the state of a parameter of shape `shape` with one element."""
     return value.ndim == 0 and (len(shape) > 0 or key == "step")
 
 
 def is_setting(key: str, value: Any) -> bool:
-    """Whether an entry of a parameter group is a plain setting of the algorithm, such as `lr`."""
+    """Whether an entry of a parameter group is a plain option of the algorithm, such as `lr`."""
     if key in _IMPLEMENTATION or key.startswith("_"):
         return False
     if isinstance(value, tuple | list):
@@ -208,23 +207,23 @@ def is_setting(key: str, value: Any) -> bool:
 
 
 def _try_out(optimizer: Optimizer, group: int, stepped: Tensor) -> dict[str, Any]:
-    """The state that the optimizer makes for a tensor of one element: which types it works with. Empty if it fails."""
+    """The state that the optimizer creates for a tensor of one element, to know its dtypes. Empty if that fails."""
     trial = torch.zeros(1, dtype=stepped.dtype, device=stepped.device, requires_grad=True)
     trial.grad = torch.zeros_like(trial)
     meanwhile = {
         "param_groups": [{**optimizer.param_groups[group], "params": [trial]}],
         "state": defaultdict(dict),
-        "_optimizer_step_pre_hooks": OrderedDict(),  # this is no step that anybody watches
+        "_optimizer_step_pre_hooks": OrderedDict(),  # the script's hooks are not to see this step
         "_optimizer_step_post_hooks": OrderedDict(),
     }
     before = {name: held for name in meanwhile if (held := optimizer.__dict__.get(name)) is not None}
     if len(before) < len(meanwhile):
-        return {}  # a wrapper around an optimizer: what would step is another object
+        return {}  # a wrapper around an optimizer: another object would step
     optimizer.__dict__.update(meanwhile)
     try:
         type(optimizer).step(optimizer)
         return dict(optimizer.state[trial])
-    except Exception:  # noqa: BLE001 - any optimizer may come here, and its own types are only the better guess
+    except Exception:  # noqa: BLE001 - any optimizer may fail here; its dtypes are then guessed
         return {}
     finally:
         optimizer.__dict__.update(before)
@@ -246,15 +245,15 @@ def _tensor_like(present: Any, example: Any, stepped: Tensor, shape: tuple[int, 
     return torch.zeros(shape, dtype=dtype, device=stepped.device)
 
 
-_ELSEWHERE = "Or train it at stage 0 or under DDP, where each parameter has states of its own."
+_ELSEWHERE = "Or train at stage 0 or under DDP, where each parameter has its own states."
 
 
 @dataclass(frozen=True, slots=True)
 class GivenStates:
-    """States by parameter, of one that has any.
+    """The states that an optimizer had before `prepare`, by parameter.
 
     Attributes:
-        tensors: parameter → state → the whole tensor.
+        tensors: parameter → state → the unpartitioned tensor.
         scalars: parameter → state → number.
     """
 
@@ -262,21 +261,21 @@ class GivenStates:
     scalars: Scalars
 
     def keys_of(self, name: str) -> set[str]:
-        """The states of a parameter."""
+        """The names of the states of a parameter."""
         return {*self.tensors.get(name, ()), *self.scalars.get(name, ())}
 
 
 def take_states(optimizer: Optimizer, module: nn.Module, *, joins_groups: bool) -> GivenStates | None:
-    """The states of the module's parameters that are trained; None where there are none. Nothing is changed.
+    """Read the states of the trained parameters of a module, or None if there are none. Nothing is changed.
 
     Args:
-        optimizer: as the script has made it.
-        module: whose parameters it steps; they may be partitioned already.
-        joins_groups: whether the parameters of each group are going to be stepped as one flat tensor.
+        optimizer: the optimizer of the script.
+        module: the module whose parameters it steps; they may already be partitioned.
+        joins_groups: whether the parameters of each group will be stepped as one flat tensor.
 
     Raises:
-        LoopError: states that one flat tensor cannot have: another shape than the parameter's, no tensors and no
-            numbers, missing ones, or numbers that differ within a group.
+        LoopError: a flat tensor cannot have these states: one has another shape than its parameter, is neither a tensor
+            nor a number, is missing for some parameters, or is a number that differs within a group.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     own_names = names_of_states(optimizer)
@@ -301,14 +300,14 @@ def take_states(optimizer: Optimizer, module: nn.Module, *, joins_groups: bool) 
 
 
 def fill_states(blocks: Iterable[list[OptimizedPiece]], given: GivenStates) -> None:
-    """Write them into partitions, as a checkpoint is read; inside `Session.reading`.
+    """Write states into the partitions, as loading a checkpoint does; inside `Session.reading`.
 
     Args:
-        blocks: of `Session.blocks(changing=True)`.
+        blocks: from `Session.blocks(changing=True)`.
         given: see `take_states`.
 
     Raises:
-        LoopError: states that one flat tensor cannot have.
+        LoopError: a flat tensor cannot have these states.
     """
     shapes = {
         name: {kind: (tuple(value.shape), value.dtype) for kind, value in states.items()}
@@ -330,14 +329,14 @@ def fill_states(blocks: Iterable[list[OptimizedPiece]], given: GivenStates) -> N
 
 
 def describe_states(optimizer: Optimizer) -> str:
-    """Of how many parameters it has states, and after which steps."""
+    """A text that says how many parameters have states, and after which steps."""
     states = [state for group in optimizer.param_groups for p in group["params"] if (state := _states_of(optimizer, p))]
     steps = sorted({float(state["step"]) for state in states if isinstance(state.get("step"), Tensor | int | float)})
     return f"of {len(states)} parameters" + (f" at step {', '.join(f'{s:g}' for s in steps)}" if steps else "")
 
 
 def _states_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Those that steps have made; None stands for one that is not used, and Adagrad's constructor makes some."""
+    """The states that steps have created, without unused ones (None) and those of Adagrad's constructor."""
     kept = getattr(optimizer, "state", {})  # a wrapper of another library may have none
     states = {key: value for key, value in kept.get(parameter, {}).items() if value is not None}
     begun = not isinstance(optimizer, torch.optim.Adagrad) or bool(states.get("step", 1))
@@ -345,7 +344,7 @@ def _states_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
 
 
 def _refuse_unequal(names: Sequence[str], given: GivenStates) -> None:
-    """Raise where parameters that one flat tensor joins have other states, or other numbers."""
+    """Raise if parameters in one flat tensor have different states, or different numbers."""
     if not names:
         return
     first = names[0]
@@ -365,13 +364,13 @@ def _refuse_unequal(names: Sequence[str], given: GivenStates) -> None:
 
 def _unequal(what: str) -> LoopError:
     return LoopError(
-        f"prepare() got an optimizer with a state that ZeRO cannot go on from: {what}. ZeRO steps the parameters of a "
-        f"group as one tensor, with one state.\nGive such parameters groups of their own. {_ELSEWHERE}"
+        f"prepare() got an optimizer with a state that ZeRO cannot continue from: {what}. ZeRO steps the parameters of "
+        f"a group as one tensor, with one state.\nGive such parameters groups of their own. {_ELSEWHERE}"
     )
 
 
 def _unfitting(name: str, what: str) -> LoopError:
     return LoopError(
         f"prepare() got an optimizer with a state that ZeRO cannot partition: {name} has {what}.\n"
-        f"Only numbers, and tensors of the parameter's shape, can be. {_ELSEWHERE}"
+        f"Only numbers, and tensors of the parameter's shape, can be partitioned. {_ELSEWHERE}"
     )

@@ -229,10 +229,10 @@ class DeepSpeedStrategy(Strategy):
         with partition_when_built(BuildConfig(self._document, self._processes)):
             yield
 
-    def allot(self, module: nn.Module, device: torch.device) -> None:
-        """See `Strategy.allot`: below stage 3 in the type of training at once, at stage 3 this process' partitions."""
+    def allocate(self, module: nn.Module, device: torch.device) -> None:
+        """See `Strategy.allocate`: at stage 3 this process's partitions; below it, in the dtype of the training."""
         if not any(p.is_meta for p in module.parameters()):
-            super().allot(module, device)
+            super().allocate(module, device)
         elif not self.partitions_parameters:
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
             allot_whole(module, device, _DTYPES[expected_precision(self._document, machine)])
@@ -250,7 +250,7 @@ class DeepSpeedStrategy(Strategy):
 
         return partitions_to_fill(module, names)
 
-    def whole_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
         partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
         if not partitioned:
             return nullcontext()
