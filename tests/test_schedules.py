@@ -212,7 +212,7 @@ def test_torchs_own_schedules_are_built_by_name():
         ("WarmupLR", {"warmup_num_steps": -1}, "negative"),
         ("WarmupLR", {"warmup_max_lr": [0.1, 0.2, 0.3]}, "3 values for 2 parameter groups"),
         ("WarmupLR", {"last_batch_iteration": 5}, "load_state"),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "no cycle"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "not a cycle"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "not above 0"),
         ("CosineLR", {}, "neither"),
         ("StepLR", {}, "step_size"),

@@ -72,7 +72,7 @@ def test_an_xla_device(launch: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("handlers", "told"),
     [
-        ({"compiler": TorchDynamoPlugin(backend="inductor")}, "torch_xla compiles each step as a whole"),
+        ({"compiler": TorchDynamoPlugin(backend="inductor")}, "torch_xla itself compiles each step as one graph"),
         ({"ddp": DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)}, "there is no DDP on XLA"),
     ],
     ids=["compiler", "hook"],

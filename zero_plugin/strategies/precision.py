@@ -1,12 +1,6 @@
-"""Autocast, loss scale, casting, and whether gradients are finite.
+"""Mixed precision: autocast, the loss scale of fp16, casting of inputs and outputs, and checks for finite gradients.
 
-Runs a module's forwards under autocast, so that its weights stay fp32 and its operations are 16 bits wide.
-
-The factor on the loss under fp16, by the rule of DeepSpeed's ZeRO, so that every path sees the same scales.
-
-Whether gradients are finite, in one pass over them.
-
-What goes in and out of a model whose weights are 16 bits wide.
+The loss scale follows the rule of DeepSpeed's ZeRO, so that it is the same with every strategy.
 """
 
 from __future__ import annotations
@@ -28,20 +22,20 @@ from zero_plugin.errors import LoopError
 from zero_plugin.tensors.nested import map_leaves, to_fp32
 from zero_plugin.tensors.wrappers import wrap_forward
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast_as(precision: str, device_type: str, handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
-    """`torch.autocast` to the type of `precision`; nothing for `no`."""
+    """`torch.autocast` in the dtype of `precision`; a context that does nothing for `no`."""
     if precision == "no":
         return nullcontext()
-    return torch.autocast(device_type, _TYPES[precision], **({} if handler is None else handler.to_kwargs()))
+    return torch.autocast(device_type, _DTYPES[precision], **({} if handler is None else handler.to_kwargs()))
 
 
 def run_under_autocast(module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
-    """From now on `module.forward` runs under `autocast` and returns fp32; what is returned takes it back.
+    """Make `module.forward` run under `autocast` and return fp32; the returned function undoes this.
 
-    Another method of the module, which calls its submodules past that, computes in fp32: warned of where it is trained.
+    Another method of the module, which calls submodules outside of the forward, computes in fp32, with a warning.
     """
     watch = _Watch(module)
 
@@ -64,15 +58,15 @@ def run_under_autocast(module: nn.Module, autocast: Callable[[], AbstractContext
 
 
 class _Watch:
-    """Warns once where a part of a module is called from outside of the module's forward.
+    """Warns once if a submodule is called outside of the module's forward.
 
-    A copy of the module, or one that was pickled, is not watched.
+    Copies of the module, including pickled ones, are not watched.
 
     Args:
-        module: None where there is nothing to watch.
+        module: the module to watch, or None.
 
     Attributes:
-        depth: of the module's forwards that run.
+        depth: the number of the module's forwards that are running.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -86,14 +80,14 @@ class _Watch:
         if not torch.is_autocast_enabled(_device_type(child)):
             self.remove()
             warnings.warn(
-                f"the {type(child).__name__} of a prepared {self._kind} is called from outside of its forward: it "
+                f"the {type(child).__name__} of a prepared {self._kind} is called outside of its forward: it "
                 "computes in fp32, not under autocast. Call the prepared model, or write "
                 "`with accelerator.autocast():` around the call.",
                 stacklevel=2,
             )
 
     def remove(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -107,10 +101,10 @@ def _device_type(module: nn.Module) -> str:
 
 
 def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float = 0.5) -> int:
-    """After how many skipped steps in a row a run stops: a scale would have come down from its start to its smallest.
+    """The number of skipped steps in a row after which a run stops: the scale has reached its minimum by then.
 
-    The first `hysteresis` - 1 skips leave the scale alone, the next log2(initial / smallest) halve it, and one more
-    says that the scale was not the cause.
+    The first `hysteresis` - 1 skips do not change the scale, the next log2(initial / smallest) halve it, and one more
+    shows that the scale was not the cause.
     """
     halvings = 0
     while initial > smallest:
@@ -119,21 +113,21 @@ def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float 
     return halvings + max(1, hysteresis)
 
 
-# 18: with the `fp16` section's defaults. It holds too where no scale can be lowered: fp32, bf16, a fixed scale.
+# 18, with the defaults of the `fp16` section. It is also used without a dynamic scale: fp32, bf16, a fixed scale.
 DEFAULT_MOST_SKIPS = most_skips(2.0**16, 1.0, 2)
 
 
 class LossScale:
-    """Lowered at a skipped step, raised after a number of good ones; the keys are those of the `fp16` section.
+    """The dynamic or fixed loss scale: lowered after skipped steps, raised after a number of applied ones.
 
     Args:
-        section: `loss_scale` (0: dynamic, else fixed), `initial_scale_power`, `loss_scale_window`, `hysteresis`,
-            `consecutive_hysteresis`, `min_loss_scale`; what is absent takes DeepSpeed's default.
-        growth, backoff: the factors; DeepSpeed has these alone.
+        section: the `fp16` section: `loss_scale` (0: dynamic, else fixed), `initial_scale_power`, `loss_scale_window`,
+            `hysteresis`, `consecutive_hysteresis`, `min_loss_scale`; missing keys have DeepSpeed's defaults.
+        growth, backoff: the factors by which it is raised and lowered; DeepSpeed supports the defaults only.
 
     Attributes:
-        value: the factor.
-        most_skips: see the function.
+        value: the current loss scale.
+        most_skips: see the function `most_skips`.
     """
 
     def __init__(self, section: Mapping[str, Any], growth: float = 2.0, backoff: float = 0.5) -> None:
@@ -145,15 +139,15 @@ class LossScale:
         self._hysteresis = max(1, int(section.get("hysteresis", 2)))
         self._refills = bool(section.get("consecutive_hysteresis", False))
         self._smallest = float(section.get("min_loss_scale", 1))
-        self._patience = self._hysteresis  # skips left until the scale is halved, this one included
-        self._good = 0  # steps applied since the last skip
+        self._patience = self._hysteresis  # skips left until the scale is lowered, this one included
+        self._good = 0  # applied steps since the last skip
         self.value = 2.0 ** int(section.get("initial_scale_power", 16)) if self._dynamic else fixed
         self.most_skips = (
             most_skips(self.value, self._smallest, self._hysteresis, backoff) if self._dynamic else DEFAULT_MOST_SKIPS
         )
 
     def update(self, *, skipped: bool) -> None:
-        """Count one step."""
+        """Update the scale after a step."""
         if not self._dynamic:
             return
         if skipped:
@@ -171,35 +165,35 @@ class LossScale:
         self._good += 1
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps: the factor, good steps since the last skip, and skips left until it is halved."""
+        """The state for checkpoints: the scale, applied steps since the last skip, skips left until it is lowered."""
         return {"value": self.value, "good_steps": self._good, "patience": self._patience}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from a `state`; a fixed scale stays what the configuration says."""
+        """Restore a `state`; a fixed scale does not change."""
         if self._dynamic:
             self.value, self._good = float(state["value"]), int(state["good_steps"])
             self._patience = int(state["patience"])
 
 
 def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Callable[[], None] | None = None) -> bool:
-    """Multiply the gradients by `factor`, and tell whether all are finite: one pass over them, as GradScaler's.
+    """Multiply the gradients by `factor` and return whether all are finite, in one pass as in torch's GradScaler.
 
-    On XLA finite gradients count as not finite where those of one parameter add up beyond their type's largest number;
-    a norm, which clipping needs, overflows sooner.
+    On XLA, finite gradients count as not finite if the sum over a parameter overflows its dtype; the norm, which
+    clipping needs, overflows earlier.
 
     Args:
-        gradients: sparse ones too.
-        factor: of a loss scale, which is not used on XLA.
-        before_reading: called before the answer is read from the device.
+        gradients: dense or sparse gradients.
+        factor: the inverse of the loss scale; not used on XLA.
+        before_reading: called before the result is read from the device.
     """
     kinds = {(gradient.device, gradient.dtype, gradient.is_sparse) for gradient in gradients}
     for device, dtype, is_sparse in kinds:
-        tensors = gradients  # nearly always; sorting those of a small model would take longer than the pass
+        tensors = gradients  # nearly always: all gradients are of one kind
         if is_sparse or dtype.is_complex or len(kinds) > 1:
             kind = device, dtype, is_sparse
             tensors = [dense(g) for g in gradients if (g.device, g.dtype, g.is_sparse) == kind]
         if device.type == "xla" and factor == 1.0:
-            # Each operation that is noted down there costs time, and those in place take copies.
+            # Each recorded operation costs time on XLA, and in-place operations copy.
             sums = torch.stack([tensor.sum() for tensor in tensors])
             if before_reading is not None:
                 before_reading()
@@ -217,17 +211,17 @@ def all_finite(gradients: list[Tensor], factor: float = 1.0, before_reading: Cal
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient that may be sparse, or complex, as real ones in the same memory."""
+    """A dense, real view of a gradient, which may be sparse or complex."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-# Making these two at each step would take longer than the pass over a small model.
+# Creating these tensors at each step would take longer than the pass over a small model.
 
 
 @cache
 def _flag(device: torch.device) -> Tensor:
-    """Where the kernel writes 1 if something is not finite; 0 between two calls."""
+    """The tensor into which the kernel writes 1 if a value is not finite; 0 between two calls."""
     return torch.zeros(1, device=device)
 
 
@@ -237,10 +231,10 @@ def _number(value: float, device: torch.device) -> Tensor:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """From now on floating inputs come to `model` in `dtype` and floating outputs leave in fp32; integers never change.
+    """Cast floating-point inputs of `model` to `dtype`, and floating-point outputs to fp32.
 
-    So the loss is computed as without mixed precision. Buffers keep their type, as DeepSpeed leaves them: where a layer
-    cannot join it with its weights', the error says so.
+    The loss is then computed as without mixed precision. Buffers keep their dtype, as with DeepSpeed: if a layer cannot
+    combine it with that of its weights, the error names them.
     """
     if dtype == torch.float32:
         return
@@ -259,7 +253,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the floating buffers a type, as `data_types.buffer_dtype` has an engine do."""
+    """Cast the floating-point buffers, as an engine does for `data_types.buffer_dtype`."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(dtype)
@@ -274,7 +268,7 @@ def _run_naming_buffers(wide: list[str], dtype: str, forward: Any, *args: Any, *
         names = ", ".join(wide[:6]) + (f" and {len(wide) - 6} more" if len(wide) > 6 else "")
         short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
         raise LoopError(
-            f"a layer cannot join {dtype} weights with another type ({error}). The model has floating buffers that are "
-            f'not {dtype}: {names}.\nWrite "data_types": {{"buffer_dtype": "{short}"}} into the DeepSpeed '
-            "configuration, or cast there in the model's own forward: x + self.table.to(x.dtype)."
+            f"a layer cannot combine {dtype} weights with another dtype ({error}). The model has floating-point "
+            f'buffers that are not {dtype}: {names}.\nWrite "data_types": {{"buffer_dtype": "{short}"}} into the '
+            "DeepSpeed configuration, or cast in the model's forward: x + self.table.to(x.dtype)."
         ) from error

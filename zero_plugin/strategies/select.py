@@ -1,4 +1,4 @@
-"""Chooses the strategy: the first that fits what was asked for and does not refuse."""
+"""Selects the strategy of a run: the configured one, or the first that can run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_plugin.strategies.xla import XlaStrategy
 
 
 class Selection(NamedTuple):
-    """The chosen strategy, and one sentence that says which and why."""
+    """The selected strategy, and a sentence that names it and the reason."""
 
     strategy: Strategy
     reason: str
@@ -26,45 +26,45 @@ class Selection(NamedTuple):
 def select_strategy(document: Document, settings: LaunchSettings, processes: Processes) -> Selection:
     """The strategy for this run.
 
-    ZeRO runs where `distributed_type: DEEPSPEED` asks for it, or where nothing is said and the document has a ZeRO
-    section. Otherwise plain DDP, or one device. Processes on XLA devices train there, unless ZeRO is asked for by name.
+    ZeRO runs if `distributed_type: DEEPSPEED` is configured, or if no type is configured and the document has a ZeRO
+    section; otherwise DDP, or one device. Processes on XLA devices use XLA, unless ZeRO is configured explicitly.
 
     Raises:
-        StrategyError: ZeRO was asked for and cannot run.
+        StrategyError: the configured strategy cannot run.
     """
     where = f"{processes.world_size} × {processes.device.type}"
     if processes.device.type == "xla" and settings.distributed_type != "DEEPSPEED":
-        settings = settings.model_copy(update={"distributed_type": "XLA"})  # which a TPU by itself asks for
+        settings = settings.model_copy(update={"distributed_type": "XLA"})  # as a TPU implies
         runtime = f"{PJRT_DEVICE} is {os.environ.get(PJRT_DEVICE, 'open')}"  # an import of torch_xla may have set it
-        reason = f"XLA on {where}, {runtime}{_told(dropped_zero(document, settings))}"
+        reason = f"XLA on {where}, {runtime}{_clause(dropped_zero(document, settings))}"
         return Selection(XlaStrategy(processes), reason)
     if asks_for_deepspeed(document, settings):
         return Selection(_deepspeed(document, settings, processes), f"DeepSpeed on {where}")
-    said = _told(dropped_zero(document, settings))
+    note = _clause(dropped_zero(document, settings))
     if settings.distributed_type == "MULTI_GPU" and processes.device.type == "cpu":
-        said += f"; {document.launch.entries[('distributed_type',)].origin.where} asks for GPUs, and there are none"
+        note += f"; {document.launch.entries[('distributed_type',)].origin.where} requests GPUs, but none is available"
     refusals = []
     for strategy in (SingleStrategy(processes), DdpStrategy(processes)):
         refusal = strategy.refuse()
         if refusal is None:
-            return Selection(strategy, f"{strategy.name} on {where}{said}")
+            return Selection(strategy, f"{strategy.name} on {where}{note}")
         refusals.append(f"  {strategy.name}: {refusal}")
     raise StrategyError("No strategy can run here:\n" + "\n".join(refusals))
 
 
-def _told(sentence: str) -> str:
+def _clause(sentence: str) -> str:
     return f"; {sentence}" if sentence else ""
 
 
 def _deepspeed(document: Document, settings: LaunchSettings, processes: Processes) -> Strategy:
     if installed_version("deepspeed") is None:
         raise StrategyError(
-            "The configuration asks for DeepSpeed, which is not installed: pip install deepspeed\n"
+            "The configuration requests DeepSpeed, which is not installed: pip install deepspeed\n"
             "Or run without ZeRO: --multi_gpu, --cpu, or distributed_type: MULTI_GPU in the configuration."
         )
     from zero_plugin.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     strategy = DeepSpeedStrategy(document, settings, processes)
     if (refusal := strategy.refuse()) is not None:
-        raise StrategyError(f"The configuration asks for DeepSpeed, but {refusal}.")
+        raise StrategyError(f"The configuration requests DeepSpeed, but {refusal}.")
     return strategy

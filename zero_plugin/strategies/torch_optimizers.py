@@ -1,10 +1,6 @@
-"""Torch optimizers and learning-rate schedulers that a configuration describes.
+"""Torch optimizers and learning-rate schedulers that a configuration's sections describe.
 
-Builds the torch optimizer that a configuration's `optimizer` section describes, and describes real ones.
-
-Builds the torch scheduler that a configuration's `scheduler` section describes.
-
-The learning rate at every optimizer step, for the five schedulers that DeepSpeed's configuration can name.
+They compute the same updates and learning rates as DeepSpeed does for the same sections.
 """
 
 from __future__ import annotations
@@ -39,8 +35,8 @@ _DEEPSPEED_CLASSES = {
 class Lion(Optimizer):
     """Lion (arXiv:2302.06675, algorithm 2): a step of size `lr` along the sign of interpolated momentum.
 
-    It equals DeepSpeed's kernels but where that momentum is exactly 0 (the row of a token that never occurred): there
-    the paper stands still, DeepSpeed's CPU kernel moves by -lr and its CUDA kernel by +lr.
+    It equals DeepSpeed's kernels except where that momentum is exactly 0 (the row of a token that never occurred):
+    there this class, as the paper, does not change the weight; DeepSpeed's CPU kernel adds -lr and its CUDA kernel +lr.
 
     Args:
         params: parameters or parameter groups.
@@ -77,21 +73,21 @@ class Lion(Optimizer):
 
 
 def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimizer:
-    """The torch optimizer that computes what DeepSpeed's would for the same section.
+    """Build the torch optimizer that computes the same updates as DeepSpeed's for a section.
 
     Args:
-        section: type as DeepSpeed understands it (`Adam` is AdamW unless `adam_w_mode` is false), parameters; absent
-            ones take DeepSpeed's defaults.
-        params: parameters or parameter groups; a group's own values win.
+        section: the type as in DeepSpeed (`Adam` is AdamW unless `adam_w_mode` is false) and its arguments; missing
+            ones have DeepSpeed's defaults.
+        params: parameters or parameter groups; the options of a group override those of the section.
 
     Raises:
-        ConfigError: the type, or a parameter, has no equal in torch.
+        ConfigError: the type or an argument has no equivalent in torch.
     """
     kind = section.type.lower()
     arguments = {**OPTIMIZER_DEFAULTS.get(kind, {}), **section.params}
     groups = list(params)
     if "max_grad_norm" in arguments:
-        _refuse("params.max_grad_norm", "DeepSpeed takes it from nowhere here.", "Write gradient_clipping instead.")
+        _refuse("params.max_grad_norm", "this key has no effect.", "Write gradient_clipping instead.")
     if kind in _ONLY_DEEPSPEED:
         _refuse("type", f"{section.type} exists in DeepSpeed only.", "Train with DeepSpeed, or write AdamW.")
     build: Callable[..., Optimizer]
@@ -118,9 +114,9 @@ def build_optimizer(section: OptimizerSection, params: Iterable[Any]) -> Optimiz
 
 
 def _adam_class(kind: str, arguments: dict[str, Any], groups: list[Any]) -> type[Optimizer]:
-    """Adam's or AdamW's class; takes DeepSpeed's own arguments out of `arguments`, honouring or refusing each."""
+    """Adam's or AdamW's class; removes DeepSpeed's own arguments from `arguments`, and honours or refuses each."""
     decoupled = arguments.pop("adam_w_mode", True) or kind == "adamw"
-    arguments.pop("torch_adam", None)  # it is torch's either way
+    arguments.pop("torch_adam", None)  # it is torch's in any case
     if not arguments.pop("bias_correction", True):
         fix = "Train with DeepSpeed, or remove the key."
         _refuse("params.bias_correction", "false: torch's Adam always corrects its bias.", fix)
@@ -130,18 +126,18 @@ def _adam_class(kind: str, arguments: dict[str, Any], groups: list[Any]) -> type
 
 
 def _drop_state_precision(arguments: dict[str, Any], groups: list[Any]) -> None:
-    """`fp32_optimizer_states`: torch keeps states in the parameters' type, which is what false asks for."""
+    """`fp32_optimizer_states`: torch keeps states in the dtype of the parameters, which is what false means."""
     if not arguments.pop("fp32_optimizer_states", False):
         return
     members = [p for item in groups for p in (item["params"] if isinstance(item, dict) else [item])]
     tensors = [p for member in members for p in (member if isinstance(member, list | tuple) else [member])]
     if any(isinstance(p, Tensor) and p.dtype != torch.float32 for p in tensors):
-        fix = "Build the model in fp32 and let mixed_precision choose the type of computation."
+        fix = "Build the model in fp32, and set the dtype of computation by mixed_precision."
         _refuse("params.fp32_optimizer_states", "true, but the parameters, and so torch's states, are not fp32.", fix)
 
 
 def describe_optimizer(optimizer: Optimizer) -> OptimizerFacts:
-    """What resolution may know of a real torch optimizer: its algorithm's name, its defaults, its groups' rates."""
+    """The facts about a torch optimizer for resolution: its algorithm, default options and learning rates."""
     name = type(optimizer).__name__.lower()
     name = _DEEPSPEED_CLASSES.get(name, name)
     # A wrapper that does not call Optimizer.__init__ may have no defaults.
@@ -166,14 +162,14 @@ Betas = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A scheduler as functions of the number of optimizer steps already applied.
+    """A learning-rate schedule as functions of the number of applied optimizer steps.
 
     Attributes:
-        lrs: learning rate of each parameter group.
-        betas: Adam's betas of each group; None where the scheduler leaves momentum alone.
-        warmup_steps: applied steps until the peak; 0 for no warm-up.
-        total_steps: applied steps until the end, None where it has none.
-        goes_on: whether a loop is meant to go on after `total_steps`.
+        lrs: the learning rate of each parameter group.
+        betas: Adam's betas of each group; None if the schedule does not change momentum.
+        warmup_steps: the number of steps until the peak; 0 without warm-up.
+        total_steps: the number of steps until the end; None if there is no end.
+        goes_on: whether training is meant to continue after `total_steps`.
     """
 
     lrs: Callable[[int], list[float]]
@@ -187,15 +183,15 @@ def describe_curve(section: SchedulerSection, group_lrs: Sequence[float]) -> Cur
     """The curve that DeepSpeed's engine applies for `section`: the value used by optimizer step k is `lrs(k)`.
 
     DeepSpeed sets the lowest value when a scheduler is built and first advances it to its step 0 *after* the first
-    optimizer step, so its own index is k − 1 and a warm-up repeats its first value. OneCycle and LRRangeTest count k.
+    optimizer step, so its own index is k − 1 and a warm-up repeats its first value. OneCycle and LRRangeTest use k.
     `warmup_num_steps: 0`, which DeepSpeed refuses, starts at the peak.
 
     Args:
-        section: type and parameters; absent ones take DeepSpeed's defaults.
+        section: type and parameters; missing ones have DeepSpeed's defaults.
         group_lrs: the optimizer's own learning rate of each parameter group.
 
     Raises:
-        ConfigError: a parameter is unknown, missing or impossible.
+        ConfigError: a parameter is unknown, missing or invalid.
     """
     params = {**SCHEDULER_DEFAULTS[section.type], **section.params}
     if params.pop("last_batch_iteration", -1) != -1:
@@ -225,7 +221,7 @@ def _warmup(params: Mapping[str, Any], lrs: list[float], total: int | None) -> C
     lowest = _per_group(params["warmup_min_lr"], lrs, "warmup_min_lr")
     highest = list(lrs) if peak is None else _per_group(peak, lrs, "warmup_max_lr")
 
-    def share(step: int) -> float:
+    def height(step: int) -> float:
         index = step - 1
         if step == 0 or index < steps:
             return rise(step)
@@ -234,20 +230,20 @@ def _warmup(params: Mapping[str, Any], lrs: list[float], total: int | None) -> C
         return min(1.0, max(0.0, (total - index) / max(1.0, total - steps)))
 
     def at(step: int) -> list[float]:
-        return [low + (high - low) * share(step) for low, high in zip(lowest, highest, strict=True)]
+        return [low + (high - low) * height(step) for low, high in zip(lowest, highest, strict=True)]
 
     return Curve(at, warmup_steps=steps, total_steps=total)
 
 
 def _warmup_cosine_lr(params: Mapping[str, Any], lrs: list[float]) -> Curve:
-    """Rise from `warmup_min_ratio` to 1, then fall along a half cosine to `cos_min_ratio`, times each group's own."""
+    """Rise from `warmup_min_ratio` to 1, then fall along a half cosine to `cos_min_ratio`, times each group's rate."""
     steps, rise = _rise(params)
     total, floor, lowest = params["total_num_steps"], params["cos_min_ratio"], params["warmup_min_ratio"]
 
     def ratio(step: int) -> float:
         index = step - 1
         if step == 0 and steps > 0:
-            return 0.0  # not warmup_min_ratio: DeepSpeed's scheduler has not begun
+            return 0.0  # not warmup_min_ratio: DeepSpeed's scheduler has not started
         if index < steps and steps > 0:
             return float(lowest + rise(step) * (1.0 - lowest))
         progress = min(1.0, (index - steps + 1) / max(1, total - steps))
@@ -257,21 +253,21 @@ def _warmup_cosine_lr(params: Mapping[str, Any], lrs: list[float]) -> Curve:
 
 
 def _rise(params: Mapping[str, Any]) -> tuple[int, Callable[[int], float]]:
-    """Steps of the warm-up, and its share of the way from 0 to 1."""
-    asked, kind = params["warmup_num_steps"], params["warmup_type"]
-    if asked < 0:
-        raise _error("warmup_num_steps", f"{asked} is negative.", "Write 0 for no warm-up.")
+    """The number of warm-up steps, and the fraction from 0 to 1 that is reached at a step."""
+    configured, kind = params["warmup_num_steps"], params["warmup_type"]
+    if configured < 0:
+        raise _error("warmup_num_steps", f"{configured} is negative.", "Write 0 for no warm-up.")
     if kind not in ("log", "linear"):
-        raise _error("warmup_type", f"{kind!r} is no way to warm up.", "Write log or linear.")
-    if asked == 0:
+        raise _error("warmup_type", f"{kind!r} is not a type of warm-up.", "Write log or linear.")
+    if configured == 0:
         return 0, lambda _: 1.0
-    steps = max(2, asked)  # DeepSpeed's minimum: its logarithm has to be positive
+    steps = max(2, configured)  # DeepSpeed's minimum: its logarithm has to be positive
 
-    def share(step: int) -> float:
+    def fraction(step: int) -> float:
         index = max(0, step - 1)
         return math.log(index + 1) / math.log(steps) if kind == "log" else index / steps
 
-    return steps, share
+    return steps, fraction
 
 
 def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
@@ -279,7 +275,9 @@ def _one_cycle(params: Mapping[str, Any], lrs: list[float]) -> Curve:
     first = float(params["cycle_first_step_size"])
     second = first if params["cycle_second_step_size"] is None else float(params["cycle_second_step_size"])
     if first <= 0 or second < 0:
-        raise _error("cycle_first_step_size", f"{first:g} up and {second:g} down are no cycle.", "Write steps above 0.")
+        raise _error(
+            "cycle_first_step_size", f"{first:g} up and {second:g} down are not a cycle.", "Write steps above 0."
+        )
     up_stairs, down_stairs = params["cycle_first_stair_count"], params["cycle_second_stair_count"]
     down_stairs = up_stairs if down_stairs is None else down_stairs
     decay_every, lr_rate, mom_rate = params["decay_step_size"], params["decay_lr_rate"], params["decay_mom_rate"]
@@ -358,10 +356,10 @@ CURVES: dict[str, Callable[[Mapping[str, Any], list[float]], Curve]] = {
 
 
 class CurveLR(LRScheduler):
-    """A scheduler that sets every group's learning rate (and betas) to its `Curve` at the number of steps taken.
+    """A learning-rate scheduler that sets the learning rates (and betas) of all groups according to a `Curve`.
 
     Args:
-        optimizer: the optimizer whose live `param_groups` it drives.
+        optimizer: the optimizer whose `param_groups` it changes.
         curve: the values by step.
     """
 
@@ -370,7 +368,7 @@ class CurveLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The learning rate of each group at the present step."""
+        """The learning rate of each group at the current step."""
         return list(self.curve.lrs(self.last_epoch))
 
     def step(self, epoch: int | None = None) -> None:
@@ -379,11 +377,11 @@ class CurveLR(LRScheduler):
         self._apply_betas()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps taken; the curve itself comes from the configuration."""
+        """The number of steps; the curve itself is built from the configuration."""
         return {"last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a saved step, and set the groups to its values at once."""
+        """Continue at a saved step, and set the values of the groups immediately."""
         self.last_epoch = int(state_dict["last_epoch"])
         self._step_count = self.last_epoch + 1
         self._last_lr = self.get_lr()
@@ -398,21 +396,21 @@ class CurveLR(LRScheduler):
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer) -> LRScheduler:
-    """The scheduler of `section` on `optimizer`: the same learning rate at every applied step as DeepSpeed's engine.
+    """Build the scheduler of `section`, with the same learning rate at every applied step as DeepSpeed's engine.
 
     Args:
         section: one of DeepSpeed's five types, or a class of `torch.optim.lr_scheduler` by its exact name.
-        optimizer: torch's optimizer, whose groups get the first step's learning rate now.
+        optimizer: torch's optimizer, whose groups get the learning rate of the first step.
 
     Raises:
-        ConfigError: the type or a parameter is unknown, missing or impossible.
+        ConfigError: the type or a parameter is unknown, missing or invalid.
     """
     if section.type in CURVES:
         lrs = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         curve = describe_curve(section, lrs)
         if curve.betas is not None and "betas" not in optimizer.defaults:
             name = type(optimizer).__name__
-            warnings.warn(f"OneCycle leaves momentum alone: {name} has no betas to cycle.", stacklevel=2)
+            warnings.warn(f"OneCycle does not change momentum: {name} has no betas.", stacklevel=2)
             curve = Curve(curve.lrs, None, curve.warmup_steps, curve.total_steps)
         return CurveLR(optimizer, curve)
     build = getattr(lr_scheduler, section.type, None)

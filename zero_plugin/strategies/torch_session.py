@@ -1,4 +1,4 @@
-"""A session of plain torch: the module holds its own gradients and the optimizer its own states."""
+"""`TorchSession`: plain PyTorch on one device, under DDP or on XLA, with unpartitioned gradients and states."""
 
 from __future__ import annotations
 
@@ -42,36 +42,36 @@ from zero_plugin.tensors.modules import persistent_tensors
 
 
 class Recorder(Protocol):
-    """A device that notes down operations, runs them when it is told to, and averages gradients itself."""
+    """A lazy device (XLA): it records operations, runs them on request, and averages gradients itself."""
 
     def end_backward(self, module: nn.Module, *, averages: bool) -> None:
-        """A backward has been noted down.
+        """Called after a backward was recorded.
 
         Args:
-            module: whose gradients it added to.
-            averages: whether they are to be averaged over the processes.
+            module: the module that got gradients.
+            averages: whether they have to be averaged over the processes.
         """
 
     def run(self) -> None:
-        """Run what is noted down; before a number is read, since that would run what leads to it a second time."""
+        """Run the recorded operations. To be called before a value is read, which would run its operations twice."""
 
     def close(self) -> None:
-        """Let go of the module."""
+        """Release the module."""
 
 
 class TorchSession(Session):
     """Training without an engine, on one device or under DDP.
 
     Args:
-        model: what the loop calls: the module itself, or DDP around it.
+        model: what the loop calls: the module itself, or its DDP wrapper.
         module: the user's module.
-        optimizer: None for a model that is not trained.
-        precision: under `bf16` and `fp16` the weights stay fp32, forwards run under autocast and return fp32.
-        clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
+        optimizer: the optimizer; None for a model that is not trained.
+        precision: with `bf16` and `fp16` the weights stay fp32, and forwards run under autocast and return fp32.
+        clipping: the largest gradient norm of a step for which `clip` was not called; None for no clipping.
         scale: the loss scale of `fp16`.
-        skips: whether a step whose gradients are not finite is skipped.
-        autocast: arguments of the autocast that forwards run under.
-        recorder: of a device that runs nothing by itself; it can be asked for.
+        skips: whether steps with gradients that are not finite are skipped.
+        autocast: arguments of autocast for the forwards.
+        recorder: the recorder of a lazy device, which becomes an attribute.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class TorchSession(Session):
         self._clipping = clipping
         self._clipped = False
         self._unscaled = False
-        self._norm: Tensor | None = None  # of the window's gradients, once it is known
-        self._finite: bool | None = None  # whether the window's gradients are, once it is known
+        self._norm: Tensor | None = None  # of the accumulated gradients, once it is computed
+        self._finite: bool | None = None  # whether the accumulated gradients are, once it is known
         self._has_gradients = False
-        self._are_spent = False  # gradients of the last step, which stay to be looked at until zero_grad()
+        self._are_spent = False  # applied gradients, which can be read until zero_grad()
         self._reducer = DdpReducer(model, self.no_sync) if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
         self.recorder = recorder
-        self._averages = False  # gradients of the running backward are averaged over the processes
+        self._averages = False  # whether the running backward averages gradients
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
         self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
@@ -108,18 +108,20 @@ class TorchSession(Session):
         if precision != "no":
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             self._undo_autocast = run_under_autocast(module, lambda: autocast_as(precision, device.type, autocast))
-        self._is_open = False  # inside a backward that was opened
+        self._is_open = False  # whether a backward of this session runs
         if optimizer is not None:
             self.train_with(optimizer)
 
     def train_with(self, optimizer: Optimizer) -> None:
-        """Step with `optimizer` from now on; the session had none before."""
+        """Add the optimizer to a session that was built without one."""
         self.optimizer = optimizer
         self._guard = StepGuard([optimizer])
         refuse = _refuse_direct(weakref.ref(self))
         watched = [p for p in self.module.parameters() if p.requires_grad]
         self._watches = [p.register_post_accumulate_grad_hook(refuse) for p in watched]  # type: ignore[no-untyped-call]
-        self._frozen = [p for p in self._trained_parameters() if not p.requires_grad]  # which torch lets nobody watch
+        self._frozen = [
+            p for p in self._trained_parameters() if not p.requires_grad
+        ]  # whose gradients cannot have hooks
 
     def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
         self._refuse_failed()
@@ -138,7 +140,7 @@ class TorchSession(Session):
         self._is_open = False
         if self._scale is not None and reached and not self._has_gradients and not self._has_any_grad():
             raise LoopError(LOSS_OF_OTHERS)
-        if reached and self._unscaled:  # what was clipped has the loss scale taken out, what came now has not
+        if reached and self._unscaled:  # the clipped gradients are unscaled, the new ones are not
             raise LoopError(LATE_BACKWARD)
         self._has_gradients |= reached
         try:
@@ -180,14 +182,14 @@ class TorchSession(Session):
                 self._run_recorded()
                 value = norm.item()
                 self._finite = isfinite(value)
-                # torch would multiply by 1, as a recorder has to, whose steps are to be alike. 1e-6 as there.
+                # torch would multiply by 1; a recorder does, so that all steps have one graph. 1e-6 as in torch.
                 is_small = value + 1e-6 <= max_norm and self.recorder is None
                 if not self._finite:
-                    norm = torch.full_like(norm, float("inf"))  # nan or inf: one answer on every path
+                    norm = torch.full_like(norm, float("inf"))  # nan or inf: the same result with every strategy
             self._norm = norm
         if max_norm != float("inf"):
             self._clipped = True
-            # Where it is not finite the step is skipped, and the gradients stay as they are to be named.
+            # If the norm is not finite the step is skipped, and the unchanged gradients show the cause.
             if self._finite is not False and not is_small:
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -242,7 +244,7 @@ class TorchSession(Session):
         self.failed = False
 
     def drop_foreign_gradients(self) -> None:
-        # Looking is cheaper than the optimizer's zero_grad.
+        # The check is cheaper than the optimizer's zero_grad.
         if not self._has_gradients and (self._are_spent or self._has_any_grad()):
             self.drop_gradients()
 
@@ -275,7 +277,7 @@ class TorchSession(Session):
         return nullcontext()
 
     def update_master_weights(self) -> None:
-        """See `Session.update_master_weights`: here the weights are the masters."""
+        """See `Session.update_master_weights`: the weights themselves are in fp32."""
 
     def scale_state(self) -> dict[str, float]:
         return {} if self._scale is None else self._scale.state()
@@ -335,7 +337,7 @@ class TorchSession(Session):
         return False
 
     def _unscale(self) -> None:
-        """Take the loss scale out of the gradients, once per window."""
+        """Divide the gradients by the loss scale, once per window."""
         if self._scale is not None and not self._unscaled:
             self._finite = all_finite(self._gradients(), 1.0 / self._scale.value, before_reading=self._run_recorded)
             self._unscaled = True
@@ -359,12 +361,12 @@ class TorchSession(Session):
 
 
 def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], None]:
-    """A hook that fails where a gradient comes outside of an opened backward; it does not keep the session."""
+    """A hook that raises if a gradient is computed outside of the session's backward; it holds a weak reference."""
 
     def refuse(_: Tensor) -> None:
         session = reference()
         if session is not None and not session._is_open:
-            session.failed = True  # the window holds a part of these gradients now
+            session.failed = True  # some of these gradients are already accumulated
             raise LoopError(DIRECT_BACKWARD)
 
     return refuse
@@ -377,7 +379,7 @@ def torch_session(
     handlers: Handlers,
     recorder: Recorder | None = None,
 ) -> TorchSession:
-    """The session of a request on `model`, which is the request's own or wraps it."""
+    """Build the session of a request; `model` is the request's model or its wrapper."""
     resolved = request.resolved
     if handlers.compiles:
         compile_in_place(request.model, handlers.compiler)

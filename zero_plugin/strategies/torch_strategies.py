@@ -1,11 +1,4 @@
-"""Training without an engine: one device, and DDP.
-
-Plain data parallelism: a whole copy of the model in every process.
-
-One process on one device.
-
-What a request becomes where no engine trains: weights in fp32, and torch's own optimizer with the states it has.
-"""
+"""The strategies of plain PyTorch: one device, and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -38,10 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 def convert_weights_to_fp32(request: SessionRequest) -> None:
-    """Turn 16-bit weights that are trained into fp32, aloud: updates below their last bit would be lost.
+    """Convert trained 16-bit weights to fp32, since small updates would be rounded away, and log it.
 
-    ZeRO keeps fp32 masters beside 16-bit weights, or trains in fp32 where no mixed precision is asked for. Frozen
-    weights stay as they are under mixed precision, where autocast joins the types.
+    ZeRO keeps fp32 master weights for 16-bit weights, or trains in fp32 without mixed precision. Frozen weights keep
+    their dtype under mixed precision, where autocast converts it.
     """
     if request.optimizer is None:
         return
@@ -56,15 +49,15 @@ def convert_weights_to_fp32(request: SessionRequest) -> None:
             if value.dtype in (torch.bfloat16, torch.float16):
                 states[key] = value.float()
     _log.info(
-        f"{len(chosen)} parameters of the {type(request.model).__name__} came in 16 bits and are trained in fp32, as "
-        "under ZeRO; mixed_precision says what they compute in"
+        f"{len(chosen)} 16-bit parameters of the {type(request.model).__name__} were converted to fp32, in which they "
+        "are trained, as under ZeRO; mixed_precision sets the dtype of computation"
     )
 
 
 def torch_optimizer(request: SessionRequest) -> Optimizer | None:
-    """The request's optimizer, with a placeholder replaced by what the config's section describes.
+    """The request's optimizer, or the optimizer of the configuration's section in place of a placeholder.
 
-    States that it was given before go where its parameters are by now, as torch's `load_state_dict` would put them.
+    Its states are moved to the devices of its parameters, as torch's `load_state_dict` does.
     """
     if not isinstance(request.optimizer, DummyOptim):
         for group in () if request.optimizer is None else request.optimizer.param_groups:
@@ -79,7 +72,7 @@ def torch_optimizer(request: SessionRequest) -> Optimizer | None:
 
 
 def _states_of(optimizer: Optimizer | DummyOptim | None, p: Tensor) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Each state of a parameter that is a tensor, with the dict that holds it and its name there."""
+    """Each tensor state of a parameter, with the dict that contains it and its key."""
     states = getattr(optimizer, "state", {}).get(p, {})  # a wrapper of another library may have none
     return [(states, key, value) for key, value in states.items() if isinstance(value, Tensor)]
 
@@ -87,37 +80,37 @@ def _states_of(optimizer: Optimizer | DummyOptim | None, p: Tensor) -> list[tupl
 def _fused(section: OptimizerSection, model: nn.Module) -> OptimizerSection:
     """The section with torch's fused kernel for Adam and AdamW: the same update in one pass, several times faster.
 
-    Not where the section itself says how. SGD and Adagrad stay as they are: those kernels refuse sparse gradients.
+    Not if the section selects an implementation itself. The fused kernels of SGD and Adagrad refuse sparse gradients.
     """
-    says_how = {"fused", "foreach", "capturable", "differentiable"} & section.params.keys()
-    served = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
-    if section.type.lower() not in ("adam", "adamw") or says_how or not served:
+    selects = {"fused", "foreach", "capturable", "differentiable"} & section.params.keys()
+    is_supported = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
+    if section.type.lower() not in ("adam", "adamw") or selects or not is_supported:
         return section
     return OptimizerSection(section.type, {**section.params, "fused": True})
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's own, with the attributes of the module inside, as engines have: `model.config`, `model.generate(…)`."""
+    """torch's DDP, with the attributes of the inner module as engines have: `model.config`, `model.generate()`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet
+            if name == "module":  # before it is set
                 raise
             return getattr(super().__getattr__("module"), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: what comes back would be wrapped for a group of processes that is another one, or none.
+        """Refuse pickling: the copy would be wrapped for a process group that does not exist.
 
         Raises:
             LoopError: always.
         """
         kind = type(self.module).__name__
         raise LoopError(
-            f"a prepared {kind} is pickled (torch.save, copy to another process): under DDP it belongs to this run's "
-            f"processes.\nPickle accelerator.unwrap_model(model), which is the {kind} itself; or save its weights with "
-            "accelerator.save_model(model, folder)."
+            f"a prepared {kind} cannot be pickled (torch.save, copy to another process): under DDP it belongs to the "
+            f"process group.\nPickle accelerator.unwrap_model(model), which is the {kind} itself; or save its weights "
+            "with accelerator.save_model(model, folder)."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -128,7 +121,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class DdpStrategy(Strategy):
-    """DistributedDataParallel over NCCL on GPUs, gloo on CPUs."""
+    """DistributedDataParallel: an unpartitioned copy of the model in every process."""
 
     name = "ddp"
     optimizer_may_follow = True
@@ -149,8 +142,8 @@ class DdpStrategy(Strategy):
         trains = not request.only_evaluates and any(p.requires_grad for p in module.parameters())
         if trains and optimizer is None:
             _log.info(
-                f"the {type(module).__name__} came without an optimizer: DDP keeps room for its gradients until one "
-                "comes; prepare_model(model, evaluation_mode=True) does without, and so does a frozen model"
+                f"the {type(module).__name__} was prepared without an optimizer: DDP allocates memory for its "
+                "gradients; prepare_model(model, evaluation_mode=True) avoids that, and so does a frozen model"
             )
         model = self._wrap(module, request.is_placed, request.resolved.accumulation) if trains else module
         return torch_session(model, request, optimizer, self.handlers)
@@ -159,8 +152,8 @@ class DdpStrategy(Strategy):
         given = self.handlers.ddp or DistributedDataParallelKwargs()
         if given.static_graph and accumulation > 1:
             where = "DistributedDataParallelKwargs(static_graph=True)"
-            message = f"torch has no static graph of windows of {accumulation} micro-batches"
-            raise ConfigError([Problem(where, "", message, "Leave it out, or accumulate 1.")])
+            message = f"torch does not support it with gradient_accumulation_steps {accumulation}"
+            raise ConfigError([Problem(where, "", message, "Leave it out, or write gradient_accumulation_steps 1.")])
         ddp = DistributedDataParallel(
             module,
             device_ids=[self._processes.device] if is_placed and self._processes.device.type == "cuda" else None,
@@ -170,12 +163,12 @@ class DdpStrategy(Strategy):
         return ddp
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:
-        """Gradients that are views of DDP's buckets, then what ZeRO saves."""
+        """See `Strategy.savings`: first gradients that are views of DDP's buckets."""
         if (self.handlers.ddp or DistributedDataParallelKwargs()).gradient_as_bucket_view:
             return super().savings(resolved)
         text = (
             "gradients that are views of DDP's buckets: Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-            "gradient_as_bucket_view=True)]), unless the script keeps gradients over zero_grad()"
+            "gradient_as_bucket_view=True)]), unless the script uses gradients after zero_grad()"
         )
         return (Saving(text, {"gradient_views": True}), *super().savings(resolved))
 
@@ -191,7 +184,7 @@ class DdpStrategy(Strategy):
         if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in request.model.parameters()):
             raise LoopError(
                 f"prepare() got the optimizer of the {type(request.model).__name__} in a later call than the model, "
-                "whose weights are in 16 bits: they are trained in fp32, which had to be known then.\n"
+                "whose weights are in 16 bits: they would have to be converted to fp32 before DDP wrapped the model.\n"
                 "Pass them in one call: model, optimizer = prepare(model, optimizer)."
             )
         if any(p.requires_grad for p in request.model.parameters()) and session.model is session.module:
@@ -213,7 +206,7 @@ class DdpStrategy(Strategy):
         before = ddp.require_backward_grad_sync
         ddp.require_backward_grad_sync = True
         ddp.reducer._rebuild_buckets()
-        ddp.reducer.prepare_for_backward([])  # DDP does so in a forward, but not in one that is to stay local
+        ddp.reducer.prepare_for_backward([])  # DDP does this in a forward, but not inside `no_sync`
         try:
             yield
         finally:
@@ -235,7 +228,7 @@ class SingleStrategy(Strategy):
 
     def refuse(self) -> str | None:
         if self._processes.world_size > 1:
-            return f"{self._processes.world_size} processes run; one device serves one"
+            return f"{self._processes.world_size} processes run, and this strategy is for one"
         return None
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
@@ -254,5 +247,5 @@ class SingleStrategy(Strategy):
         session.train_with(optimizer)
 
     def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
-        """See `Strategy.hold_optimizer`: a model that stays as it is trains well here."""
+        """See `Strategy.hold_optimizer`: a model that is not prepared can be trained with one process."""
         return UnpreparedOptimizer(optimizer, window, steps=True)

@@ -1,4 +1,4 @@
-"""Where the loop stands in its accumulation window: which micro-batch, how large the window, whether it ends."""
+"""`AccumulationWindow`: counts micro-batches, and decides where a window of gradient accumulation ends."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from zero_plugin.errors import LoopError
 
 
 class Epoch(Protocol):
-    """What a prepared loader tells while it is iterated."""
+    """The progress of a prepared loader while it is iterated."""
 
     @property
     def batches_left(self) -> int | None:
-        """Batches still to come in this epoch after the last one fetched; None where the length is unknown."""
+        """The number of batches after the last fetched one in this epoch; None if the length is unknown."""
 
     end_of_dataloader: bool
-    """Whether the last one fetched is the epoch's last."""
+    """Whether the last fetched batch is the last one of the epoch."""
 
     position: int
-    """Index in the loop of the last one fetched; -1 before the first."""
+    """The index of the last fetched batch in the epoch; -1 before the first."""
 
 
 class CountBatch(Protocol):
-    """Counts micro-batches beside the batches of the prepared loaders that are being iterated."""
+    """Compares the micro-batches with the batches of the prepared loaders that are being iterated."""
 
     def __call__(self, *, accumulates: bool) -> bool:
-        """One more; see `AccumulationWindow`."""
+        """Count a micro-batch; see `AccumulationWindow`."""
 
 
 class AccumulationWindow:
     """Counts one model's micro-batches into windows of `steps`; the last window of an epoch may be shorter.
 
-    A loop tells its micro-batches in one of three ways. Under `accumulate()`, which hands out the window as a context
-    manager, each entry is one (`enter_batch`). By hand, each `backward` is one (`count_backward`). Or it says itself,
-    by `decide`, whether the window ends, and no micro-batch is counted until the next `accumulate()`.
+    Micro-batches are counted in one of three ways. With `accumulate()`, which returns the window as a context manager,
+    each entry is one (`enter_batch`). Without it, each `backward` is one (`count_backward`). Or the script sets whether
+    the window ends (`decide`), and no micro-batch is counted until the next `accumulate()`.
 
-    The loss of each micro-batch is divided by the window's true size, where the loader knows its length when the window
-    opens. Where it does not, the loss is divided by `steps`, and `correction` tells by what the summed gradients have
-    to be multiplied once the window proved shorter. So too in the first window of a loop that fetches batches before it
-    computes them: they may also be batches that it leaves out.
+    The loss of each micro-batch is divided by the actual size of the window, if the loader knows its length when the
+    window opens. Otherwise it is divided by `steps`, and if the window was shorter, the accumulated gradients must be
+    multiplied by `correction`. The same holds in the first window of a loop that fetches several batches before it
+    computes them, since the loop may also skip them.
 
     Args:
         steps: micro-batches per optimizer step, at least 1.
-        running_epoch: the prepared loader that is being iterated now; its end ends the window too.
-        count_batch: told of each micro-batch, and whether there are several in a window; says whether it has a batch of
-            its own of a prepared loader that is being iterated, or none is.
+        running_epoch: returns the prepared loader that is being iterated; the end of its epoch ends the window too.
+        count_batch: called for each micro-batch, with whether a window has several; returns whether the micro-batch has
+            its own batch of a prepared loader, or no prepared loader is being iterated.
 
     Attributes:
-        ends_here: whether the current micro-batch is the window's last, so that `step()` applies it.
+        ends_here: whether the current micro-batch is the window's last, so that `step()` applies the gradients.
         in_context: whether the loop is inside `accumulate()`.
-        plans_ahead: whether a loss is divided by the true size where it is known. Not where one loss may be a
-            micro-batch of several models, whose windows need not end together: `steps` divides it then.
+        plans_ahead: whether losses are divided by the actual size if it is known. False if one loss may be a
+            micro-batch of several models, whose windows may end at different times: then they are divided by `steps`.
     """
 
     def __init__(
@@ -66,37 +66,37 @@ class AccumulationWindow:
         self.plans_ahead = True
         self._running_epoch = running_epoch
         self._count_batch = count_batch
-        self._dropped = 0  # micro-batches that the loop may compute again, without fetching others
-        self._size = steps  # micro-batches of the window, as far as the length tells when it opens
-        self._most = steps  # micro-batches of the window, where the epoch goes on longer than its length said
-        self._batches = 0  # of them seen so far
-        self._decided: bool | None = None  # what the script said of the window's end
+        self._dropped = 0  # dropped micro-batches, which the loop may compute again without fetching others
+        self._size = steps  # micro-batches of the window, by the length of the epoch when the window opened
+        self._most = steps  # micro-batches of the window if the epoch is longer than its length said
+        self._batches = 0  # micro-batches of the window so far
+        self._decided: bool | None = None  # whether the window ends, if the script has set it
         self.ends_here = True  # before the first micro-batch, as after a window
-        self._stepped = False  # the window ended and was applied; the next micro-batch opens a new one
-        self._counted_by_context = False  # this window's micro-batches come from accumulate()
-        self._since_step = 0  # backwards since the loop last called step()
-        self._backwards = 0  # of the window
+        self._stepped = False  # the window's step was taken; the next micro-batch opens a new one
+        self._counted_by_context = False  # this window's micro-batches are counted by accumulate()
+        self._since_step = 0  # backwards since the last call of step()
+        self._backwards = 0  # backwards of the window
         self._ended_windows = 0
-        self._epoch: Epoch | None = None  # of the last micro-batch
-        self._position = -1  # in it
-        self._ahead = 0  # batches that the loop had fetched then beyond the micro-batch's own
-        self._fetches_ahead = False  # it is known to compute them, and has not left them out
-        self._told = False
-        self._is_own = True  # the last micro-batch has a batch of its own
+        self._epoch: Epoch | None = None  # the epoch of the last micro-batch
+        self._position = -1  # its position in that epoch
+        self._ahead = 0  # batches that the loop had fetched beyond the one of that micro-batch
+        self._fetches_ahead = False  # whether the loop is known to compute those, not to skip them
+        self._has_warned = False
+        self._is_own = True  # whether the last micro-batch has its own batch
 
     @property
     def is_decided(self) -> bool:
-        """Whether the script counts its micro-batches itself, and has said whether the window ends."""
+        """Whether the script has set whether the window ends."""
         return self._decided is not None
 
     @property
     def divisor(self) -> int:
-        """What the loss of the current micro-batch is divided by."""
+        """The number that the loss of the current micro-batch is divided by."""
         return self._size
 
     @property
     def next_backward_ends(self) -> bool:
-        """The same, asked before the forward of a micro-batch whose backward has not been counted yet."""
+        """Whether the next backward is the last of the window, before the forward of its micro-batch."""
         if self.in_context:
             return self.ends_here
         batches, size, most = (
@@ -106,35 +106,35 @@ class AccumulationWindow:
 
     @property
     def is_applied(self) -> bool:
-        """Whether the step that ended the window was the last thing to happen: no gradients have come since."""
+        """Whether the window's step was taken, and no backward has run since."""
         return self._stepped and self._since_step == 0
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether the model has gradients of its own micro-batches that no step has applied yet."""
+        """Whether the model has accumulated gradients that no step has applied yet."""
         return self._backwards > 0 and not self._stepped
 
     @property
     def correction(self) -> float:
-        """Factor on the window's gradients that makes their divisor the true number of micro-batches."""
+        """The factor on the accumulated gradients that corrects their divisor to the actual number of micro-batches."""
         return self._size / self._batches if self._batches else 1.0
 
     @property
     def dropping_is_meant(self) -> bool:
-        """Whether `zero_grad()` called now stands between a backward and its step, and so drops gradients.
+        """Whether `zero_grad()`, called now, is between a backward and its step, so that it drops gradients.
 
-        Loops also call it first thing, or after each of their micro-batches; there it means nothing.
+        Loops also call it at their start, or after each micro-batch, where it must not drop gradients.
         """
         if self._decided is False:
             return False
         if self.in_context or (self._counted_by_context and not self.ends_here):
-            return self._since_step > self._backwards == 0  # left by another model's loss, after the last window's step
+            return self._since_step > self._backwards == 0  # only foreign gradients, since the last window's step
         return self._since_step > 0
 
     def enter_batch(self) -> None:
-        """`accumulate()` was entered: one more micro-batch."""
+        """Count a micro-batch when `accumulate()` is entered."""
         if self.in_context:
-            raise LoopError("accumulate() is entered inside accumulate(); leave the first one before the next batch.")
+            raise LoopError("accumulate() is entered inside accumulate(); exit the first one before the next batch.")
         self._decided = None
         if self.ends_here:
             self._open()
@@ -142,7 +142,7 @@ class AccumulationWindow:
         self._advance()
 
     def leave_batch(self) -> None:
-        """`accumulate()` was left."""
+        """Called when `accumulate()` is exited."""
         self.in_context = False
 
     def __enter__(self) -> None:
@@ -152,11 +152,11 @@ class AccumulationWindow:
         self.leave_batch()
 
     def count_backward(self) -> None:
-        """A backward ran; outside `accumulate()` it is one micro-batch.
+        """Count a backward; outside `accumulate()` it is one micro-batch.
 
         Raises:
-            LoopError: by hand, more backwards than the window has micro-batches and no `step()` between them, or a
-                second one in one batch of a prepared loader.
+            LoopError: outside `accumulate()`, more backwards ran without `step()` than the window has micro-batches, or
+                a second one ran in one batch of a prepared loader.
         """
         self._since_step += 1
         if self.in_context:
@@ -171,22 +171,22 @@ class AccumulationWindow:
         if not self._is_own and self.steps > 1 and self._decided is None:
             raise LoopError(
                 "backward() ran twice in one batch of the prepared loader, outside accumulate(), and "
-                f"gradient_accumulation_steps is {self.steps}: it cannot be told whether these are two micro-batches, "
-                "or two losses of one.\nWrap each micro-batch in `with accelerator.accumulate(model):`, with one "
-                "backward() inside where the loop cuts the loader's batches, or with all of a batch's losses inside."
+                f"gradient_accumulation_steps is {self.steps}: it is ambiguous whether these are two micro-batches, or "
+                "two losses of one.\nWrap each micro-batch in `with accelerator.accumulate(model):`, with one "
+                "backward() inside if the loop splits the loader's batches, or with all losses of a batch inside."
             )
 
     def count_foreign_backward(self) -> None:
-        """Gradients came from a loss that is no micro-batch of this window's model: it only runs through it."""
+        """Count a backward that computed gradients of this model in a micro-batch of another model."""
         self._since_step += 1
 
     def count_step(self) -> bool:
-        """`optimizer.step()` was called: whether it applies the gradients.
+        """Count a call of `optimizer.step()`; whether it applies the gradients.
 
         Raises:
-            LoopError: by hand, steps come at a cadence that is neither every micro-batch nor every window.
+            LoopError: outside `accumulate()`, it is called neither after every micro-batch nor after every window.
         """
-        # Without accumulation every step applies whatever was added up, however many backwards that took.
+        # Without accumulation every step applies the gradients of all backwards since the last one.
         applies = self.ends_here or (self.steps == 1 and not self.in_context and self._decided is None)
         since, self._since_step = self._since_step, 0
         if not applies and not self._counted_by_context and self._decided is None and since > 1:
@@ -196,17 +196,17 @@ class AccumulationWindow:
         return applies
 
     def decide(self, ends: bool) -> None:
-        """The script says whether the micro-batches from now on end their window, until the next `accumulate()`."""
+        """Set whether the micro-batches from now on end their window, until the next `accumulate()`."""
         self._decided = self.ends_here = ends
 
     def resize(self, steps: int) -> None:
-        """Windows have `steps` micro-batches, from the next one on."""
+        """Set the number of micro-batches per window, from the next window on."""
         self.steps = steps
         if self._batches == 0 or self._stepped:
             self._size = self._most = steps
 
     def begin(self) -> None:
-        """The training goes on from elsewhere: stand as before the first micro-batch."""
+        """Reset to the state before the first micro-batch, after a checkpoint was loaded."""
         self._decided = None
         self._since_step = self._ended_windows = 0
         self._open()
@@ -217,7 +217,7 @@ class AccumulationWindow:
             self.ends_here = True
 
     def restart(self) -> None:
-        """The gradients were dropped; inside `accumulate()` this micro-batch is the first of the window then."""
+        """Restart the window after gradients were dropped; inside `accumulate()` at the current micro-batch."""
         self._since_step = 0
         if self._backwards:
             self._dropped += self._backwards
@@ -228,7 +228,7 @@ class AccumulationWindow:
 
     def _describe_missing_step(self) -> str:
         n = self.steps
-        if self._batches < n:  # the epoch has ended before
+        if self._batches < n:  # the epoch has ended earlier
             return (
                 f"optimizer.step() was not called at the end of the epoch, whose last accumulation window has "
                 f"{self._batches} micro-batches; gradient_accumulation_steps is {n}.\n"
@@ -246,7 +246,7 @@ class AccumulationWindow:
         found = f"optimizer.step() comes after {backwards} backwards, but gradient_accumulation_steps is {n}.\n"
         if self._ended_windows and self._running_epoch() is None:
             return found + (
-                f"The windows before had {n}: where this is the end of the data, prepare() the loader, so that its end "
+                f"The previous windows had {n}: if this is the end of the data, prepare() the loader, so that its end "
                 "is known and the gradients are averaged over the shorter window."
             )
         return found + (
@@ -274,27 +274,27 @@ class AccumulationWindow:
             if plans and (self._ahead == 0 or self._fetches_ahead):
                 left = epoch.batches_left
                 self._size = self.steps if left is None else min(self.steps, self._ahead + left + 1)
-            elif self._batches and epoch is self._epoch and epoch.position < self._position and not self._told:
-                self._told = True
+            elif self._batches and epoch is self._epoch and epoch.position < self._position and not self._has_warned:
+                self._has_warned = True
                 announce(
                     f"an epoch was left after {self._batches} of the {self._size} micro-batches of an accumulation "
-                    "window (by break, or zipped with a shorter loader): the window goes on in the next epoch"
+                    "window (by break, or zipped with a shorter loader): the window continues in the next epoch"
                 )
             self._epoch, self._position = epoch, epoch.position
         self._batches += 1
         self.ends_here = self._is_end(self._batches, self._size, self._most, epoch, is_counted=True)
 
     def _look_ahead(self, epoch: Epoch) -> tuple[int, bool]:
-        """Batches fetched beyond those computed, the next micro-batch's included, and whether they will be computed.
+        """The number of batches fetched beyond that of the next micro-batch, and whether they will be computed.
 
-        A loop may fetch a window's batches before it computes them: the position jumps, then rests. A jump with no rest
-        after it is batches that the loop left out.
+        If a loop fetches a window's batches before it computes them, the position jumps, and then does not change for
+        some micro-batches. If it keeps jumping, the loop skips batches.
         """
         goes_on = epoch is self._epoch and epoch.position >= self._position
         fetched = epoch.position - self._position if goes_on else epoch.position + 1
         if fetched == 0 and self._ahead:
             return self._ahead - 1, True
-        if fetched == 0 and self._fetches_ahead:  # of another epoch of as many batches
+        if fetched == 0 and self._fetches_ahead:  # a new epoch at the same position
             fetched = epoch.position + 1
         return max(0, fetched - 1), self._fetches_ahead and epoch is self._epoch and fetched > 1
 
@@ -312,7 +312,7 @@ class AccumulationWindow:
 
 
 class TogetherWindows:
-    """One micro-batch of several models: what `accumulate()` hands out for them."""
+    """The context manager of `accumulate()` for one micro-batch of several models."""
 
     def __init__(self, windows: Sequence[AccumulationWindow]) -> None:
         self._windows = windows

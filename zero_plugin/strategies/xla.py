@@ -1,4 +1,4 @@
-"""Data parallelism over TPU devices through torch_xla: a whole copy of the model in every replica."""
+"""Data parallelism on TPU devices through torch_xla: an unpartitioned copy of the model in every replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zero_plugin.tensors.wrappers import wrap_forward
 
 
 class XlaStrategy(Strategy):
-    """Replicas on XLA devices, whose gradients are averaged by one all-reduce where a window of accumulation ends."""
+    """Replicas on XLA devices, whose gradients are averaged by one all-reduce where an accumulation window ends."""
 
     name = "xla"
     distributed_type = DistributedType.XLA
@@ -45,21 +45,21 @@ class XlaStrategy(Strategy):
         self.handlers = handlers
         ddp = handlers.ddp or DistributedDataParallelKwargs()
         if handlers.compiles:
-            message = "torch_xla compiles each step as a whole by itself"
+            message = "torch_xla itself compiles each step as one graph"
             raise ConfigError([Problem("dynamo_backend", "", message, "Leave it out on a TPU.")])
         if {ddp.comm_hook, ddp.comm_wrapper} != {DDPCommunicationHookType.NO}:
             where, message = "DistributedDataParallelKwargs(comm_hook=…)", "there is no DDP on XLA"
-            raise ConfigError([Problem(where, "", message, "Leave it out: gradients travel in their own type.")])
+            raise ConfigError([Problem(where, "", message, "Leave it out: gradients are reduced in their own dtype.")])
         unused = [name for name in ddp.to_kwargs() if name not in ("broadcast_buffers", "find_unused_parameters")]
         where = f"DistributedDataParallelKwargs({', '.join(unused)})"
-        told = f"{where}: has no effect on XLA, where one all-reduce averages all gradients"
-        return [told] if unused else []
+        line = f"{where}: has no effect on XLA, where one all-reduce averages all gradients"
+        return [line] if unused else []
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`.
 
         Raises:
-            LoopError: the model is to stay on another device, or cannot be moved.
+            LoopError: the model has to stay on another device, or cannot be moved.
         """
         convert_weights_to_fp32(request)
         module = request.model
@@ -67,8 +67,8 @@ class XlaStrategy(Strategy):
             _move(module, processes.device)
         elif any(p.device.type != "xla" for p in module.parameters()):
             raise LoopError(
-                f"prepare() got a {type(module).__name__} that is to stay where it is, and that is not the XLA "
-                "device.\nLeave device_placement out, or call .to(accelerator.device) before its optimizer is made."
+                f"prepare() got a {type(module).__name__} with device_placement=False that is not on the XLA device.\n"
+                "Leave device_placement out, or call .to(accelerator.device) before its optimizer is built."
             )
         _broadcast_from_first(module)
         optimizer = torch_optimizer(request)  # may raise, so before the recorder is on the module
@@ -90,7 +90,7 @@ class XlaStrategy(Strategy):
         session.train_with(optimizer)
 
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:  # noqa: ARG002
-        """See `Strategy.savings`: ZeRO is none here."""
+        """See `Strategy.savings`: ZeRO is not supported on XLA."""
         return ()
 
     def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
@@ -98,12 +98,12 @@ class XlaStrategy(Strategy):
 
 
 class _Recorder:
-    """See `Recorder`: torch_xla notes operations down as a graph, and compiles and runs it at a `sync`.
+    """See `Recorder`: torch_xla records operations as a graph, and compiles and runs it at a `sync`.
 
     Args:
-        module: the user's.
+        module: the user's module.
         processes: this replica and its peers.
-        given: what a script has set of DDP, of which buffers and unused parameters have a meaning here.
+        given: the script's arguments of DDP, of which `broadcast_buffers` and `find_unused_parameters` are used.
     """
 
     def __init__(self, module: nn.Module, processes: Processes, given: DistributedDataParallelKwargs) -> None:
@@ -113,7 +113,7 @@ class _Recorder:
         torch_xla = import_torch_xla()
         self._sync = torch_xla.sync
         self._operations = torch_xla.core.xla_model
-        # Not a hook: a module is copied and pickled with its hooks, and so with all that they hold.
+        # Not a hook: a module is copied and pickled with its hooks, and with all that they refer to.
         self._undo_forward = wrap_forward(module, self._run_before_inference)
         self._refusal: Any = None
 
@@ -123,7 +123,7 @@ class _Recorder:
     def end_backward(self, module: nn.Module, *, averages: bool) -> None:
         """See `Recorder.end_backward`.
 
-        What does not end a window runs at once: so a step's graph is the same however many backwards came before.
+        A backward that does not end a window runs immediately: the graph of a step does not depend on their number.
         """
         if not averages:
             self._sync()
@@ -138,12 +138,12 @@ class _Recorder:
         self.allow_gradients()
 
     def refuse_gradients(self, module: nn.Module) -> None:
-        """Raise in a backward through a model without an optimizer: nothing would average its gradients."""
+        """Make a backward through a model without an optimizer raise, since its gradients would not be averaged."""
         name = type(module).__name__
 
         def refuse(_: Tensor) -> None:
             raise LoopError(
-                f"this backward() makes gradients of a {name} that was prepared without an optimizer: on XLA they "
+                f"this backward() computes gradients of a {name} that was prepared without an optimizer: on XLA they "
                 "would not be averaged over the processes.\nPass its optimizer to prepare(), or freeze it: "
                 "model.requires_grad_(False)."
             )
@@ -153,37 +153,37 @@ class _Recorder:
             self._refusal = first.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
 
     def allow_gradients(self) -> None:
-        """An optimizer has come."""
+        """Undo `refuse_gradients`, when an optimizer is added."""
         if self._refusal is not None:
             self._refusal.remove()
 
     def _run_before_inference(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Where nothing is trained, run what the last forward left: else a whole evaluation becomes one graph."""
+        """Without gradients, run the operations of the last forward: else an entire evaluation becomes one graph."""
         if not torch.is_grad_enabled():
             self._sync()
         return forward(*args, **kwargs)
 
     def _gradients(self, module: nn.Module) -> list[Tensor]:
-        """Those to average, of the same parameters in every replica."""
+        """The gradients to average, of the same parameters in every replica."""
         trained = [p for p in module.parameters() if p.requires_grad]
         if self._given.find_unused_parameters:
             used = collectives.reduce(torch.tensor([p.grad is not None for p in trained]), "sum").tolist()
             for p, count in zip(trained, used, strict=True):
-                if count:  # made anew in one order: a graph with a collective has to be the same on all replicas
+                if count:  # new tensors in one order: a graph with a collective must be the same on all replicas
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            self._sync()  # so what differs between them is none of it
+            self._sync()  # the operations before, which may differ, are not part of the graph
         elif unused := [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]:
             raise LoopError(
                 f"the losses of this window do not depend on {', '.join(unused[:8])}"
                 f"{' and others' if len(unused) > 8 else ''} of the {type(module).__name__}: the replicas wait for "
-                "their gradients.\nWhere parameters sit out by intention: Accelerator(kwargs_handlers=["
-                "DistributedDataParallelKwargs(find_unused_parameters=True)]). Else freeze them before prepare()."
+                "their gradients.\nIf parameters are unused intentionally: Accelerator(kwargs_handlers=["
+                "DistributedDataParallelKwargs(find_unused_parameters=True)]). Otherwise freeze them before prepare()."
             )
         return [p.grad for p in trained if p.grad is not None]
 
     @torch.no_grad()
     def _share_buffers(self, module: nn.Module) -> None:
-        """Give running statistics the values of process 0, as DDP does."""
+        """Broadcast the floating-point buffers of rank 0, as DDP does."""
         buffers = [
             tensor
             for _, tensor in persistent_tensors(module)
@@ -196,16 +196,16 @@ class _Recorder:
 
 
 def _broadcast_from_first(module: nn.Module) -> None:
-    """Give parameters and buffers the values of process 0, as DDP does; collective."""
+    """Broadcast the parameters and buffers of rank 0, as DDP does; collective."""
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.copy_(collectives.broadcast(tensor))
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move a module whose optimizer, and ties between its layers, know its parameters as objects.
+    """Move a module to XLA and keep its parameter objects, to which the optimizer and tied layers refer.
 
-    `module.to` makes new ones where the device is of another kind.
+    `module.to` would create new parameter objects on a device of another kind.
     """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device == device:
@@ -218,7 +218,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
             torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise LoopError(
-                f"prepare() cannot move the {type(module).__name__} to {device}: something else holds one of its "
-                f"parameters ({error}).\nDrop views and weak references of them before prepare(), or call "
-                ".to(accelerator.device) before its optimizer is made."
+                f"prepare() cannot move the {type(module).__name__} to {device}: something else refers to one of its "
+                f"parameters ({error}).\nDelete views and weak references of them before prepare(), or call "
+                ".to(accelerator.device) before its optimizer is built."
             ) from error

@@ -1,4 +1,4 @@
-"""`python -m zero_plugin.strategies.deepspeed.build_op NAME`: builds one op, under the lock of torch's builder."""
+"""`python -m zero_plugin.strategies.deepspeed.build_op NAME`: compiles one DeepSpeed op, under torch's build lock."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BUILDERS = {
 
 
 def main(name: str) -> None:
-    """Build an op and load it.
+    """Compile an op and load it.
 
     Args:
-        name: as its builder calls it, e.g. `cpu_adam`.
+        name: the name of the op in its builder, e.g. `cpu_adam`.
     """
     get_accelerator().create_op_builder(f"{_BUILDERS[name]}Builder").load(verbose=True)
 

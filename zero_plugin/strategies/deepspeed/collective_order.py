@@ -1,9 +1,4 @@
-"""What all ranks of an engine must have alike: the order of gradients, and buffers.
-
-Finds processes that take different branches of a model at ZeRO stages 2 and 3, before a step applies the mixture.
-
-Gives every process the first one's buffers, as DDP does: running statistics are of one process' batches.
-"""
+"""Keeps the ranks of an engine consistent: checks the order of their gradients, and broadcasts buffers."""
 
 from __future__ import annotations
 
@@ -18,29 +13,29 @@ from torch import Tensor, nn
 
 from zero_plugin.errors import LoopError
 
-# Until so many windows have ended, each of DeepSpeed's collectives is compared before it is made: branches of unequal
-# size would hang in it, or abort under gloo. Most models that have branches take them from the start; afterwards a
-# comparison is rare. An evaluation before the training, at stage 3, has so many of them at most.
+# Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of
+# different size would hang, or abort under gloo. Most models with branches take them from the start; afterwards the
+# order is compared once per window. At stage 3 an evaluation before the training compares at most _COMPARED times.
 _CAREFUL: Final = 10
 _COMPARED: Final = 5000
-_KEPT: Final = 5000  # notes, to name what differs
-_SHOWN: Final = 4  # names
+_KEPT: Final = 5000  # notes, which name the first difference
+_SHOWN: Final = 4  # names in a message
 
 
 class CollectiveOrder:
-    """The order in which this process gives gradients, and at stage 3 weights, to the process group.
+    """Checks that all processes reduce gradients, and at stage 3 gather weights, in the same order.
 
-    There DeepSpeed sums gradients in the order in which they come, and trusts that it is the same on every process:
-    those of different parameters would be added up, without a word. A digest of the order is compared in one small
-    collective before a step, and in the first windows before each of DeepSpeed's own.
+    At stages 2 and 3 DeepSpeed reduces gradients in the order in which they are computed. If processes take different
+    branches of the model, it would silently add up gradients of different parameters. A digest of the order is compared
+    in one small collective before a step, and in the first windows before each of DeepSpeed's collectives.
 
     Args:
-        names: of the parameters, by DeepSpeed's number.
-        device: where the comparison is made.
-        stage: of ZeRO, for messages.
+        names: the names of the parameters by DeepSpeed's ids.
+        device: the device of the comparison.
+        stage: the ZeRO stage, for messages.
 
     Attributes:
-        reduced: numbers of the parameters whose gradients were summed since `begin_window`.
+        reduced: ids of the parameters whose gradients were reduced since `begin_window`.
     """
 
     def __init__(self, names: Mapping[int, str], device: torch.device, stage: int) -> None:
@@ -55,26 +50,26 @@ class CollectiveOrder:
         self.reduced: set[int] = set()
 
     def note_reduction(self, numbers: Iterable[int]) -> None:
-        """The gradients of these parameters are about to be summed together."""
+        """Record that the gradients of these parameters are about to be reduced together."""
         note = tuple(numbers)
         self.reduced.update(note)
         self._note(note)
 
     def note_gathering(self, numbers: Iterable[int]) -> None:
-        """The weights of these parameters are about to be gathered together."""
+        """Record that the weights of these parameters are about to be gathered together."""
         self._note(tuple(sorted(-1 - number for number in numbers)))
 
     def begin_window(self) -> None:
-        """A step was taken, or gradients were dropped."""
+        """Start again after a step, or after gradients were dropped."""
         self.reduced.clear()
         self._notes.clear()
         self._digest = 0
 
     def compare(self) -> None:
-        """At the end of a window, or more often: compare with the other processes. Collective.
+        """Compare with the other processes, at least at the end of a window. Collective.
 
         Raises:
-            LoopError: on every process, where they differ; it names the first difference.
+            LoopError: on every process, if the orders differ; it names the first difference.
         """
         self._compare()
         self._careful = max(0, self._careful - 1)
@@ -91,7 +86,9 @@ class CollectiveOrder:
     def _note(self, note: tuple[int, ...]) -> None:
         if not note:
             return
-        self._digest = hash((self._digest, note)) >> 1  # of integers it is the same in every process; it can be negated
+        self._digest = (
+            hash((self._digest, note)) >> 1
+        )  # hashes of integers are the same in every process; shifted, it can be negated
         self._notes.append(note)
         if self._careful and self._compared < _COMPARED:
             self._compared += 1
@@ -105,15 +102,17 @@ class CollectiveOrder:
         ranks: dict[tuple[int, ...], int] = {}
         for rank, note in enumerate(differing):
             ranks.setdefault(note[alike:], rank)
-        told = ", where ".join(f"process {rank} {self._say(note)}" for note, rank in list(ranks.items())[:_SHOWN])
+        differences = ", where ".join(
+            f"rank {rank} {self._describe_note(note)}" for note, rank in list(ranks.items())[:_SHOWN]
+        )
         return (
-            f"the processes take different branches of the model in one accumulation window: {told}. At ZeRO stage "
-            f"{self._stage} they would be mixed up.\n"
-            "Have every process reach the same parameters in the same order (the same random choice, the loss of an "
-            "unused branch times 0), or use stage 1, where a parameter that a process does not reach counts as 0."
+            f"the processes take different branches of the model in one accumulation window: {differences}. "
+            f"At ZeRO stage {self._stage} their gradients would be mixed up.\n"
+            "Make every process use the same parameters in the same order (the same random choice, or the loss of an "
+            "unused branch times 0), or use stage 1, where the gradient of an unused parameter counts as 0."
         )
 
-    def _say(self, note: tuple[int, ...]) -> str:
+    def _describe_note(self, note: tuple[int, ...]) -> str:
         if not note:
             return "does not"
         gathers = note[0] < 0
@@ -124,7 +123,7 @@ class CollectiveOrder:
 
 
 def preceded(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    """`method`, with a call of `note` before it that gets the same arguments."""
+    """Wrap `method`, so that `note` is called before it with the same arguments."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         note(*args, **kwargs)
@@ -134,13 +133,13 @@ def preceded(method: Callable[..., Any], note: Callable[..., None]) -> Callable[
 
 
 class SharedBuffers:
-    """The persistent buffers of a module, which each process would change by its own batches.
+    """Synchronizes the persistent buffers of a module, e.g. running statistics, with rank 0.
 
-    DDP sends them before each forward. Here they are sent where all processes come anyway, so that a forward on one
-    process alone stays possible: what the first process has, which is what counts, is the same.
+    DDP broadcasts them before each forward. Here they are broadcast where all processes communicate anyway, so that a
+    forward on one process alone is possible. The values of rank 0 are the same in both cases.
 
     Args:
-        module: the user's own.
+        module: the user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -152,16 +151,18 @@ class SharedBuffers:
         ]
 
     def send(self) -> None:
-        """From the first process to the others, in one broadcast per device. Collective."""
+        """Broadcast the buffers of rank 0, in one operation per device. Collective."""
         if not self._places or dist.get_world_size() == 1:
             return
-        found = [part._buffers.get(name) for part, name in self._places]  # a forward may have put new tensors there
+        found = [part._buffers.get(name) for part, name in self._places]  # a forward may have replaced the tensors
         unique = {id(b): b for b in found if b is not None and b.layout == torch.strided and b.numel()}
         by_device: dict[torch.device, list[Tensor]] = {}
         for buffer in unique.values():
-            by_device.setdefault(buffer.device, []).append(buffer.data)  # a graph may be kept
+            by_device.setdefault(buffer.device, []).append(buffer.data)  # without autograd
         for buffers in by_device.values():
-            pieces = [buffer.reshape(-1).view(torch.uint8) for buffer in buffers]  # of any type, together
+            pieces = [
+                buffer.reshape(-1).view(torch.uint8) for buffer in buffers
+            ]  # bytes, so that all dtypes are sent together
             joined = torch.cat(pieces)
             dist.broadcast(joined, 0)
             if dist.get_rank() > 0:

@@ -1,4 +1,4 @@
-"""Lets go of what DeepSpeed keeps of engines that have ended, or were dropped: else the next one's memory adds up."""
+"""Releases what DeepSpeed keeps of engines that were closed or garbage-collected, so that their memory is freed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 
 def break_reference_cycles(engine: Any) -> None:
-    """Have an engine's parameters keep neither themselves nor the engine, by what torch's C++ hides from Python.
+    """Break reference cycles of an engine's parameters through torch's C++ objects, which Python's GC cannot see.
 
-    * Stages 1 and 2 keep a view of each parameter with it, whose graph leads back to the parameter.
-    * The hook of each parameter's gradient is a function that holds the optimizer: that keeps it from now on, and the
-      parameter finds it there.
+    * At stages 1 and 2 each parameter has a view of itself as an attribute, whose graph refers to the parameter.
+    * The gradient hook of each parameter refers to the optimizer: the optimizer now owns it, and the parameter has a
+      weak reference.
     """
     for p in engine.module.parameters():
         if (fragment := getattr(p, "_hp_mapping", None)) is not None:
@@ -31,21 +31,18 @@ def break_reference_cycles(engine: Any) -> None:
 
 
 def forget_module(module: nn.Module) -> None:
-    """Drop what holds `module`, its partitions and its optimizer at stage 3 as long as the process lives."""
+    """Release `module`, its partitions and its optimizer from DeepSpeed's global lists of stage 3."""
     FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other._modules is not module._modules]  # or a proxy
     clear_caches()
 
 
 def weaken_module_stack() -> None:
-    """Let the stack of modules whose forward runs, which begins with each that was ever partitioned, not keep them."""
+    """Make DeepSpeed's global stack of running modules, which keeps partitioned models alive, hold weak references."""
     FWD_MODULE_STACK[:] = [m if isinstance(m, weakref.ProxyType) else weakref.proxy(m, _drop) for m in FWD_MODULE_STACK]
 
 
 def clear_caches() -> None:
-    """Drop what engines found out about their modules: a decorator caches it, for all of them in one cache.
-
-    Those that still train find it out anew.
-    """
+    """Clear a global cache in which DeepSpeed keeps modules of all engines; engines that still train fill it again."""
     cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
     for cell in getattr(cached, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):

@@ -1,11 +1,4 @@
-"""Offload to NVMe: folders, reads, and its speed.
-
-The folders in which one engine keeps its NVMe files.
-
-What DeepSpeed reads from NVMe: each weight once at a time, and each gradient to where it belongs.
-
-How fast DeepSpeed's asynchronous I/O writes and reads a file, with the settings of its offload.
-"""
+"""Offload to NVMe: the folders of each engine, two fixes of DeepSpeed's reads, and a measurement of the speed."""
 
 from __future__ import annotations
 
@@ -30,15 +23,15 @@ from zero_plugin.distributed.processes import Processes
 
 _PREFIX = "zero_plugin-swap-"
 _engine_numbers = itertools.count()
-_held: dict[Path, int] = {}  # run folder -> descriptor that holds its lock as long as this process lives
+_held: dict[Path, int] = {}  # run folder -> descriptor that holds its lock while this process runs
 _in_use: set[Path] = set()  # engine folders
 
 
 def give_own_swap_folders(config: dict[str, Any], processes: Processes) -> tuple[Path, ...]:
-    """Replace each `nvme_path` by a folder of this run and engine, and return those folders.
+    """Replace each `nvme_path` by a folder of this run and engine, and return these folders. Collective.
 
-    DeepSpeed removes and fills a folder with a fixed name, so that two jobs or engines with one `nvme_path` would
-    destroy each other's files. What killed runs left below `nvme_path` is removed. Collective.
+    DeepSpeed uses a folder with a fixed name, so that two jobs or engines with the same `nvme_path` would destroy each
+    other's files. Files of killed runs below `nvme_path` are removed.
     """
     sections = _nvme_sections(config)
     if not sections:
@@ -60,14 +53,14 @@ def give_own_swap_folders(config: dict[str, Any], processes: Processes) -> tuple
 
 
 def remove_abandoned(config: dict[str, Any], processes: Processes) -> None:
-    """Remove the folders, below each `nvme_path`, of runs of which no process lives; one process of a machine does."""
+    """On local rank 0, remove the folders of runs below each `nvme_path` that have no running process."""
     if processes.local_rank == 0:
         for section in _nvme_sections(config):
             _remove_abandoned(Path(section["nvme_path"]))
 
 
 def remove_swap_folders(folders: Iterable[Path]) -> None:
-    """Remove engines' folders and the run's folder above; no process may use them any more."""
+    """Remove folders of engines, and the run's folder above them; no process may use them any more."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         _in_use.discard(folder)
@@ -86,7 +79,7 @@ def _nvme_sections(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _hold(run_folder: Path) -> None:
-    """Make the folder and lock it, shared among the run's processes; the lock ends with the last of them."""
+    """Create the folder and take a shared lock on it, which ends when the last process of the run exits."""
     while run_folder not in _held:
         run_folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(run_folder, os.O_RDONLY)
@@ -96,12 +89,12 @@ def _hold(run_folder: Path) -> None:
                 _held[run_folder] = descriptor
                 return
         except FileNotFoundError:
-            pass  # another job took it for abandoned before it was locked
+            pass  # another job removed it as abandoned before it was locked
         os.close(descriptor)
 
 
 def _remove_abandoned(nvme_path: Path) -> None:
-    """Remove the folders of runs of which no process lives."""
+    """Remove the folders of runs that have no running process."""
     for run_folder in nvme_path.glob(f"{_PREFIX}*"):
         try:
             descriptor = os.open(run_folder, os.O_RDONLY)
@@ -118,18 +111,17 @@ def _remove_abandoned(nvme_path: Path) -> None:
 
 @atexit.register
 def _remove_left() -> None:
-    # Registered before any Accelerator's own end, and so run after it: closed sessions have nothing left here. After an
-    # error they were not closed, and the run is lost as a whole.
+    # Registered before the exit handlers of Accelerators, so it runs after them: closed sessions have no folders left.
+    # After an error sessions were not closed, and the files are useless.
     remove_swap_folders(tuple(_in_use))
 
 
 def fix_swapping(engine: Any) -> None:
-    """Make NVMe offload train as host memory does, for every order and size of the weights.
+    """Fix two defects of DeepSpeed's NVMe offload, so that it trains as CPU offload does.
 
-    DeepSpeed asks twice for a weight that comes twice in what it looks ahead at (near the end of a forward, when the
-    backward needs it again), and then asserts that nobody does. And it reads a gradient straight to its place in the
-    sub-group's buffer; the system refuses where that place is not aligned, without an error: the step takes what was
-    there before.
+    DeepSpeed requests a weight twice if it occurs twice in its prefetch queue (near the end of a forward, when the
+    backward needs it again), and then fails an assertion. And it reads a gradient directly to its place in the buffer
+    of the sub-group: if that place is not aligned, the read fails silently, and the step uses the old values.
     """
     parameters: list[Any] = list(engine.module.parameters())
     swappers = {id(swapper): swapper for p in parameters if (swapper := getattr(p, "nvme_swapper", None)) is not None}
@@ -147,7 +139,7 @@ def _without_repetition(swap_in: Any) -> Any:
 
 
 def _with_aligned_offsets(swapper: Any) -> Any:
-    """What comes before the first aligned place stays in memory, as what is behind the last aligned length does."""
+    """Keep the elements before the first aligned offset in memory, as DeepSpeed does after the last aligned length."""
     cut_lengths = swapper._adjust_for_misaligned_lengths
 
     def call(tensors: list[Tensor], offsets: list[int]) -> Any:
@@ -165,7 +157,7 @@ def _with_aligned_offsets(swapper: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """Seconds of writing and reading, and whether what was read is what was written."""
+    """Seconds for writing and reading, and whether the data are equal."""
 
     write_seconds: float
     read_seconds: float
@@ -173,12 +165,12 @@ class RoundTrip:
 
 
 def measure_nvme(file: Path, size: int, aio: Mapping[str, Any]) -> RoundTrip:
-    """Write `size` bytes from locked memory into `file`, and read them again past the page cache.
+    """Write `size` bytes from locked memory to `file`, and read them again, bypassing the page cache.
 
     Args:
-        file: is made; the caller removes it.
-        size: bytes, a multiple of 1 MiB.
-        aio: the configuration's `aio` section; what it leaves out is DeepSpeed's default.
+        file: the file to create; the caller removes it.
+        size: the number of bytes, a multiple of 1 MiB.
+        aio: the `aio` section of the configuration; missing keys have DeepSpeed's defaults.
     """
     settings = get_aio_config({"aio": dict(aio)})
     names = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
