@@ -438,7 +438,7 @@ def test_an_early_step_at_the_end_of_a_loader_that_was_not_prepared() -> None:
     assert window.count_step()
     window.count_backward()
     window.count_backward()
-    with pytest.raises(LoopError, match=r"windows before had 4(.|\n)*prepare\(\) the loader"):
+    with pytest.raises(LoopError, match=r"previous windows had 4(.|\n)*prepare\(\) the loader"):
         window.count_step()
 
 

@@ -340,7 +340,7 @@ KINDS: dict[str, Kind] = {
 REFUSED: dict[str, dict[str, str]] = {
     "gradient penalty": dict.fromkeys(STAGE_3, "Use stage 2"),
     "clipped by value": dict.fromkeys(ZERO, "Use accelerator.clip_grad_norm_"),
-    "clipped by group": dict.fromkeys(ZERO, "Pass model.parameters() of the whole"),
+    "clipped by group": dict.fromkeys(ZERO, "Pass model.parameters() of the prepared"),
     "noise on gradients, in p.grad": dict.fromkeys(("zero2", "zero2-cpu"), "p.register_hook"),
     "two backwards, retain_graph": dict.fromkeys(STAGE_3, "Add the losses"),
     "L2 penalty by hand": dict.fromkeys(STAGE_3, "weight_decay"),

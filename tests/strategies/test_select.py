@@ -99,7 +99,7 @@ def test_stage_0_is_nothing_to_drop() -> None:
 def test_a_file_for_gpus_without_a_gpu_runs_on_the_cpu() -> None:
     """One line says who asked for GPUs, so that nobody takes the run for one."""
     reason = select(2, distributed_type="MULTI_GPU").reason
-    assert reason == "ddp on 2 × cpu; config.yaml asks for GPUs, and there are none"
+    assert reason == "ddp on 2 × cpu; config.yaml requests GPUs, but none is available"
 
 
 def test_a_device_that_deepspeed_lacks() -> None:

@@ -1,11 +1,11 @@
-"""The gradients of one accumulation window inside an engine, one class per optimizer that DeepSpeed puts around ours.
+"""The gradients of an accumulation window in an engine: one class for each optimizer wrapper of DeepSpeed.
 
-The engine runs with `managed_gradient_accumulation: false`: backwards add up and `engine.step()` is the boundary. In
-that mode `step()` also reduces and finalises the gradients. Here that part runs on its own (`finalize`), so that the
-norm is known and the gradients can be rescaled before the step; the engine's own call of it is switched off.
+The engine runs with `managed_gradient_accumulation: false`: gradients accumulate until `engine.step()`, which also
+reduces and finalizes them. Here that part runs separately (`finalize`), so that the norm is known and the gradients can
+be rescaled before the step; the engine's own call is disabled.
 
-DeepSpeed keeps gradient buffers from one window to the next and overwrites only those of parameters that took part. A
-parameter that sits a window out would be updated with an old gradient again, so each class clears what sat out.
+DeepSpeed keeps gradient buffers from one window to the next and overwrites only those of parameters that got a
+gradient. A parameter without one would be updated with an old gradient, so each class clears such buffers.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, all_finite, mos
 
 
 class EngineGradients(ABC):
-    """What a session does to the gradients of a window. `finalize` and `norm` are collective."""
+    """The operations of a session on the accumulated gradients. `finalize` and `norm` are collective."""
 
     @abstractmethod
     def before_backward(self, micro_batch: int) -> None:
         """Called before the `micro_batch`-th backward of the window, counted from 0."""
 
-    def after_backward(self) -> None:  # noqa: B027 - where nothing is sent before `finalize`, there is nothing to do
+    def after_backward(self) -> None:  # noqa: B027 - nothing to do where gradients are reduced in `finalize`
         """Called after a backward that reached the model. Collective.
 
         Raises:
-            LoopError: on every process, where they took different branches.
+            LoopError: on every process, if processes took different branches of the model.
         """
 
     @abstractmethod
@@ -54,40 +54,40 @@ class EngineGradients(ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Reduce what is not reduced yet, and put the gradients where the step reads them.
+        """Reduce the gradients that are not reduced yet, and move them to where the step reads them.
 
-        A parameter without a gradient on this process joins with zeros, in one order on every process. Where gradients
-        were reduced before, as they came, the processes compare what they reduced.
+        A parameter without a gradient on this process takes part with zeros, in the same order on every process. If
+        gradients were reduced during the backwards, the processes compare the order in which they were.
 
         Raises:
-            LoopError: on every process, where they took different branches.
+            LoopError: on every process, if processes took different branches of the model.
         """
 
     @abstractmethod
     def norm(self) -> Tensor:
-        """The global L2 norm of the finalised gradients, loss scale taken out; `inf` where one is not finite."""
+        """The global L2 norm of the finalized, unscaled gradients; `inf` if one of them is not finite."""
 
     def are_finite(self) -> bool:
-        """Whether all of the finalised gradients are; the same on every process."""
+        """Whether all finalized gradients are finite; the same on every process."""
         return bool(torch.isfinite(self.norm()))
 
     @abstractmethod
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        """What this process has of the parameter's finalised gradient; None for nothing."""
+        """This process's part of the parameter's finalized gradient, or None."""
 
     @abstractmethod
     def set_clipping(self, max_norm: float) -> None:
-        """Clip the coming steps at `max_norm`; 0 for no clipping."""
+        """Clip the next steps at `max_norm`; 0 for no clipping."""
 
-    def begin_window(self) -> None:  # noqa: B027 - where gradients are in `param.grad` alone, nothing tells of a window
-        """The window's gradients were applied, or dropped."""
+    def begin_window(self) -> None:  # noqa: B027 - nothing to do where gradients are only in `param.grad`
+        """Called after the gradients were applied or dropped."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forget the window."""
+        """Drop the accumulated gradients."""
 
-    def recover(self) -> None:  # noqa: B027 - where gradients are in `param.grad` alone, `drop` does it all
-        """A backward has failed: take back what it had begun to reduce and to gather, before `drop`."""
+    def recover(self) -> None:  # noqa: B027 - nothing to do where gradients are only in `param.grad`
+        """After a failed backward and before `drop`, reset its unfinished reductions and gathers."""
 
 
 def engine_gradients(engine: Any) -> EngineGradients:
@@ -104,7 +104,7 @@ def engine_gradients(engine: Any) -> EngineGradients:
 
 @contextmanager
 def _at_boundary(engine: Any) -> Iterator[None]:
-    """Inside, the engine takes the current moment for the end of a window, as it does inside `engine.step()`."""
+    """Inside, the engine acts as at the end of a window, as it does inside `engine.step()`."""
     # Past nn.Module's own __setattr__, which looks through parameters and buffers first.
     engine.__dict__["_running_engine_step"] = True
     try:
@@ -120,13 +120,13 @@ def _finite_or_inf(norm: Tensor) -> Tensor:
 
 
 def _measure_norm_once(wrapper: Any, method: str) -> Callable[[], None]:
-    """Let the step take the norm that `norm` measured, instead of measuring and reducing it again.
+    """Make the step use the norm that `norm` computed, instead of computing and reducing it again.
 
     Returns:
-        What forgets the norm; call it when the gradients change.
+        A function that clears the cached norm, to be called when the gradients change.
     """
     if "muon" in type(wrapper.optimizer).__name__.lower():
-        return lambda: None  # its step changes the gradients before it measures them
+        return lambda: None  # its step changes the gradients before it computes the norm
     measure = functools.cache(getattr(wrapper, method))
     setattr(wrapper, method, measure)
     return measure.cache_clear
@@ -139,7 +139,7 @@ def _order_of(engine: Any, groups: Any, number_of: Callable[[Any], int]) -> Coll
 
 
 class ReplicatedGradients(EngineGradients):
-    """Stage 0: every process holds all gradients, in `param.grad`."""
+    """Stage 0: every process has all gradients, in `param.grad`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -174,7 +174,7 @@ class ReplicatedGradients(EngineGradients):
         return parameter.grad
 
     def are_finite(self) -> bool:
-        """See `EngineGradients.are_finite`: cheaper than the norm, which is measured only where it is asked for."""
+        """See `EngineGradients.are_finite`: cheaper than computing the norm."""
         return all_finite(self._gradients())
 
     def set_clipping(self, max_norm: float) -> None:
@@ -186,7 +186,7 @@ class ReplicatedGradients(EngineGradients):
             p.grad = None
 
     def _clip(self) -> None:
-        # The engine's own clipping, at fp32, measures the norm once more and averages what is equal on all processes.
+        # The engine's own clipping, in fp32, would compute the norm again and average it over the processes.
         max_norm = self._engine.gradient_clipping()
         torch.nn.utils.clip_grads_with_norm_(self._parameters, max_norm, self._measure())
 
@@ -200,7 +200,7 @@ class ReplicatedGradients(EngineGradients):
 
 
 class Bf16Stage1Gradients(EngineGradients):
-    """Stage 1 with bf16 weights and fp32 gradients: fp32 gradients of all parameters in every process."""
+    """Stage 1 with bf16 weights and fp32 gradients: every process has the fp32 gradients of all parameters."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -221,7 +221,7 @@ class Bf16Stage1Gradients(EngineGradients):
     def finalize(self) -> None:
         with _at_boundary(self._engine):
             self._engine.allreduce_gradients()
-        # The norm and the clipping are of what came on any process, not on this one: it is in the sum.
+        # Norm and clipping include parameters that got a gradient on any process: it is in the sum.
         self._wrapper.fp32_groups_has_gradients = [[True] * len(group) for group in self._wrapper.bf16_groups]
 
     def norm(self) -> Tensor:
@@ -243,7 +243,7 @@ class Bf16Stage1Gradients(EngineGradients):
 
 
 class FlatGradients(EngineGradients):
-    """Stages 1 and 2: each process keeps the reduced gradients of its own flat partition, on the device or the host."""
+    """Stages 1 and 2: each process has the reduced gradients of its flat partition, on the device or the CPU."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -276,7 +276,7 @@ class FlatGradients(EngineGradients):
             torch._foreach_mul_([g for g in gradients if g is not None], factor)
             return
         if wrapper.cpu_offload:
-            wrapper._wait_for_offload_copies()  # into what is multiplied here
+            wrapper._wait_for_offload_copies()  # into the tensors that are multiplied here
         for i in range(len(wrapper.bit16_groups)):
             if wrapper._use_compact_grad_partition_buffer(i):
                 if (kept := wrapper.averaged_gradients.get(i)) is not None:
@@ -297,8 +297,8 @@ class FlatGradients(EngineGradients):
                 type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
             else:
                 self._join_with_zeros()
-                # Stage 1 reduces once a window, so there is nothing in host memory to add to, whatever the count of
-                # backwards says; the buffer that DeepSpeed would add holds the previous window.
+                # Stage 1 reduces once per window, so there is nothing in CPU memory to accumulate onto, whatever the
+                # number of backwards: the buffer that DeepSpeed would add has the gradients of the previous window.
                 wrapper.micro_step_id = -1
                 self._engine.allreduce_gradients()
         if wrapper.cpu_offload and self._partitioned:
@@ -313,7 +313,7 @@ class FlatGradients(EngineGradients):
         return norm
 
     def held(self, parameter: nn.Parameter) -> Tensor | None:
-        mapping: Any = getattr(parameter, "_hp_mapping", None)  # of what lies in this process' partition
+        mapping: Any = getattr(parameter, "_hp_mapping", None)  # of the parameters in this process's partition
         if mapping is None:
             return None
         gradient: Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
@@ -348,13 +348,13 @@ class FlatGradients(EngineGradients):
         wrapper.clear_backward_seen_flag()
 
     def _without_gradient(self) -> list[int]:
-        """Ids of this process' parameters without a gradient in the window so far (stage 2, offloaded gradients)."""
+        """Ids of this process's parameters without a gradient in the window so far (stage 2, offloaded gradients)."""
         seen = self._wrapper._offload_accumulated_param_ids
         ids = [self._wrapper.get_param_id(p) for p in self._own]
         return [i for i in ids if i not in seen]
 
     def _join_with_zeros(self) -> None:
-        """Stage 1 sums the gradients that are there, one group after another: those of a branch not taken too."""
+        """Set missing gradients to zero: stage 1 reduces those that exist, which must be the same on all processes."""
         wrapper = self._wrapper
         kept_apart = wrapper.use_grad_accum_attribute
         for group in wrapper.bit16_groups:
@@ -371,7 +371,7 @@ class FlatGradients(EngineGradients):
 
 
 class Stage3Gradients(EngineGradients):
-    """Stage 3: each process keeps its piece of every parameter's reduced gradient in one flat buffer."""
+    """Stage 3: each process has its partition of every parameter's reduced gradient in one flat buffer."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -389,7 +389,7 @@ class Stage3Gradients(EngineGradients):
         self._precede_collectives()
 
     def before_backward(self, micro_batch: int) -> None:
-        # DeepSpeed counts a backward when the next forward begins: a second one before that would overwrite the first.
+        # DeepSpeed counts a backward when the next forward starts: a second one before that would overwrite the first.
         self._wrapper.micro_step_id = micro_batch
         if micro_batch > 0:
             self._clear_without_gradient()
@@ -409,7 +409,7 @@ class Stage3Gradients(EngineGradients):
         self._forget_norm()
         self._clear_without_gradient()
         if wrapper.offload_optimizer:
-            # What sat out is finalised too, as zeros: the host and NVMe buffers of the step keep old gradients as well.
+            # Parameters without a gradient are finalized too, as zeros: the step's CPU and NVMe buffers have old ones.
             wrapper._offload_boundary_param_ids = set(self._own)
         with _at_boundary(self._engine):
             type(wrapper).finalize_gradient_accumulation_boundary(wrapper)
@@ -428,7 +428,7 @@ class Stage3Gradients(EngineGradients):
         self._order.begin_window()
 
     def drop(self) -> None:
-        # The first backward of the next window overwrites what it reaches, and what sits out is cleared.
+        # The first backward of the next window overwrites the gradients that it computes, and the others are cleared.
         self._wrapper._offload_boundary_param_ids = set()
 
     def recover(self) -> None:
@@ -444,7 +444,7 @@ class Stage3Gradients(EngineGradients):
         wrapper.clear_backward_seen_flag()
 
     def _precede_collectives(self) -> None:
-        """Note what is reduced and gathered together, where DeepSpeed is about to do it."""
+        """Record which parameters are reduced and gathered together, before DeepSpeed does so."""
         wrapper = self._wrapper
         coordinator = wrapper.parameter_offload.get_param_coordinator()
 
@@ -470,9 +470,9 @@ class Stage3Gradients(EngineGradients):
 
 
 def first_nonfinite(engine: Any, gradients: EngineGradients) -> str | None:
-    """Name of the first parameter with a gradient that is not finite, before the step; None if none is found.
+    """The name of the first parameter with a gradient that is not finite, before the step, or None.
 
-    Each process looks at what it holds; one collective, whatever the number of parameters.
+    Each process checks its partitions; one collective for all parameters.
     """
     named = list(engine.module.named_parameters())
     found = torch.zeros(len(named), dtype=torch.int32, device=engine.device)
@@ -486,7 +486,7 @@ def first_nonfinite(engine: Any, gradients: EngineGradients) -> str | None:
 
 
 def allowed_skips(engine: Any) -> int:
-    """After how many skipped steps in a row the run stops; DeepSpeed's own exception at the smallest scale is off."""
+    """The number of skipped steps in a row after which the run stops; disables DeepSpeed's own exception."""
     if not (engine.fp16_enabled() and engine.dynamic_loss_scale()):
         return DEFAULT_MOST_SKIPS
     if (scaler := getattr(engine.optimizer, "loss_scaler", None)) is not None:

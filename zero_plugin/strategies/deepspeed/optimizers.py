@@ -1,9 +1,4 @@
-"""Which optimizer an engine runs, and what an engine cannot train.
-
-The optimizer that an engine runs: the user's own algorithm, on DeepSpeed's kernel where there is an equal one.
-
-What DeepSpeed would train otherwise than plain torch, or fail at in words of its own: found before it is begun.
-"""
+"""Chooses the optimizer that an engine runs, and refuses models and configurations that an engine cannot train."""
 
 from __future__ import annotations
 
@@ -29,8 +24,8 @@ from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer
 
 _log = logging.getLogger(__name__)
 
+_OF_MUP = frozenset({"muadam", "muadamw", "musgd"})  # DeepSpeed imports them from the package mup
 # DeepSpeed implements these for ZeRO although their update depends on a tensor's shape or norm.
-_OF_MUP = frozenset({"muadam", "muadamw", "musgd"})  # DeepSpeed takes them from the package mup
 _BUILT_BY_ENGINE_ONLY = frozenset({"lamb", "muon", *_OF_MUP})
 _TORCH_CLASSES: Final[Mapping[str, type[Optimizer]]] = {
     "adam": torch.optim.Adam,
@@ -39,23 +34,23 @@ _TORCH_CLASSES: Final[Mapping[str, type[Optimizer]]] = {
     "lion": Lion,
 }
 _DECOUPLED: Final = "decoupled_weight_decay"
-# What DeepSpeed's kernels read of each group at every step.
+# The options of each group that DeepSpeed's kernels read at every step.
 _KERNEL_OPTIONS: Final[Mapping[type[Optimizer], set[str]]] = {
     torch.optim.Adam: {"lr", "betas", "eps", "weight_decay", _DECOUPLED},
     torch.optim.AdamW: {"lr", "betas", "eps", "weight_decay", _DECOUPLED},
     torch.optim.Adagrad: {"lr", "eps", "weight_decay"},
     Lion: {"lr", "betas", "weight_decay"},
 }
-_SPEED_OPTIONS: Final = ("foreach", "fused", "capturable")  # how the same numbers are computed
+_SPEED_OPTIONS: Final = ("foreach", "fused", "capturable")  # they select an implementation
 _UNTESTED: Final = "zero_allow_untested_optimizer"
 _FORCE: Final = "zero_force_ds_cpu_optimizer"
 _RATIO: Final = ("zero_optimization", "offload_optimizer", "ratio")
 
 
 def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer | None:
-    """The optimizer to hand to `deepspeed.initialize`; None where the engine builds it from the config's section.
+    """The optimizer to pass to `deepspeed.initialize`; None if the engine builds it from the configuration's section.
 
-    ZeRO updates flat partitions, so an update that looks at a tensor's shape or norm would train, and differ: refused.
+    ZeRO updates flat partitions, so an update that depends on the shape or norm of a tensor is refused.
 
     Raises:
         ConfigError: the optimizer is not elementwise and the stage is 1 or more; or it is offloaded, and the
@@ -98,7 +93,7 @@ def engine_optimizer(request: SessionRequest, device: torch.device) -> Optimizer
 
 
 def _check_mup(section: OptimizerSection, resolved: Resolved) -> None:
-    """Refuse an optimizer of a package that is not installed; DeepSpeed would use a name that it has not imported."""
+    """Refuse an optimizer of a package that is not installed."""
     try:
         importlib.import_module("mup")
     except ImportError:
@@ -109,7 +104,7 @@ def _check_mup(section: OptimizerSection, resolved: Resolved) -> None:
 
 
 def _forced(resolved: Resolved) -> bool | None:
-    """What the user has written for `zero_force_ds_cpu_optimizer`, None for nothing."""
+    """The value that the user has written for `zero_force_ds_cpu_optimizer`, or None."""
     entry = resolved.tree.get(_FORCE)
     return bool(entry.value) if entry is not None and entry.origin.typed_by_user else None
 
@@ -117,7 +112,7 @@ def _forced(resolved: Resolved) -> bool | None:
 def _engine_builds(
     section: OptimizerSection, groups: list[dict[str, Any]], resolved: Resolved, device: torch.device
 ) -> bool:
-    """Whether DeepSpeed builds the section's optimizer: as a class of its own, or on a kernel that drops no option."""
+    """Whether DeepSpeed builds the section's optimizer, with its own class or a kernel that supports all options."""
     kind, offloaded = section.type.lower(), resolved.offload_device("optimizer") != "none"
     if kind in _BUILT_BY_ENGINE_ONLY:
         return True
@@ -134,14 +129,14 @@ def _engine_builds(
 
 
 def _options_of_torch_alone(kind: type[Optimizer], groups: list[dict[str, Any]]) -> set[str]:
-    """Options that some group has switched on, and that DeepSpeed's kernel for this algorithm would drop."""
+    """Options that a group has set, and that DeepSpeed's kernel for this algorithm would ignore."""
     known = {"params", *_KERNEL_OPTIONS[kind], *_SPEED_OPTIONS}
     options = inspect.signature(kind).parameters.keys() - known
     return {name for name in options for group in groups if group.get(name)}
 
 
 def _kernel(optimizer: Optimizer, resolved: Resolved) -> Any:
-    """The same algorithm with the same groups on DeepSpeed's kernel for CPUs; None where it has none that is equal."""
+    """The same algorithm and groups on DeepSpeed's CPU kernel; None if there is no equivalent kernel."""
     kind, groups = type(optimizer), [dict(group) for group in optimizer.param_groups]
     # torch implements AdamW as Adam with decoupled decay; the kernel has one of the two for all groups.
     decoupled = {bool(group.get(_DECOUPLED, kind is torch.optim.AdamW)) for group in groups}
@@ -167,12 +162,12 @@ def _kernel(optimizer: Optimizer, resolved: Resolved) -> Any:
 
 
 def _check_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: SessionRequest) -> None:
-    """Log that torch's own runs offloaded; refuse what the configuration does not allow.
+    """Log if torch's optimizer runs offloaded, and refuse what the configuration does not allow.
 
     Args:
-        optimizer: the script's.
-        kernel: what replaces it.
-        request: of the session.
+        optimizer: the optimizer of the script.
+        kernel: DeepSpeed's kernel that replaces it, or None.
+        request: the request of the session.
     """
     resolved, kind = request.resolved, type(optimizer)
     forced, name = resolved.tree.get(_FORCE), kind.__name__
@@ -196,7 +191,7 @@ def _check_kernel(optimizer: Optimizer, kernel: Optimizer | None, request: Sessi
 
 
 def _check_full_offload(name: str, resolved: Resolved, *, adamw: bool) -> None:
-    """Refuse a ratio below 1 where DeepSpeed would step the part that stays on the device by another algorithm."""
+    """Refuse a ratio below 1 if DeepSpeed would step the part that stays on the device with another algorithm."""
     ratio = resolved.tree.get(*_RATIO)
     is_split = ratio is not None and isinstance(ratio.value, int | float) and ratio.value < 1
     if ratio is None or not is_split or adamw or resolved.zero_stage < 3:
@@ -207,10 +202,9 @@ def _check_full_offload(name: str, resolved: Resolved, *, adamw: bool) -> None:
 
 
 def share_groups(engine: Any) -> None:
-    """Have the AdamW that steps what a ratio below 1 leaves on the device follow the groups of the offloaded one.
+    """With a ratio below 1, make the AdamW for the part on the device share the groups of the offloaded optimizer.
 
-    DeepSpeed builds it from the first group's numbers as they are then, so that no scheduler reaches it; further groups
-    it shares.
+    DeepSpeed builds it with a copy of the first group's options, which no learning-rate scheduler changes.
     """
     backup = getattr(engine.optimizer, "backup_optimizer", None)
     if backup is None:
@@ -222,10 +216,10 @@ def share_groups(engine: Any) -> None:
 
 
 class FlatAdagrad(Optimizer):
-    """torch's Adagrad with its states made at the first step.
+    """torch's Adagrad, which creates its states in the first step.
 
-    DeepSpeed rebuilds `torch.optim.Adagrad` over its flat partitions with one group and the default arguments, because
-    torch's makes its states in the constructor; that loses the groups and detaches the scheduler.
+    Since torch's class creates them in the constructor, DeepSpeed rebuilds it over its flat partitions with one group
+    and the default arguments, which loses the groups and detaches the learning-rate scheduler.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -261,13 +255,13 @@ class FlatAdagrad(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, device=parameter.device if fused else "cpu")
-            # As torch does, from the constructor's argument: a group's own is not looked at.
+            # As in torch, from the constructor's argument, not from the group's option.
             state["sum"] = torch.full_like(parameter, self.defaults["initial_accumulator_value"])
         return state
 
 
 def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None:
-    """Steps of the same optimizer on a small matrix, and apart on the halves of its flattened copy, must agree."""
+    """Refuse an optimizer whose steps on a small matrix differ from steps on the halves of the flattened matrix."""
     allowed, name = resolved.tree.get(_UNTESTED), type(optimizer).__name__
     if allowed is not None and allowed.value is True and allowed.origin.typed_by_user:
         return
@@ -275,12 +269,12 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
         return  # torch's and DeepSpeed's own, of which some run on a GPU only
     if allowed is not None and allowed.value is False:
         message = f"false, and {name} is not among the optimizers that DeepSpeed has tested with ZeRO"
-        fix = "Delete the key: this package tries the optimizer on partitions itself. Or use Adam, AdamW or Adagrad."
+        fix = "Delete the key: this package itself tests the optimizer on partitions. Or use Adam, AdamW or Adagrad."
         raise ConfigError([Problem(allowed.origin.where, _UNTESTED, message, fix)])
     try:
         same = _updates_elementwise(optimizer)
-        why = "its update depends on the shape or norm of whole tensors, and ZeRO updates flat pieces of them"
-    except Exception as error:  # noqa: BLE001 - any optimizer may come here; what it raises is the reason shown
+        why = "its update depends on the shape or norm of unpartitioned tensors, and ZeRO updates flat partitions"
+    except Exception as error:  # noqa: BLE001 - any optimizer may raise here; the message shows it
         same, why = False, f"it could not be tried on a flat tensor ({type(error).__name__}: {error})"
     if not same:
         raise ConfigError(
@@ -288,7 +282,7 @@ def _refuse_unless_elementwise(optimizer: Optimizer, resolved: Resolved) -> None
                 Problem(
                     "prepare(optimizer)",
                     "optimizer",
-                    f"{name} cannot run at ZeRO stage {resolved.zero_stage}: {why}. It would train, and differ.",
+                    f"{name} cannot run at ZeRO stage {resolved.zero_stage}: {why}. The result would differ.",
                     "Use stage 0 or DDP with it, or an elementwise optimizer (AdamW, Adam, SGD, RMSprop, Lion, "
                     'Adagrad). If you know better: "zero_allow_untested_optimizer": true.',
                 )
@@ -312,7 +306,7 @@ def _updates_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _update(optimizer: Optimizer, options: dict[str, Any], start: Tensor, gradients: list[Tensor]) -> Tensor:
-    """How far an optimizer of the same class and options takes `start`."""
+    """The change of `start` by an optimizer of the same class and options."""
     parameter = torch.nn.Parameter(start.clone())
     # A large step shows every difference, and a scheduler may have set the present one to 0.
     group = {**options, "params": [parameter], **({"lr": 0.1} if "lr" in options else {})}
@@ -338,7 +332,7 @@ def _like(optimizer: Optimizer, params: list[Any]) -> Optimizer:
 
 
 def _move_schedulers(schedulers: Iterable[Any], optimizer: Optimizer) -> None:
-    """Make schedulers that were built on another optimizer drive this one."""
+    """Attach schedulers that were built on another optimizer to this one."""
     step = optimizer.step
 
     @functools.wraps(step)
@@ -361,7 +355,7 @@ def refuse_unfit(request: SessionRequest) -> None:
 
     Raises:
         ConfigError: the configuration asks for what DeepSpeed's own launcher alone makes possible.
-        LoopError: parameters are partitioned already, or of a type that ZeRO does not train; gradients would be sparse.
+        LoopError: parameters are already partitioned, or of a dtype that ZeRO does not train; or gradients are sparse.
     """
     _refuse_partitioned(request)
     _refuse_wide_types(request.model)
@@ -378,7 +372,7 @@ def _refuse_partitioned(request: SessionRequest) -> None:
     if stage < 3 and any(hasattr(p, "ds_id") for p in request.model.parameters()):
         raise LoopError(
             f"the parameters of the {type(request.model).__name__} were partitioned when it was built, but it is "
-            f"prepared at ZeRO stage {stage}, where they are whole.\n"
+            f"prepared at ZeRO stage {stage}, where they are not partitioned.\n"
             "Write zero_stage: 3, or build the model outside init_model()."
         )
 
@@ -388,8 +382,8 @@ def _refuse_wide_types(model: nn.Module) -> None:
     if wide:
         found = model.get_parameter(wide[0]).dtype
         raise LoopError(
-            f"prepare() got a {type(model).__name__} with {len(wide)} parameters of float64 or complex types, e.g. "
-            f"{wide[0]} ({found}): ZeRO trains in 32 and 16 bits, and would leave digits out.\n"
+            f"prepare() got a {type(model).__name__} with {len(wide)} parameters of float64 or complex dtypes, e.g. "
+            f"{wide[0]} ({found}): ZeRO trains in 32 and 16 bits only.\n"
             "Convert them before (model.float(); torch.view_as_real for complex ones), or train without ZeRO."
         )
 
@@ -400,12 +394,12 @@ def _refuse_writer(resolved: Resolved) -> None:
     leaf = next((entry for path, entry in resolved.tree.entries.items() if path[:2] == writer), None)
     if leaf is not None and leaf.value is not None and "CROSS_SIZE" not in os.environ:
         message = "reads the number of machines from CROSS_SIZE, which only DeepSpeed's own launcher sets"
-        fix = "Delete it: save_state() writes checkpoints itself, each process its part."
+        fix = "Delete it: save_state() writes checkpoints in parallel itself."
         raise ConfigError([Problem(leaf.origin.where, ".".join(writer), message, fix)])
 
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:
-    """Refuse embeddings whose gradients are sparse tensors, which no partition of DeepSpeed's can hold."""
+    """Refuse embeddings with sparse gradients, which DeepSpeed cannot partition."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             kind = type(module).__name__

@@ -1,17 +1,8 @@
-"""Models that ZeRO-3 partitions: built, gathered, loaded and broadcast.
+"""Models that ZeRO stage 3 partitions: how they are constructed, gathered, broadcast and saved.
 
-Builds models partitioned from the start at ZeRO stage 3: `from_pretrained`, and anything inside `init_model`.
-
-Makes transformers' own methods of a partitioned model do what they do on a whole one.
-
-Parameters that ZeRO-3 has partitioned, whole for a while.
-
-Lets stage 3 run modules whose parameters have no elements.
-
-Lets DeepSpeed send parameters of any shape and memory format from the first process to the others.
-
-It sends their bytes as `p.data.view(torch.uint8)`, which fails for a parameter of no dimension, such as CLIP's
-`logit_scale`, and for one that is not contiguous, such as a convolution's in channels_last.
+DeepSpeed broadcasts the bytes of parameters as `p.data.view(torch.uint8)`, which fails for scalar parameters, such as
+CLIP's `logit_scale`, and for parameters that are not contiguous, such as a convolution's in channels_last. Wrappers
+here make it work for them.
 """
 
 from __future__ import annotations
@@ -39,14 +30,14 @@ from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
 from zero_plugin.strategies.deepspeed.states import give_partition
 from zero_plugin.tensors.modules import parameter_like, replace_empty
 
-# What zero.Init reads of a configuration; the rest waits for the loop and the model.
+# The sections of a configuration that zero.Init reads; others depend on the loop and the model.
 _READ_BY_INIT = ("zero_optimization", "fp16", "bf16", "aio", "data_types")
 
 
 class BuildConfig:
-    """What transformers asks while it builds a model: whether to partition it, and with which DeepSpeed configuration.
+    """Tells transformers to partition models that it constructs, and with which DeepSpeed configuration.
 
-    It stands for transformers' own HfDeepSpeedConfig, which needs accelerate.
+    It replaces transformers' HfDeepSpeedConfig, which needs accelerate.
     """
 
     def __init__(self, document: Document, processes: Processes) -> None:
@@ -54,15 +45,15 @@ class BuildConfig:
         self._processes = processes
 
     def is_zero3(self) -> bool:
-        """Yes: it exists at stage 3 only."""
+        """True: this class is used at stage 3 only."""
         return True
 
     @property
     def config(self) -> dict[str, Any]:
-        """For one `zero.Init`: without open fields, with NVMe folders of its own. Collective at NVMe.
+        """The resolved configuration for one `zero.Init`, with its own NVMe folders. Collective with NVMe offload.
 
         Raises:
-            ConfigError: the configuration cannot run, whatever the loop says.
+            ConfigError: the configuration is invalid for any loop.
         """
         machine = probe_machine("cuda" if self._processes.device.type == "cuda" else "cpu", self._processes.world_size)
         tree = resolve(self._document, Facts(machine=machine, complete=False)).tree
@@ -82,7 +73,7 @@ class BuildConfig:
 
 @contextmanager
 def partition_pretrained(build: BuildConfig) -> Iterator[None]:
-    """`from_pretrained` and `from_config` partition inside; resizing embeddings and generating know it too."""
+    """Inside, transformers constructs models partitioned, and resizes embeddings and generates accordingly."""
     from transformers.integrations import deepspeed as integration
 
     before = integration._hf_deepspeed_config_weak_ref
@@ -96,7 +87,7 @@ def partition_pretrained(build: BuildConfig) -> Iterator[None]:
 
 @contextmanager
 def unpartitioned_pretrained() -> Iterator[None]:
-    """`from_pretrained` and `from_config` build whole models inside."""
+    """Inside, `from_pretrained` and `from_config` construct unpartitioned models."""
     from transformers.integrations import deepspeed as integration
 
     before = integration._hf_deepspeed_config_weak_ref
@@ -109,35 +100,35 @@ def unpartitioned_pretrained() -> Iterator[None]:
 
 @contextmanager
 def partition_when_built(build: BuildConfig) -> Iterator[None]:
-    """Each module's parameters are partitioned as soon as it is made; their values are those of a model built whole."""
+    """Inside, the parameters of each module are partitioned when it is constructed, with the usual initial values."""
     with _transformers_initializes_gathered(), build.init():
         yield
 
 
 def allocate_partitions(module: nn.Module, build: BuildConfig) -> None:
-    """Partition parameters that are on the meta device: this process' part is memory without values, or not even that.
+    """Replace parameters on the meta device by partitioned ones, with uninitialized memory. Collective.
 
-    A partition on NVMe has no file before it is filled. Collective.
+    A partition on NVMe has no file before it is written.
 
     Raises:
-        CheckpointError: frozen or all weights are to be quantized when they are partitioned.
+        CheckpointError: frozen or all weights would be quantized when they are partitioned.
     """
     init = build.init()
     if init.quantized_nontrainable_weights or init.quantized_initialization:
         raise CheckpointError(
             "partitions of quantized weights (zero_quantized_nontrainable_weights, weight_quantization_config) cannot "
-            "be filled from files; load the model whole: from_pretrained(), and zero3_init_flag: false."
+            "be loaded from files; load the unpartitioned model: from_pretrained(), and zero3_init_flag: false."
         )
     replace_empty(module, lambda tensor: _partition_of(tensor, init))
     if init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
-    init._convert_to_zero_parameters(module.parameters())  # those with values
+    init._convert_to_zero_parameters(module.parameters())  # those not on the meta device
 
 
 def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device=init.local_device)
-    # DeepSpeed reads the shape off the whole parameter: here one that takes the memory of one element.
+    # DeepSpeed reads the shape from the unpartitioned parameter: here one that takes the memory of one element.
     whole = torch.empty((), dtype=init.dtype, device=init.local_device).expand(tensor.shape)
     parameter: Any = parameter_like(tensor, whole)
     init._convert_to_deepspeed_param(parameter)
@@ -148,10 +139,10 @@ def _partition_of(tensor: Tensor, init: _Init) -> Tensor:
 
 
 class _Init(zero.Init):  # type: ignore[misc]
-    """zero.Init that converts parameters to the type of training when they are complete, and nothing else.
+    """zero.Init that converts parameters to the dtype of training only when they are initialized.
 
-    DeepSpeed's own makes every floating tensor in that type from the start: buffers lose precision, and random values
-    are drawn in it, so that the model is another one than outside.
+    DeepSpeed's own creates every floating-point tensor in that dtype: buffers lose precision, and random values are
+    drawn in it, so that the model differs from one that is constructed outside.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -164,7 +155,7 @@ class _Init(zero.Init):  # type: ignore[misc]
 
 @contextmanager
 def _transformers_initializes_gathered() -> Iterator[None]:
-    """A transformers model initialises its modules once more when they are complete, and so partitioned by then."""
+    """Inside, transformers gathers partitioned modules for its second initialization after construction."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
         yield
@@ -172,8 +163,8 @@ def _transformers_initializes_gathered() -> Iterator[None]:
     plain_initialize = modeling.PreTrainedModel._initialize_weights
 
     def initialize(self: Any, module: nn.Module, *args: Any) -> None:
-        # A module's own function may touch the parameters of its direct children too. Every process draws the same
-        # random numbers, so that none is ahead of the others afterwards; process 0's values count.
+        # A module's own function may also initialize the parameters of its direct children. Every process draws the
+        # same random numbers, so that their generators stay in step; the values of rank 0 are kept.
         reached = [p for part in (module, *module.children()) for p in part.parameters(recurse=False)]
         with zero.GatheredParameters(reached, modifier_rank=0):
             plain_initialize(self, module, *args)
@@ -186,26 +177,27 @@ def _transformers_initializes_gathered() -> Iterator[None]:
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether it is a transformers model; transformers is not imported to know."""
+    """Whether it is a transformers model, without importing transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def adapt_pretrained_methods(model: nn.Module, processes: Processes) -> None:
-    """Let `generate` and `save_pretrained`, of the model and those inside it, know that the weights are partitioned.
+    """Adapt `generate` and `save_pretrained`, of the model and of inner models, to partitioned weights.
 
-    * `generate`: processes that are done go on until all are, since each has a part of every weight.
-    * `save_pretrained`: writes the `state_dict` that it is given; without one it writes nothing on the processes for
-      which `accelerator.get_state_dict` has none, and refuses on the main process, where it would write empty tensors.
+    * `generate`: processes that are done continue until all are, since each has a partition of every weight.
+    * `save_pretrained`: writes the given `state_dict`. Without one it does nothing on processes other than the main
+      process, where `accelerator.get_state_dict` returns None, and raises on the main process.
 
     Raises:
-        StrategyError: PEFT saves the model's adapters past the state dict.
+        StrategyError: PEFT saves the adapters without using a state dict.
     """
     for adapter in getattr(model, "peft_config", {}).values():
         if getattr(adapter, "is_prompt_learning", False):
             raise StrategyError(
-                f"PEFT reads the prompts of {adapter.peft_type.value} from the model, where ZeRO stage 3 leaves no "
-                "whole weights: they could not be saved.\nUse stage 2, or adapters of another kind, e.g. LoRA."
+                f"PEFT reads the prompts of {adapter.peft_type.value} from the model, where they are "
+                "partitioned at ZeRO stage 3: they could not be saved.\n"
+                "Use stage 2, or adapters of another kind, e.g. LoRA."
             )
     generation = sys.modules.get("transformers.generation.utils")
     for module in model.modules():
@@ -229,7 +221,7 @@ def _save_whole(rank: int, save: Callable[..., Any], *args: Any, **kwargs: Any) 
         return save(*args, **kwargs)
     if rank == 0:
         raise LoopError(
-            "save_pretrained() of a model that is partitioned by ZeRO stage 3: no process has its weights.\n"
+            "save_pretrained() of a model that is partitioned by ZeRO stage 3: no process has all of its weights.\n"
             "Call accelerator.save_model(model, folder), or pass state_dict=accelerator.get_state_dict(model), which "
             "all processes call."
         )
@@ -239,12 +231,12 @@ def _save_whole(rank: int, save: Callable[..., Any], *args: Any, **kwargs: Any) 
 def gathered_parameters(
     parameters: Iterable[Tensor], modifier_rank: int | None, forward_of: nn.Module | None
 ) -> AbstractContextManager[Any]:
-    """Inside, the parameters are whole on every process; collective.
+    """Inside, the parameters are unpartitioned on every process; collective.
 
     Args:
-        parameters: may hold some that are not partitioned.
-        modifier_rank: the process whose changes stay; None where none changes them.
-        forward_of: the module whose forward this happens in, if it does: they are then gathered with its own.
+        parameters: the parameters, of which some may not be partitioned.
+        modifier_rank: the rank whose changes are kept; None if the parameters are only read.
+        forward_of: the module in whose forward this is called, or None.
     """
     partitioned = [p for p in parameters if hasattr(p, "ds_id")]
     context: AbstractContextManager[Any] = zero.GatheredParameters(partitioned, modifier_rank, forward_of)
@@ -252,10 +244,10 @@ def gathered_parameters(
 
 
 def fetch_empty(engine: Any) -> None:
-    """Have parameters without elements be there whenever a module's are to be.
+    """Mark parameters without elements as available whenever a module is fetched.
 
-    DeepSpeed gathers nothing for a module of whose parameters no element is missing, and then asserts that all of them
-    were gathered.
+    DeepSpeed gathers nothing for a module that has no missing elements, and then asserts that all its parameters were
+    gathered.
     """
     empty: list[Any] = [p for p in engine.module.parameters() if getattr(p, "ds_numel", None) == 0]
     if not empty:
@@ -275,7 +267,7 @@ def fetch_empty(engine: Any) -> None:
 
 @contextmanager
 def broadcasting_any_shape() -> Iterator[None]:
-    """Inside, an engine that is made sends them. Weights become contiguous: the layout that partitions keep them in."""
+    """Inside, a new engine can broadcast parameters of any shape and memory format, which become contiguous."""
     own = DeepSpeedEngine._broadcast_model
     DeepSpeedEngine._broadcast_model = _wrapped(own, lambda engine: engine.module.parameters())
     try:
@@ -286,10 +278,10 @@ def broadcasting_any_shape() -> Iterator[None]:
 
 @functools.cache  # once in a process
 def partition_any_shape() -> None:
-    """From now on `zero.Init` and `zero.GatheredParameters` do.
+    """Make `zero.Init` and `zero.GatheredParameters` support parameters of any shape and memory format.
 
-    For the whole process, since transformers makes and loads models through these very classes. It changes what they do
-    with tensors of such shapes only, for which they would raise.
+    This is global, since transformers constructs and loads models through these classes. It only affects parameters for
+    which they would raise.
     """
     zero.GatheredParameters.__exit__ = _wrapped(zero.GatheredParameters.__exit__, _to_send)
     partition = zero.Init._zero_init_param
@@ -299,7 +291,7 @@ def partition_any_shape() -> None:
         shape = parameter.shape
         with _sendable([parameter]):
             partition(init, parameter)
-        parameter.ds_shape = shape  # what it is gathered to
+        parameter.ds_shape = shape  # the shape after a gather
 
     zero.Init._zero_init_param = partition_any
 
@@ -329,5 +321,5 @@ def _sendable(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             p.data = p.data.contiguous()
     yield
     for p in scalars:
-        if p.data.shape == torch.Size([1]):  # else it was partitioned meanwhile
+        if p.data.shape == torch.Size([1]):  # else it was partitioned inside
             p.data = p.data.view(())

@@ -60,7 +60,7 @@ from zero_plugin.tensors.fragments import Fragment
 from zero_plugin.tensors.modules import persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves
 
-# Weights are gathered this many elements at a time: enough to fill the link, little beside a layer of a large model.
+# Weights are gathered this many elements at a time: enough to use the bandwidth, few compared with a large layer.
 _GATHER_ELEMENTS = 2**26
 
 
@@ -68,11 +68,10 @@ class EngineSession(Session):
     """ZeRO 0-3.
 
     Args:
-        engine: a DeepSpeed engine made with `managed_gradient_accumulation: false`; at stage 3 it may be one without an
-            optimizer.
-        clipping: largest gradient norm of a step for which `clip` was not called; None for no clipping.
-        swap_folders: this engine's own folders of NVMe files, removed at the end.
-        given: the script's optimizer, which may be another than the engine's.
+        engine: a DeepSpeed engine with `managed_gradient_accumulation: false`; at stage 3 it may have no optimizer.
+        clipping: the largest gradient norm of a step for which `clip` was not called; None for no clipping.
+        swap_folders: the NVMe folders of this engine, which `close` removes.
+        given: the script's optimizer, which may be another object than the engine's.
     """
 
     unpartitioned_gradients = False
@@ -101,9 +100,9 @@ class EngineSession(Session):
         elif not self.states_stay:
             self.states_are = "on NVMe"
         elif self.optimizer is not None and engine.zero_optimization_partition_weights():
-            self.states_are = "in sub-groups of stage 3, of which the parameter groups do not know"
-        # Stage 0 steps by `p.grad`, and stage 1 where it adds up there until it is reduced; else it has been added to
-        # sums of the engine's own when the step comes.
+            self.states_are = "in sub-groups of stage 3, which are not in the parameter groups"
+        # Stage 0 applies `p.grad`, and so does stage 1 if it accumulates there; otherwise gradients are accumulated in
+        # buffers of the engine.
         stage = engine.zero_optimization_stage()
         steps_by_grad = stage == 0 or not (
             stage > 1 or getattr(wrapper, "overlap_comm", False) or getattr(wrapper, "use_grad_accum_attribute", True)
@@ -112,22 +111,22 @@ class EngineSession(Session):
         self._watch = GradientWatch(
             self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self._scales
         )
-        self._micro_batches = 0  # backwards of the window
+        self._micro_batches = 0  # backwards in the window
         self._finalized = False
         self._written = WrittenWeights(engine, self._trained, self._await_copy)
         self._hooks: list[Any] = self._written.watch()
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
         self._guard = StepGuard(runs.values(), self._trained)
         self._hooks.append(self._guard)
-        self._passed = False  # the running backward has come through the model's outputs
+        self._passed = False  # whether the running backward has reached the model's outputs
         self._reduces_in_backward = engine.zero_optimization_partition_gradients()
-        self._fetched: list[Any] = []  # before each forward and backward, at stage 3
+        self._fetched: list[Any] = []  # parameters that are gathered in each forward and backward, at stage 3
         if engine.zero_optimization_partition_weights():
             self._hooks += refuse_partitioned_states(self.module)
             self._fetched = [p for p in self.module.parameters() if hasattr(p, "ds_id") and not p.ds_persist]
             self._hooks.append(engine.register_forward_pre_hook(self._note_fetch))
-        # A backward is opened and closed here, once, whatever of the model runs in it and how often. DeepSpeed would do
-        # so in every output's hook, and divide what comes in by the accumulation steps.
+        # The session calls the engine's prologue and epilogue once per backward. DeepSpeed would call them in a hook on
+        # every output, and divide the gradients by the accumulation steps.
         self._enter, self._leave, self._step = engine._backward_prologue, engine._backward_epilogue, engine.step
         engine._backward_prologue = self._pass_outputs
         engine._backward_prologue_per_tensor = self._pass_output
@@ -138,22 +137,22 @@ class EngineSession(Session):
         fix_swapping(engine)
         fetch_empty(engine)
         self._buffers = SharedBuffers(self.module)
-        self._buffers.send()  # DeepSpeed sends the parameters only
+        self._buffers.send()  # DeepSpeed broadcasts the parameters only
         break_reference_cycles(engine)
 
     def load_given_states(self, states: GivenStates) -> None:
-        """Take the states that the optimizer was given before it was partitioned. Collective.
+        """Load the states that the optimizer had before it was partitioned. Collective.
 
         Raises:
-            CheckpointError: they would lie where nothing reaches them by name.
-            LoopError: states that one flat partition cannot have.
+            CheckpointError: the engine's states are not accessible by parameter name.
+            LoopError: a flat partition cannot have these states.
         """
         refuse_unreachable(self.engine, "a state that the optimizer had before prepare()")
         with self.reading():
             fill_states(self.blocks(changing=True), states)
 
     def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
-        """See `Session.backward`; nothing happens to the model where the loss does not depend on it."""
+        """See `Session.backward`; without effect if the loss does not depend on the model."""
         self.open_backward(ends_window=ends_window, loss=loss)
         try:
             torch.autograd.backward(self.scale_loss(loss), **kwargs)
@@ -180,15 +179,15 @@ class EngineSession(Session):
             refuse_hooks_on_sums(self.module, self._hooked)
         self._passed = False
         self._gradients.before_backward(self._micro_batches)
-        self.engine.__dict__["_running_engine_backward"] = True  # past nn.Module's slow __setattr__
+        self.engine.__dict__["_running_engine_backward"] = True  # bypasses nn.Module's slow __setattr__
         self._enter()
 
     def close_backward(self, *, reached: bool) -> None:
         engine = self.engine
         if self.optimizer is None:
-            engine.optimizer.release_backward_leftovers()  # at stage 3, weights that a backward gathered
+            engine.optimizer.release_backward_leftovers()  # at stage 3, the weights that a backward gathered
             return
-        # Reducing where no gradient came fails at stages 1 and 2, and would count a micro-batch at 3.
+        # Without gradients reducing fails at stages 1 and 2, and would count a micro-batch at stage 3.
         engine.__dict__["inside_no_sync_ctxt"] = not reached
         try:
             self._leave()
@@ -227,7 +226,7 @@ class EngineSession(Session):
 
     @functools.cached_property
     def _scales_stage_0(self) -> bool:
-        """Whether DeepSpeed scales the loss of stage 0's fp16 optimizers, which their step takes out; 0.19 forgets."""
+        """Whether DeepSpeed scales the loss for stage 0's fp16 optimizers, which their step expects; 0.19 does not."""
         loss = torch.ones((), requires_grad=True).clone()
         return self.engine.scale(loss) is not loss
 
@@ -249,7 +248,7 @@ class EngineSession(Session):
         if only is not None:
             raise LoopError(
                 "clip_grad_norm_ got a subset of the optimizer's parameters; under ZeRO all are clipped together.\n"
-                "Pass model.parameters() of the whole prepared model."
+                "Pass model.parameters() of the prepared model."
             )
         self._refuse_failed()
         self._finalize()
@@ -258,7 +257,7 @@ class EngineSession(Session):
         return self._gradients.norm()
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """See `Session.follow_zero_grad`; the engine's step calls it too, of itself."""
+        """See `Session.follow_zero_grad`; inside the engine's step, its own `zero_grad` is called."""
         engine, own = self.engine, self.engine.zero_grad
 
         def routed(set_to_none: bool = True) -> None:  # noqa: ARG001 - as torch's
@@ -280,7 +279,7 @@ class EngineSession(Session):
         self._written.follow()
         self._written.warn_of_lost()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
-            self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply them
+            self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply non-finite gradients
             return False
         self._guard.is_open = True
         try:
@@ -291,7 +290,7 @@ class EngineSession(Session):
         applied = bool(self.engine.was_step_applied())
         self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
-            self._gradients.drop()  # stage 2 with offload in 16 bit would add the next ones to what is not finite
+            self._gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
         self._gradients.set_clipping(self._clipping)
         self._start_window()
         return applied
@@ -310,10 +309,10 @@ class EngineSession(Session):
         self._start_window()
 
     def drop_foreign_gradients(self) -> None:
-        """See `Session.drop_foreign_gradients`: an engine lets none in."""
+        """See `Session.drop_foreign_gradients`: an engine refuses them."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See `Session.no_sync`: at stages 0 and 1 no backward reduces anyway, at 2 and 3 every one has to."""
+        """See `Session.no_sync`: at stages 0 and 1 no backward reduces gradients, at 2 and 3 every backward must."""
         return nullcontext()
 
     def named_tensors(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -345,7 +344,7 @@ class EngineSession(Session):
         return fetched_weights(self.engine, fragments, changing=changing)
 
     def reading(self) -> AbstractContextManager[None]:
-        self._written.follow()  # now: at the next step it would undo what is read
+        self._written.follow()  # now: at the next step it would overwrite what is loaded
         return reading_engine(self.engine)
 
     def update_master_weights(self) -> None:
@@ -353,7 +352,7 @@ class EngineSession(Session):
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        self._written.follow()  # what came before: at stage 3 it was written into nothing
+        self._written.follow()  # earlier writes; at stage 3 they were into empty tensors
         with whole_weights(self.module):
             yield
         self._written.note()
@@ -399,7 +398,7 @@ class EngineSession(Session):
             remove_swap_folders(self._swap_folders)
 
     def _note_fetch(self, *_: Any) -> None:
-        """A forward that has to fetch all its weights needs the other processes; one that finds some may not."""
+        """Count a forward that has to gather all its weights, for which it needs the other processes."""
         if self._fetched and all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
             pass_together()
 
@@ -412,7 +411,7 @@ class EngineSession(Session):
             raise LoopError(FAILED_BACKWARD)
 
     def _dynamic_scaler(self) -> Any:
-        """DeepSpeed's own, of stage 0 in fp16 or of ZeRO in fp16; None where the scale is fixed, or there is none."""
+        """DeepSpeed's dynamic loss scaler; None if the scale is fixed, or there is none."""
         wrapper = self.engine.optimizer
         scaler = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
         is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
@@ -434,7 +433,7 @@ class EngineSession(Session):
 
     @contextmanager
     def _thawed(self) -> Iterator[None]:
-        """DeepSpeed leaves frozen parameters out, also where they were frozen for another model's loss only."""
+        """Inside, parameters that were frozen after `prepare` require gradients, else DeepSpeed would skip them."""
         frozen = [p for p in self._trained if not p.requires_grad]
         for p in frozen:
             p.requires_grad_(True)
@@ -445,7 +444,7 @@ class EngineSession(Session):
                 p.requires_grad_(False)
 
     def _pass_outputs(self) -> None:
-        """The engine's hook on the model's outputs."""
+        """Replaces the engine's hook on the model's outputs."""
         if self.engine._running_engine_backward:
             if self._reduces_in_backward and not self._passed:
                 pass_together()
@@ -458,9 +457,9 @@ class EngineSession(Session):
             )
 
     def _pass_output(self, gradient: Tensor) -> Tensor:
-        """The engine's hook on each of the model's outputs; the one on all of them comes first, but once for a forward.
+        """Replaces the engine's hook on each of the model's outputs; the hook on all of them runs first.
 
-        At stage 3 weights are fetched for as many passes backward as there were forward.
+        At stage 3 weights are gathered for as many backwards as there were forwards.
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
@@ -472,13 +471,15 @@ class EngineSession(Session):
         return gradient
 
     def _watch_parameters(self) -> None:
-        """Have a backward that was not opened fail in the first parameter that it reaches."""
+        """Make a backward that the session did not start raise at the first parameter that it reaches."""
         wrapper = self.engine.optimizer
         if isinstance(wrapper, ZeROOptimizer) and not isinstance(wrapper, BF16_Optimizer):
-            # DeepSpeed's own hook on each parameter begins with it.
+            # DeepSpeed's own hook on each parameter calls this method first.
             wrapper.reenter_backward_if_needed = preceded(wrapper.reenter_backward_if_needed, self._refuse_unopened)
             return
-        reference = weakref.WeakMethod(self._refuse_unopened)  # a parameter would keep it where Python cannot see it
+        reference = weakref.WeakMethod(
+            self._refuse_unopened
+        )  # the hook's reference is in C++, where Python's GC cannot see it
 
         def refuse(p: Tensor) -> None:
             if (refuse_unopened := reference()) is not None:
@@ -509,7 +510,7 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
-    """A method that returns the engine, as the methods of a module of these names do and an engine's do not."""
+    """Make a method return the engine, as `train` and `eval` of a module do, and those of an engine do not."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         method(*args, **kwargs)

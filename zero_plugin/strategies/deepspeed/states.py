@@ -1,12 +1,6 @@
-"""Weights, fp32 master weights and optimizer states of an engine: where they are, and writing into them.
+"""Weights, fp32 master weights and optimizer states of an engine: where they are in this process, and writing them.
 
-Where the weights, masters and optimizer states of an engine lie in this process.
-
-DeepSpeed's CPU Adam, brought to where it stands after the steps that its states have.
-
-The partitions of a model that is not prepared yet: their memory, and writing into them wherever they lie.
-
-Weights that the script writes or reads by itself: masters follow, and partitions are not taken for weights.
+Also the partitions of a model that is not prepared yet, and hooks on a script's own reads and writes of weights.
 """
 
 from __future__ import annotations
@@ -40,13 +34,13 @@ _NEGLIGIBLE: Final = 2.0**-26  # 1 - βᵗ is 1 in fp32 from there on, however �
 
 
 def replay_bias_correction(optimizer: Any) -> None:
-    """Take the steps of the states again, on one element that nobody has.
+    """Repeat the past steps of DeepSpeed's CPU Adam on an unused element, to restore the bias correction bitwise.
 
-    The kernel multiplies βᵗ on from step to step, but begins with a power where the step is not the next one, as after
-    loading: another number in the last place, so that a run that was interrupted would not be the same run bitwise.
+    The kernel computes βᵗ by a multiplication in each step, but as a power if the step number is not the next one, as
+    after loading. The two differ in the last digit, so that a resumed run would not be bitwise identical.
 
     Args:
-        optimizer: any; nothing is done for others.
+        optimizer: any optimizer; others are ignored.
     """
     if not isinstance(optimizer, DeepSpeedCPUAdam):
         return
@@ -64,31 +58,31 @@ def replay_bias_correction(optimizer: Any) -> None:
 
 
 _REPLACED = (
-    "the values of {name} were replaced after prepare() (p.data = …, model.to(…), model.half()): ZeRO steps the memory "
-    "that they were in, so that the model would train no more.\n"
+    "the values of {name} were replaced after prepare() (p.data = …, model.to(…), model.half()): ZeRO updates the "
+    "previous memory, so that the model would no longer be trained.\n"
     "Convert the model before prepare(). Write values in place, inside `with accelerator.whole_weights(model):`."
 )
 
 
 def refuse_unreachable(engine: Any, what: str = "save_state and load_state") -> None:
-    """Raise where states lie that cannot be told apart, or reached, by parameter name.
+    """Raise if the states of an engine are not accessible by parameter name.
 
     Args:
-        engine: whose states.
-        what: would have to reach them.
+        engine: the engine.
+        what: the operation that needs them, for the message.
 
     Raises:
-        CheckpointError: see above; it says which setting is the cause.
+        CheckpointError: they are not accessible; the error names the setting that is the cause.
     """
     if cause := unreachable_by(engine):
         raise CheckpointError(
-            f"{what} cannot reach {cause} yet; nothing was written or read.\n"
+            f"{what} does not support {cause} yet; nothing was written or read.\n"
             "Train without it, or save the weights alone with accelerator.save_model()."
         )
 
 
 def unreachable_by(engine: Any) -> str:
-    """The setting by which states cannot be told apart, or reached, by parameter name; "" where they can."""
+    """The setting because of which states are not accessible by parameter name; "" if they are."""
     wrapper = engine.optimizer
     causes = {
         "DeepSpeed's own expert parallelism (deepspeed.moe)": getattr(engine, "has_moe_layers", False),
@@ -101,7 +95,7 @@ def unreachable_by(engine: Any) -> str:
 
 
 def engine_weights(engine: Any) -> Iterator[Fragment]:
-    """The parameters and buffers of the engine's module, as they lie in this process."""
+    """This process's fragments of the parameters and buffers of the engine's module."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, tensor in persistent_tensors(engine.module):
         if not hasattr(tensor, "ds_id"):
@@ -109,13 +103,13 @@ def engine_weights(engine: Any) -> Iterator[Fragment]:
             continue
         partitioned: Any = tensor
         start, count = _partition(partitioned)
-        # What stands in for a partition on NVMe is in half precision, whatever the model's type.
+        # The placeholder of a partition on NVMe is in half precision, whatever the dtype of the model.
         values = tensor.new_empty(0) if _is_swapped_out(tensor) else partitioned.ds_tensor.detach().view(-1)[:count]
         yield Fragment(WEIGHT, name, tuple(partitioned.ds_shape), start, values, (0, count))
 
 
 def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: bool) -> Iterator[Fragment]:
-    """See `Session.fetched`: from NVMe one after another, as many bytes in memory as a forward needs for one layer."""
+    """See `Session.fetched`: weights on NVMe are read one after another."""
     swapped: dict[str, Any] = {name: p for name, p in engine.module.named_parameters() if _is_swapped_out(p)}
     for fragment in fragments:
         parameter = swapped.get(fragment.name)
@@ -134,7 +128,7 @@ def fetched_weights(engine: Any, fragments: Iterable[Fragment], *, changing: boo
 
 
 def engine_pieces(engine: Any) -> list[OptimizedPiece]:
-    """The trained parameters, as they lie in what the engine's optimizer steps."""
+    """The pieces of the trained parameters in the tensors that the engine's optimizer steps."""
     wrapper, base = engine.optimizer, engine.basic_optimizer
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if base is None:
@@ -164,7 +158,7 @@ def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiec
         yield pieces
         return
     if changing and swaps:
-        wrapper.optimizer_swapper.purge_state()  # the states that there are now; those to come are made anew
+        wrapper.optimizer_swapper.purge_state()  # the current states; those of the checkpoint are created again
     for index, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
         is_swapped = wrapper._swappable_optimizer_subgroup(index)
         if is_swapped:
@@ -182,12 +176,12 @@ def engine_blocks(engine: Any, *, changing: bool) -> Iterator[list[OptimizedPiec
 
 @contextmanager
 def reading_engine(engine: Any) -> Iterator[None]:
-    """Inside, weights, fp32 master weights and optimizer states are replaced in their fragments; collective."""
+    """Inside, weights, fp32 master weights and optimizer states are overwritten in their fragments; collective."""
     wrapper = engine.optimizer
     offload = getattr(wrapper, "parameter_offload", wrapper)
     partitions = hasattr(offload, "partition_all_parameters")
     if partitions:
-        offload.partition_all_parameters()  # else the next forward would use what small parameters were gathered to
+        offload.partition_all_parameters()  # else the next forward uses old values of gathered parameters
     yield
     for optimizer in (engine.basic_optimizer, getattr(wrapper, "backup_optimizer", None)):
         replay_bias_correction(optimizer)
@@ -207,7 +201,7 @@ def _is_swapped_out(parameter: Any) -> bool:
 
 
 def _partition(parameter: Any) -> tuple[int, int]:
-    """Start and length of this process' part of a partitioned parameter; the last parts are padded."""
+    """Start and length of this process's partition of a parameter, without padding."""
     size = parameter.partition_numel()
     start = min(size * dist.get_rank(group=parameter.ds_process_group), parameter.ds_numel)
     return start, min(size, parameter.ds_numel - start)
@@ -235,7 +229,7 @@ def _stage3_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPie
 
 
 def _flat_pieces(wrapper: Any, groups: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
-    """Stages 1 and 2: each process steps its part of a flat buffer that joins a group's parameters in some order."""
+    """Stages 1 and 2: each process steps its partition of a flat buffer with the parameters of a group in any order."""
     for index, (parameters, flat, part) in enumerate(groups):
         part_start = part.numel() * dist.get_rank(group=wrapper.real_dp_process_group[index])
         for p in parameters:
@@ -263,7 +257,7 @@ def _joined_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPie
 
 
 def _separate_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedPiece]:
-    """Stage 0 in 16 bits with any other optimizer: every process steps a master of each parameter."""
+    """Stage 0 in 16 bits with any other optimizer: every process steps the fp32 master weights of each parameter."""
     for index, (parameters, masters) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)):
         for p, master in zip(parameters, masters, strict=True):
             yield OptimizedPiece(
@@ -272,7 +266,7 @@ def _separate_pieces(wrapper: Any, names: dict[int, str]) -> Iterator[OptimizedP
 
 
 def _offset_in(flat: Tensor, parameter: nn.Parameter) -> int:
-    # The addresses tell it for every order and padding that a configuration can ask for (round_robin_gradients, …).
+    # By addresses, for any order and padding that a configuration can result in (round_robin_gradients, …).
     return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size() if parameter.numel() else 0
 
 
@@ -281,11 +275,11 @@ def _share(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def give_partition(parameter: Any, init: Any) -> None:
-    """Give a parameter its `ds_tensor`, as zero.Init would when it partitions one that is whole, but without values.
+    """Set a parameter's `ds_tensor` as zero.Init does when it partitions a parameter, but without values.
 
     Args:
         parameter: converted by `init`.
-        init: the zero.Init that knows where partitions are.
+        init: the zero.Init that determines where partitions are.
     """
     size = parameter.ds_numel_aligned // init._partition_world_size(parameter)
     on_nvme = init.param_swapper is not None and init.param_swapper.swappable_tensor(numel=size)
@@ -307,7 +301,7 @@ def give_partition(parameter: Any, init: Any) -> None:
 
 
 def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
-    """See `Strategy.fragments_to_fill`; a partition on NVMe is in one of its swapper's buffers while it is filled.
+    """See `Strategy.fragments_to_fill`; a partition on NVMe is in a buffer of its swapper while it is written.
 
     Raises:
         CheckpointError: a partition is quantized.
@@ -319,7 +313,7 @@ def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fr
         parameter: Any = tensor
         partition, size = parameter.ds_tensor, parameter.ds_tensor.ds_numel
         if hasattr(partition, "ds_quant_scale"):
-            raise CheckpointError(f"{name} is partitioned in quantized form, which no file can be read into.")
+            raise CheckpointError(f"{name} is partitioned and quantized, so that it cannot be loaded from a file.")
         start = min(size * dist.get_rank(group=parameter.ds_process_group), parameter.ds_numel)
         count = min(size, parameter.ds_numel - start)
         shape = tuple(parameter.ds_shape)
@@ -341,7 +335,7 @@ _SETTERS: Final = ("set_full_hp_param", "set_local_hp_param")  # what DeepSpeed'
 
 
 class _OwnHook:
-    """A hook of one module, which copies of the module do not carry on."""
+    """A hook of one module that does nothing in copies of the module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -354,7 +348,7 @@ class _OwnHook:
 
 
 class _Restoring:
-    """Gives a method back to whom it was taken from."""
+    """A handle whose `remove` restores a replaced method."""
 
     def __init__(self, owner: Any, name: str, method: Callable[..., None]) -> None:
         self._restore = partial(setattr, owner, name, method)
@@ -364,7 +358,7 @@ class _Restoring:
 
 
 def precede_setting(owners: Iterable[Any], call: Callable[[], None]) -> list[Any]:
-    """Call `call` before a script changes masters or states by DeepSpeed's `safe_set_…`; the handles end it.
+    """Call `call` before DeepSpeed's `safe_set_…` functions change master weights or states; returns handles.
 
     Args:
         owners: DeepSpeed's optimizer and its parameters: at stage 3 the one sets values, below it the others.
@@ -388,14 +382,14 @@ def precede_setting(owners: Iterable[Any], call: Callable[[], None]) -> list[Any
 
 
 def follow_loading(module: nn.Module, written: Callable[[], None]) -> list[Any]:
-    """Call `written` after each `load_state_dict` of the module or of one inside it; the handles end it."""
+    """Call `written` after each `load_state_dict` of the module or a submodule; returns handles."""
     hook = _OwnHook(lambda *_: written())
     parts: Iterable[Any] = module.modules()
     return [part.register_load_state_dict_post_hook(hook) for part in parts]
 
 
 def refuse_partitioned_states(module: nn.Module) -> list[Any]:
-    """Have `state_dict` and `load_state_dict` raise where parameters are partitioned; the handles end it."""
+    """Make `state_dict` and `load_state_dict` raise where parameters are partitioned; returns handles."""
     reads, writes = _OwnHook(_refuse_reading), _OwnHook(_refuse_writing)
     parts: list[Any] = list(module.modules())
     return [
@@ -406,14 +400,14 @@ def refuse_partitioned_states(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, partitioned parameters are whole on every process; process 0's stay. Collective.
+    """Inside, partitioned parameters are unpartitioned on every process; rank 0's values are kept. Collective.
 
     Raises:
-        LoopError: they lie on NVMe.
+        LoopError: they are offloaded to NVMe.
     """
     partitioned: list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
     if any(p.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE for p in partitioned):
-        raise LoopError(f"whole_weights(): the weights of the {type(module).__name__} lie on NVMe (offload_param).")
+        raise LoopError(f"whole_weights(): the weights of the {type(module).__name__} are on NVMe (offload_param).")
     with zero.GatheredParameters(partitioned, modifier_rank=0):
         yield
 
@@ -422,8 +416,8 @@ def _refuse_reading(module: nn.Module, *_: Any) -> None:
     if _holds_partitions(module):
         raise LoopError(
             f"state_dict() of a {type(module).__name__} whose parameters ZeRO stage 3 has partitioned: no process has "
-            "them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); for all that the "
-            "training goes on from, accelerator.save_state(folder)."
+            "all of them.\nUse accelerator.get_state_dict(model), or accelerator.save_model(model, folder); to resume "
+            "training later, accelerator.save_state(folder)."
         )
 
 

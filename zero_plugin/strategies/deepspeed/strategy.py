@@ -1,9 +1,4 @@
-"""Builds DeepSpeed engines from a resolved configuration.
-
-Builds DeepSpeed engines from a resolved configuration.
-
-What of torch's own objects an engine can honour, and what it has no use for.
-"""
+"""`DeepSpeedStrategy`: builds DeepSpeed engines from a resolved configuration."""
 
 from __future__ import annotations
 
@@ -48,10 +43,10 @@ _log = logging.getLogger(__name__)
 
 
 def unused_handlers(handlers: Handlers) -> list[str]:
-    """Lines on what a script set and an engine has no use for.
+    """Lines about the script's arguments of torch's own objects that have no effect with an engine.
 
     Raises:
-        ConfigError: it would train otherwise than the script says.
+        ConfigError: an argument would change the training, and an engine does not support it.
     """
     problems, lines = [], []
     if (ddp := handlers.ddp) is not None:
@@ -61,15 +56,17 @@ def unused_handlers(handlers: Handlers) -> list[str]:
             problems.append(Problem(where, "", f"{', '.join(sorted(hooks))}, but DeepSpeed has no DDP", fix))
         elif ddp.to_kwargs():
             lines.append(
-                f"DistributedDataParallelKwargs({', '.join(ddp.to_kwargs())}): ZeRO has no DDP, and needs none"
+                f"DistributedDataParallelKwargs({', '.join(ddp.to_kwargs())}): has no effect: ZeRO does not use DDP"
             )
     if (scaler := handlers.scaler) is not None:
         for name, fixed in (("growth_factor", 2.0), ("backoff_factor", 0.5)):
             if scaler.enabled and getattr(scaler, name) != fixed:
                 where = f"GradScalerKwargs({name}={getattr(scaler, name)})"
-                problems.append(Problem(where, "", f"DeepSpeed has {fixed} alone", "Leave it out."))
+                problems.append(Problem(where, "", f"DeepSpeed only supports {fixed}", "Leave it out."))
     if handlers.autocast is not None and handlers.autocast.to_kwargs():
-        lines.append("AutocastKwargs: ZeRO has no autocast; the weights themselves are in the 16-bit type")
+        lines.append(
+            "AutocastKwargs: has no effect, since ZeRO does not use autocast: the weights are in the 16-bit dtype"
+        )
     if problems:
         raise ConfigError(problems)
     return lines
@@ -82,8 +79,8 @@ class DeepSpeedStrategy(Strategy):
     """ZeRO 0-3 on GPUs over NCCL, and on CPUs over gloo.
 
     Args:
-        document: what was asked for.
-        settings: its launch part.
+        document: the configuration as it was given.
+        settings: its launch section.
         processes: this process and its peers.
     """
 
@@ -102,7 +99,7 @@ class DeepSpeedStrategy(Strategy):
         return None
 
     def accept(self, handlers: Handlers) -> list[str]:
-        """See `Strategy.accept`: there is no DDP, no autocast, and a loss scale that doubles and halves only."""
+        """See `Strategy.accept`: there is no DDP and no autocast, and the loss scale is only doubled and halved."""
         super().accept(handlers)
         return unused_handlers(handlers)
 
@@ -116,22 +113,22 @@ class DeepSpeedStrategy(Strategy):
     def savings(self, resolved: Resolved) -> tuple[Saving, ...]:
         stage, next_stage = resolved.zero_stage, max(2, resolved.zero_stage + 1)
         devices = {what: resolved.offload_device(what) for what in ("optimizer", "param")}
-        ways = []
+        options = []
         if stage < 3:
-            ways.append(Saving(f"zero_stage: {next_stage} (it is {stage})", {"stage": next_stage}))
+            options.append(Saving(f"zero_stage: {next_stage} (it is {stage})", {"stage": next_stage}))
         if devices["optimizer"] == "none":
-            ways.append(Saving("offload_optimizer_device: cpu", {"offload_optimizer": "cpu"}))
+            options.append(Saving("offload_optimizer_device: cpu", {"offload_optimizer": "cpu"}))
         if devices["param"] == "none":
             needs = ", which needs zero_stage: 3" if stage < 3 else ""
-            ways.append(Saving(f"offload_param_device: cpu{needs}", {"stage": 3, "offload_param": "cpu"}))
-        return tuple(ways)
+            options.append(Saving(f"offload_param_device: cpu{needs}", {"stage": 3, "offload_param": "cpu"}))
+        return tuple(options)
 
     def build_session(self, request: SessionRequest, processes: Processes) -> Session:
         """See `Strategy.build_session`.
 
         Raises:
             ConfigError: the optimizer cannot run on flat partitions; see `engine_optimizer`.
-            LoopError: it has a state that cannot be partitioned, or the model is one that ZeRO does not train as it is.
+            LoopError: the optimizer has a state that cannot be partitioned, or ZeRO cannot train the model.
             MachineError: a killed op build left its lock, or DeepSpeed was imported for another device before.
         """
         resolved = request.resolved
@@ -140,7 +137,7 @@ class DeepSpeedStrategy(Strategy):
         if request.optimizer is None and resolved.zero_stage < 3:
             return self._build_plain_session(request, processes)
         if not request.is_placed:
-            _log.info(f"device_placement=False: an engine moves its {type(request.model).__name__} all the same")
+            _log.info(f"device_placement=False has no effect: an engine moves its {type(request.model).__name__}")
         given = request.optimizer if isinstance(request.optimizer, Optimizer) else None
         described = resolved.optimizer if request.optimizer is not None else None
         kind = type(given).__name__ if given is not None else described.type if described is not None else ""
@@ -150,7 +147,7 @@ class DeepSpeedStrategy(Strategy):
         from zero_plugin.strategies.deepspeed.session import EngineSession
 
         states = None if given is None else take_states(given, request.model, joins_groups=resolved.zero_stage > 0)
-        # What these two keys say `engine_optimizer` obeys; the engine would count our own classes among the others.
+        # `engine_optimizer` implements these two keys; the engine would refuse classes of this package.
         obeyed = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
         config = resolved.deepspeed_config() | obeyed
         swap_folders = give_own_swap_folders(config, processes)
@@ -170,11 +167,11 @@ class DeepSpeedStrategy(Strategy):
                 config.pop("optimizer", None)
         if given is not None and states is not None:
             if optimizer is given and resolved.zero_stage == 0 and resolved.precision == "no":
-                states = None  # it steps the parameters themselves, and keeps its states
+                states = None  # it steps the parameters themselves, so its states stay valid
             else:
-                given.state.clear()  # else each process would hold on to whole ones
+                given.state.clear()  # else each process would keep unpartitioned ones
         engine = self._initialize(deepspeed, request, optimizer, parameters, config)
-        hooks = take_step_hooks(given)  # it runs by partitions, or another in its place
+        hooks = take_step_hooks(given)  # it steps partitions, or another optimizer replaces it
         session = EngineSession(engine, clipping=resolved.clipping, swap_folders=swap_folders, given=given)
         session.step_hooks = hooks
         if states is not None:
@@ -188,7 +185,7 @@ class DeepSpeedStrategy(Strategy):
     def _initialize(
         self, deepspeed: Any, request: SessionRequest, optimizer: Any, parameters: Any, config: dict[str, Any]
     ) -> Any:
-        """The engine; DeepSpeed builds the optimizer of `parameters` where none is given."""
+        """Build the engine; DeepSpeed builds an optimizer of `parameters` if `optimizer` is None."""
         from zero_plugin.strategies.deepspeed.optimizers import share_groups
         from zero_plugin.strategies.deepspeed.partitioned_models import broadcasting_any_shape
 
@@ -209,7 +206,7 @@ class DeepSpeedStrategy(Strategy):
             )
         share_groups(engine)
         if resolved.tree.has_section("activation_checkpointing"):
-            # No engine does so for a model that is no PipelineModule; a model that calls it counts on the section.
+            # An engine does this for a PipelineModule only, but any model may use deepspeed.checkpointing.
             deepspeed.checkpointing.configure(None, deepspeed_config=config)
         if resolved.zero_stage == 0 and resolved.precision != "no":
             _undo_first_step(engine)
@@ -259,7 +256,7 @@ class DeepSpeedStrategy(Strategy):
         return gathered_parameters(partitioned, modifier_rank=0, forward_of=None)
 
     def forget_dropped(self) -> None:
-        """See `Strategy.forget_dropped`: the roots and the caches of stage 3."""
+        """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""
         if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
             from zero_plugin.strategies.deepspeed.engine_release import clear_caches, weaken_module_stack
 
@@ -267,13 +264,13 @@ class DeepSpeedStrategy(Strategy):
             clear_caches()
 
     def destroy_process_group(self) -> None:
-        """See `Strategy.destroy_process_group`: DeepSpeed remembers groups for its next engine."""
+        """See `Strategy.destroy_process_group`: DeepSpeed caches groups for its next engine."""
         super().destroy_process_group()
         if (groups := sys.modules.get("deepspeed.utils.groups")) is not None:
             groups._release_process_group_references()
 
     def load_pretrained(self, partitioned: bool | None = None) -> AbstractContextManager[None]:
-        """See `Strategy.load_pretrained`; where transformers is imported by now, and `zero3_init_flag` is not false."""
+        """See `Strategy.load_pretrained`; has an effect only if transformers is already imported."""
         if partitioned is None:
             partitioned = self._settings.zero3_init_flag is not False
         partitions = partitioned and self.partitions_parameters and "transformers" in sys.modules
@@ -296,25 +293,25 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def partitions_parameters(self) -> bool:
-        """See `Strategy.partitions_parameters`; where the stage is `auto`, as it was chosen for the last model."""
+        """See `Strategy.partitions_parameters`; if the stage is `auto`, that chosen for the last model."""
         stage = self._document.deepspeed.value("zero_optimization", "stage")
         return (self._chosen_stage if stage is AUTO else stage) == 3
 
     def _build_plain_session(self, request: SessionRequest, processes: Processes) -> Session:
-        """Without an engine: there is nothing to shard without an optimizer below stage 3, and DeepSpeed refuses it."""
+        """Without an engine: without an optimizer there is nothing to partition below stage 3."""
         resolved = request.resolved
         module = _cast_parameters(request.model, resolved.precision)
         if request.is_placed:
             module.to(processes.device)
-        if (asked := resolved.tree.value("data_types", "buffer_dtype")) in ("bf16", "fp16"):
-            cast_buffers(module, _DTYPES[asked])
+        if (dtype := resolved.tree.value("data_types", "buffer_dtype")) in ("bf16", "fp16"):
+            cast_buffers(module, _DTYPES[dtype])
         compute_in(module, _DTYPES[resolved.precision])
         if self.handlers.compiles:
             compile_in_place(module, self.handlers.compiler)
         return TorchSession(module, module, None, precision="no", clipping=None)
 
     def _partition(self, request: SessionRequest, config: dict[str, Any]) -> None:
-        """Partition what is still whole, and have the methods of transformers' models know it."""
+        """Partition parameters that are not partitioned yet, and adapt the methods of transformers models."""
         from deepspeed import zero
 
         from zero_plugin.strategies.deepspeed.partitioned_models import adapt_pretrained_methods, is_pretrained
@@ -323,19 +320,19 @@ class DeepSpeedStrategy(Strategy):
         if not any(hasattr(p, "ds_id") for p in model.parameters()):
             if is_pretrained(model) and self._settings.zero3_init_flag is not False:
                 _log.info(
-                    f"the {type(model).__name__} was built whole in every process, then partitioned; import "
+                    f"the {type(model).__name__} was built unpartitioned in every process, then partitioned; import "
                     "transformers before Accelerator(), and build the model after it with from_pretrained() or inside "
                     "`with accelerator.init_model():`, and no process ever holds all of it"
                 )
-            # Converted here, with the type read off the config: `initialize` passes a type along, which zero.Init
-            # ignores where the device has no fp16, so that fp32 weights are swapped to NVMe in bf16. Where a part is
-            # partitioned already, `initialize` goes on with the rest as that part was begun.
+            # Converted here, with the dtype of the config: `initialize` passes a dtype that zero.Init ignores if the
+            # device does not support fp16, so that fp32 weights would be swapped to NVMe in bf16. If some parameters
+            # are already partitioned, `initialize` partitions the others in the same way.
             with self._processes.counted_by_gpu():
                 zero.Init(module=model, config_dict_or_path=config)
         adapt_pretrained_methods(model, self._processes)
 
     def _tie_experts(self, request: SessionRequest) -> None:
-        """Have all processes gather and reduce the same of mixture-of-experts layers, whichever experts they call."""
+        """Make all processes gather and reduce the same parameters of mixture-of-experts layers."""
         from deepspeed.utils import set_z3_leaf_module
 
         names = self._settings.deepspeed_moe_layer_cls_names or ()
@@ -345,12 +342,12 @@ class DeepSpeedStrategy(Strategy):
             reach_every_expert(layer, with_gradients=not whole)
             set_z3_leaf_module(layer, whole)
         for kind, count in Counter(type(layer).__name__ for layer in layers).items():
-            how = "gathered whole, and all its experts are reduced" if whole else "reduced with all its experts"
+            how = "gathered and reduced with all its experts" if whole else "reduced with all its experts"
             _log.info(f"{count} × {kind}: each is {how}, since processes may choose different experts")
 
 
 def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
-    """Give the floating parameters the type of training; buffers keep theirs, as DeepSpeed's own cast leaves them."""
+    """Cast the floating-point parameters to the dtype of training; buffers keep theirs, as with DeepSpeed."""
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(_DTYPES[precision])
@@ -358,12 +355,12 @@ def _cast_parameters(model: nn.Module, precision: str) -> nn.Module:
 
 
 def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | None = None) -> Any:
-    """DeepSpeed, set up for this process' device, on the process group that exists, and quiet.
+    """Import DeepSpeed, set up for this process's device and process group, with fewer log messages.
 
     Args:
-        processes: this one and its peers.
-        training: what will run.
-        optimizer: the class or `type` of what an engine is to run, in small letters; None where none is built yet.
+        processes: this process and its peers.
+        training: the DeepSpeed configuration.
+        optimizer: the class or `type` of the engine's optimizer, in lower case; None if no engine is built yet.
 
     Raises:
         MachineError: a killed build of an op that the run loads left its lock, or DeepSpeed was imported for another
@@ -379,14 +376,14 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
     found = get_accelerator().device_name()
     if found != kind:
         raise MachineError(
-            f"DeepSpeed is set up for {found}, this run for {kind}.\n"
+            f"DeepSpeed is set up for {found}, but this run uses {kind}.\n"
             f"Set DS_ACCELERATOR={kind} before the script starts (zero-plugin launch does), or do not import deepspeed "
             "before Accelerator()."
         )
     if "ZERO_PLUGIN_DEBUG" not in os.environ:
         deepspeed.utils.logger.setLevel(logging.WARNING)
         deepspeed.utils.logger.addFilter(_is_not_of_untested)
-    # torch renames collectives that DeepSpeed 0.19 calls by their old names at every step.
+    # torch has renamed collectives that DeepSpeed 0.19 calls by their old names at every step.
     warnings.filterwarnings("ignore", message=".*_tensor` is deprecated", category=FutureWarning)
     # Building DeepSpeed's shared-memory collectives takes 20 s; only its inference kernels use them.
     compatible = deepspeed.ops.__compatible_ops__
@@ -404,13 +401,13 @@ def _import_deepspeed(processes: Processes, training: Tree, optimizer: str | Non
 
 
 def _is_not_of_untested(record: logging.LogRecord) -> bool:
-    """False for the warning that DeepSpeed has not tested an optimizer: `engine_optimizer` has just tried it."""
+    """False for DeepSpeed's warning of an untested optimizer, which `engine_optimizer` has tested."""
     return "untested optimizer" not in record.getMessage()
 
 
 @contextmanager
 def _quiet_construction() -> Iterator[None]:
-    """Inside, BF16_Optimizer does not print the memory in use, which it does whatever the level of the log."""
+    """Inside, BF16_Optimizer does not print its memory use, which it does at any log level."""
     from deepspeed.runtime import bf16_optimizer
 
     own = bf16_optimizer.see_memory_usage
@@ -423,7 +420,7 @@ def _quiet_construction() -> Iterator[None]:
 
 
 def _undo_first_step(engine: Any) -> None:
-    """Take back the optimizer step, with zero gradients, that the 16-bit wrappers of stage 0 take when they are built.
+    """Undo the optimizer step, with zero gradients, that the 16-bit wrappers of stage 0 take in their constructor.
 
     It advances Adam's bias correction and applies weight decay to the master weights.
     """

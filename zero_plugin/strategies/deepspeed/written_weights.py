@@ -1,4 +1,4 @@
-"""Weights that the script has written between two steps, and the fp32 master weights, which have to follow them."""
+"""Updates the fp32 master weights after the script has written into the weights between two steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zero_plugin.strategies.deepspeed.states import engine_pieces, follow_loadin
 
 
 class WrittenWeights:
-    """Has an engine train on from what a script writes into the weights between two steps.
+    """Detects writes of a script into the weights between two steps, and copies them to the fp32 master weights.
 
-    Every operation that a script runs on a parameter in place counts its version up; DeepSpeed writes past that.
+    Autograd counts every in-place write of a script in the parameter's version, but not the writes of DeepSpeed.
 
     Args:
-        engine: with an optimizer, or at stage 3 without one.
+        engine: the engine; at stage 3 it may have no optimizer.
         trained: the parameters that it trains.
         before_change: called before master weights change.
     """
@@ -33,14 +33,14 @@ class WrittenWeights:
         self._watched = list(engine.module.parameters()) if self._is_partitioned else trained
         self._before_change = before_change
         self._has_master_weights = hasattr(engine.optimizer, "refresh_fp32_params") and not unreachable_by(engine)
-        self._is_written = False  # the master weights follow before they are used
+        self._is_written = False  # whether the master weights have to be updated before they are used
         self._versions = versions_of(self._watched)
-        self._steps = 0  # that were asked for
+        self._steps = 0  # calls of `warn_of_lost`
         self._are_rounded = True  # each weight is the rounding of its master weight, unless the script has written it
         self._has_warned = False
 
     def watch(self) -> list[Any]:
-        """Note what `load_state_dict` and DeepSpeed's setters write; the handles end it."""
+        """Detect writes by `load_state_dict` and DeepSpeed's setters; returns handles."""
         if not self._trains:
             return []
         module, wrapper = self._engine.module, self._engine.optimizer
@@ -50,15 +50,15 @@ class WrittenWeights:
         ]
 
     def note(self) -> None:
-        """The weights have been written."""
+        """Record that the weights were written."""
         self._is_written = self._trains
         self._versions = versions_of(self._watched)
 
     def follow(self) -> None:
-        """Have the master weights follow what the script has written since the weights were last looked at.
+        """Update the master weights with what the script has written since the last call.
 
         Raises:
-            LoopError: it has written into parameters that were partitioned, which changes nothing.
+            LoopError: the script has written into partitioned parameters, which has no effect.
         """
         if not self._trains:
             return
@@ -77,7 +77,7 @@ class WrittenWeights:
                 self.copy_to_master_weights()
 
     def copy_to_master_weights(self) -> None:
-        """The weights were changed otherwise: the master weights become what they are."""
+        """Copy all weights to the master weights."""
         self._before_change()
         self._is_written = False
         self._versions = versions_of(self._watched)
@@ -97,8 +97,8 @@ class WrittenWeights:
             self._has_warned = True
             announce(
                 f"the script has written into {len(lost)} parameters through p.data since the last step, e.g. "
-                f"{lost[0]}: ZeRO steps copies of them, so that what was written is lost. Write under torch.no_grad() "
-                "into the parameter itself, or inside `with accelerator.whole_weights(model):`.",
+                f"{lost[0]}: ZeRO updates fp32 master weights, so that what was written is lost. Write under "
+                "torch.no_grad() into the parameter itself, or inside `with accelerator.whole_weights(model):`.",
                 by_each=True,
             )
 
@@ -108,22 +108,22 @@ class WrittenWeights:
 
 
 def follow_written_weights(engine: Any) -> None:
-    """Have the masters take over what a script has written into the weights, and nothing else.
+    """Copy the weights that a script has written to the master weights, and no others.
 
-    A master whose rounding is what the weight is has not been written: it keeps the digits that 16 bits do not hold.
+    If a weight equals its rounded master weight, it was not written, and the master weight keeps its precision.
     """
     for _, master, weight in _pairs_of_master_and_weight(engine):
         master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
 
 
 def find_written_weights(engine: Any) -> list[str]:
-    """Names of the weights that are not the rounding of this process' masters, as they are after each step."""
+    """The names of weights that differ from this process's rounded master weights, which they equal after a step."""
     beside = _pairs_of_master_and_weight(engine)
     return [name for name, master, weight in beside if not torch.equal(master.to(weight.dtype), weight)]
 
 
 def _pairs_of_master_and_weight(engine: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Name, masters and weights, flat, of what this process steps; both where the masters are."""
+    """Name, flat master weights and flat weights of each piece of this process, both on the master weights' device."""
     parameters: dict[str, Any] = dict(engine.module.named_parameters())
     for piece in engine_pieces(engine):
         parameter = parameters[piece.name]
@@ -134,11 +134,11 @@ def _pairs_of_master_and_weight(engine: Any) -> Iterator[tuple[str, Tensor, Tens
 
 
 def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> NoReturn:
-    """Raise where a script has written into parameters that were partitioned.
+    """Refuse writes of a script into partitioned parameters.
 
     Args:
-        module: whose they are.
-        written: these parameters.
+        module: the module.
+        written: the parameters that were written.
 
     Raises:
         LoopError: always; it names one of them.
@@ -147,6 +147,6 @@ def refuse_lost_weights(module: nn.Module, written: Iterable[nn.Parameter]) -> N
     found = [names.get(id(p), "a parameter") for p in written]
     raise LoopError(
         f"the script has written into {len(found)} parameters of the {type(module).__name__}, e.g. {found[0]}, which "
-        "ZeRO stage 3 has partitioned: no process had their values, and nothing was changed.\n"
+        "ZeRO stage 3 has partitioned: they were empty, and nothing was changed.\n"
         "Write before prepare(), or inside `with accelerator.whole_weights(model):`."
     )
