@@ -157,7 +157,7 @@ def test_the_process_group_is_made_as_said(accelerator: Any) -> None:
     group = dist.distributed_c10d._get_default_group()
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     assert one.init_handler is handler
-    with pytest.warns(UserWarning, match="is there already"):
+    with pytest.warns(UserWarning, match="is already initialized"):
         accelerator(cpu=True, kwargs_handlers=[handler])
 
 

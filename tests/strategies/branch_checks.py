@@ -93,7 +93,7 @@ def check_different_branches_are_refused(path: str) -> None:
 
     In the first windows before the reduction, so that unequal sizes are found; later in time for the step.
     """
-    words = ("different branches", "process 0", "process 1", "stage 1")
+    words = ("different branches", "rank 0", "rank 1", "stage 1")
     for careful in (True, False):
         with running(path, gradient_accumulation_steps=_MICRO_BATCHES) as accelerator:
             model, optimizer = _prepared(accelerator)
