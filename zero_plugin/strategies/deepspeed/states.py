@@ -48,12 +48,12 @@ def replay_bias_correction(optimizer: Any) -> None:
     groups = optimizer.param_groups
     if max(max(group["betas"]) ** steps for group in groups) < _NEGLIGIBLE:
         return
-    nobody = [torch.zeros(1) for _ in range(4)]
+    unused = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
         for group in groups:  # the kernel has one βᵗ for all of them, and a power again where β changes between them
             betas = group["betas"]
             optimizer.ds_opt_adam.adam_update(
-                optimizer.opt_id, step, 0.0, *betas, 1.0, 0.0, group["bias_correction"], *nobody
+                optimizer.opt_id, step, 0.0, *betas, 1.0, 0.0, group["bias_correction"], *unused
             )
 
 
