@@ -178,7 +178,7 @@ def check_clip_refuses_what_partitions_cannot_tell(path: str) -> None:
         accelerator.backward(loss_of(model, own_batch(0)))
         subset = list(model.parameters())[:2]
         if is_zero(path):
-            raised(LoopError, "subset", "whole", by=lambda: accelerator.clip_grad_norm_(subset, 1.0))
+            raised(LoopError, "subset", "prepared", by=lambda: accelerator.clip_grad_norm_(subset, 1.0))
             raised(LoopError, "norm_type=1", by=lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, 1))
         else:
             plain = make_net()

@@ -166,7 +166,7 @@ def check_the_loader_comes_after_its_model(path: str) -> None:
     data = torch.randn(32, 8)
     micro = {"train_micro_batch_size_per_gpu": 8}
     for deepspeed, kind, words in (
-        ({"train_batch_size": 16}, LoopError, ("resolved to gradient_accumulation_steps 1", "means")),
+        ({"train_batch_size": 16}, LoopError, ("resolved to gradient_accumulation_steps 1", "the number is")),
         (micro, ConfigError, ("8, but the loop trains on 2",)),
     ):
         for shuffles in (True, False):

@@ -228,8 +228,12 @@ def check_rates_and_lengths_are_told(path: str) -> None:
     """At start the rates and both countings' ends; where schedule and loop differ in length, one line with both."""
     world, first, wrong = dist.get_world_size(), dist.get_rank() == 0, list[str]()
     for kind in ("real", "section", "alone"):
-        for steps, wanted in ((2, "but the loop took 2"), (4 if kind != "real" else 2 * STEPS, None), (6, "goes on")):
-            if kind == "real" and wanted == "goes on":
+        for steps, wanted in (
+            (2, "but the loop took 2"),
+            (4 if kind != "real" else 2 * STEPS, None),
+            (6, "the loop continues"),
+        ):
+            if kind == "real" and wanted == "the loop continues":
                 continue  # OneCycleLR refuses to
             told = io.StringIO()
             with contextlib.redirect_stderr(told):
