@@ -61,12 +61,9 @@ class Slot(NamedTuple):
         setattr(self.owner, self.key, tensor)  # not into the dict: an LSTM keeps a list beside it
 
 
-def tensor_slots(module: nn.Module, *, recurse: bool, remove_duplicate: bool = True) -> Iterator[Slot]:
-    """Every place of a tensor in the module, and where `recurse` in those inside; a shared tensor has several.
-
-    A module that is inside under several names counts once, unless `remove_duplicate` is false.
-    """
-    for prefix, owner in module.named_modules(remove_duplicate=remove_duplicate) if recurse else [("", module)]:
+def tensor_slots(module: nn.Module, *, recurse: bool) -> Iterator[Slot]:
+    """Every place of a tensor in the module, and where `recurse` in those inside; a shared tensor has several."""
+    for prefix, owner in module.named_modules() if recurse else [("", module)]:
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 yield Slot(f"{prefix}.{key}".lstrip("."), owner, key, is_buffer=False, is_persistent=True)
@@ -237,8 +234,14 @@ def persistent_tensors(module: nn.Module, only: Collection[str] | None = None) -
 
 
 def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    slots = tensor_slots(module, recurse=True, remove_duplicate=False)
-    yield from ((slot.name, slot.tensor) for slot in slots if slot.is_persistent)
+    # Not by slots: ZeRO-3 gathers a parameter that is asked for by its name while a forward has not ended.
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            yield dot + name, parameter
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in child._non_persistent_buffers_set:
+                yield dot + name, buffer
 
 
 def allot_whole(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
