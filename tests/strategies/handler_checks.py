@@ -162,7 +162,7 @@ def check_static_graph(path: str) -> None:
     raised(
         ConfigError,
         "static_graph",
-        "2 micro-batches",
+        "gradient_accumulation_steps 2",
         by=lambda: train(path, gradient_accumulation_steps=2, kwargs_handlers=static),
     )
 
