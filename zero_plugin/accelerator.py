@@ -62,7 +62,8 @@ from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run, open_configurations
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.state import newest_accelerator, newest_run, show_run
-from zero_plugin.loop.training_loop import LossScaler, TrainingLoop, refuse_lomo
+from zero_plugin.loop.training import refuse_lomo
+from zero_plugin.loop.training_loop import LossScaler, TrainingLoop
 from zero_plugin.loop.weights import Weights
 from zero_plugin.trackers.choose import choose_trackers
 from zero_plugin.trackers.trackers import GeneralTracker
@@ -721,7 +722,7 @@ class Accelerator:
         Raises:
             LoopError: always.
         """
-        refuse_lomo()
+        refuse_lomo("lomo_backward()")
 
     # ---- 16-bit arithmetic, and the profiler -------------------------------------------------------------------------
 

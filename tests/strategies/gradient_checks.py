@@ -712,10 +712,21 @@ def check_hooks_on_sums_of_gradients(path: str) -> None:
         assert_near(weights(accelerator, model), plain.state_dict(), 1e-5)
 
 
+class Fused(torch.optim.SGD):
+    """As lomo_optim's classes are: a hook of each parameter changes weights within backward."""
+
+    def fused_backward(self, loss: Tensor, lr: float) -> None:
+        """What a script calls in place of `backward`."""
+
+
 def check_lomo_is_refused(path: str) -> None:
-    """It would change weights within backward."""
+    """It would change weights within backward: its call is an error, and so is `prepare` of its optimizers."""
     with running(path) as accelerator:
         raised(LoopError, "offload_optimizer", by=lambda: accelerator.lomo_backward(torch.zeros(()), 0.1))
+        model = make_net()
+        fused = Fused(model.parameters(), lr=0.1)
+        raised(LoopError, "Fused", "offload_optimizer", by=lambda: accelerator.prepare(model, fused))
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -30,7 +30,7 @@ from zero_plugin.loop.prepare import add_optimizer, join_loaders, prepare_schedu
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
-from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_closure
+from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_other_steps
 from zero_plugin.machine.device_memory import peak_bytes
 from zero_plugin.plan.run_facts import accelerator_kind, probe_loop, probe_machine, surely_train
 from zero_plugin.strategies.base import Session
@@ -168,7 +168,7 @@ class Prepared:
         ready: dict[int, Any] = {}
         loaders, models, optimizers, schedulers = self._sort(objects, ready)
         for optimizer in optimizers:
-            refuse_closure(optimizer)
+            refuse_other_steps(optimizer)
         check_same_models(models, optimizers)
         self._prepare_loaders(loaders, ready, left)
         self._prepare_models(models, optimizers, schedulers, ready, left, only_evaluates=only_evaluates)
@@ -389,7 +389,7 @@ class Prepared:
 
     def _hold_for_scheduler(self, optimizer: Any) -> AcceleratedOptimizer:
         """The `AcceleratedOptimizer` of an optimizer that was not passed to `prepare` before its scheduler."""
-        refuse_closure(optimizer)
+        refuse_other_steps(optimizer)
         held = self._hold(optimizer)
         if held is not optimizer:
             self._unreturned.append((optimizer, held))

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -183,12 +183,14 @@ def pair_models(
     ]
 
 
-def refuse_closure(optimizer: Any) -> None:
-    """Refuse an optimizer that evaluates the loss in its step, such as LBFGS.
+def refuse_other_steps(optimizer: Any) -> None:
+    """Refuse an optimizer that evaluates the loss in its step, such as LBFGS, or that steps within backward, as LOMO.
 
     Raises:
-        LoopError: its `step` requires a closure.
+        LoopError: its `step` requires a closure, or its `fused_backward` is what steps.
     """
+    if hasattr(optimizer, "fused_backward"):
+        refuse_lomo(f"prepare() got {type(optimizer).__name__}, which")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise LoopError(
@@ -196,6 +198,21 @@ def refuse_closure(optimizer: Any) -> None:
             "gradients are computed by accelerator.backward(loss), once for each step.\nUse an optimizer that steps "
             "without a closure, such as AdamW; or train with plain PyTorch on one device, without prepare()."
         )
+
+
+def refuse_lomo(what: str) -> NoReturn:
+    """Refuse LOMO, which updates weights within backward, where nothing is averaged, accumulated or clipped.
+
+    Args:
+        what: the beginning of the sentence.
+
+    Raises:
+        LoopError: always.
+    """
+    raise LoopError(
+        f"{what} changes weights within backward: that is not supported, since here optimizer.step() changes them.\n"
+        "Where optimizer states do not fit, use ZeRO with offload_optimizer."
+    )
 
 
 def holds_any(optimizer: Optimizer | DummyOptim, model: nn.Module) -> bool:

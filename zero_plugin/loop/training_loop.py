@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -255,18 +255,6 @@ class LossScaler:
                 "accelerator.scaler: the prepared model has the loss scale; call prepare(model, optimizer) first."
             )
         return self._prepared.trained[0].session
-
-
-def refuse_lomo() -> NoReturn:
-    """Refuse LOMO, which updates weights during the backward, without averaging, accumulation or clipping.
-
-    Raises:
-        LoopError: always.
-    """
-    raise LoopError(
-        "lomo_backward() is not supported: LOMO updates weights during the backward, without averaging gradients.\n"
-        "If optimizer states do not fit, use ZeRO with offload_optimizer."
-    )
 
 
 def _check_loss(loss: Any, *, has_gradient: bool) -> None:
