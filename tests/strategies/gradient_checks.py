@@ -250,6 +250,35 @@ def check_gradients_are_averaged_at_the_end_of_a_window(path: str) -> None:
             assert _agree(accelerator.unwrap_model(model))
 
 
+def check_a_refused_step_is_dropped(path: str) -> None:
+    """A step that is an error applies nothing later either: `zero_grad` drops its gradients, and has to come first."""
+
+    def set_gradients(model: nn.Module) -> None:
+        for p in model.parameters():
+            with contextlib.suppress(RuntimeError):  # at stage 3 one process has no unpartitioned parameter
+                p.grad = torch.ones_like(p)
+
+    def write_weights(model: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.0)
+
+    causes = {"zero1": [set_gradients], "zero2": [set_gradients], "zero3": [set_gradients, write_weights]}
+    precision = "bf16" if path == "zero1" else "no"  # in fp32 stage 1 steps by what is set
+    for cause in causes[path]:
+        with running(path, mixed_precision=precision) as accelerator:
+            model, optimizer = _prepared(accelerator)
+            accelerator.backward(loss_of(model, own_batch(0)))
+            cause(accelerator.unwrap_model(model))
+            raised(LoopError, by=optimizer.step)
+            raised(LoopError, "zero_grad()", by=lambda: accelerator.backward(loss_of(model, own_batch(1))))  # noqa: B023
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, own_batch(1)))
+            optimizer.step()
+            assert optimizer.applied_steps == 1
+            assert_near(weights(accelerator, model), _trained_plainly([1]), 1e-5 if precision == "no" else 1e-2)
+
+
 def check_values_are_clipped(path: str) -> None:
     """Each number of the gradients is clamped, in the step's gradients only; ZeRO has none to clamp, and says so."""
     with running(path, gradient_accumulation_steps=2) as accelerator:
@@ -729,5 +758,12 @@ def check_lomo_is_refused(path: str) -> None:
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-_ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]
-CHECKS = checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL)
+_ALL = [
+    value
+    for name, value in list(globals().items())
+    if name.startswith("check_") and value is not check_a_refused_step_is_dropped
+]
+CHECKS = {
+    **checks_on(dict.fromkeys((*SINGLE, *PAIR)), _ALL),
+    **checks_on(["zero1", "zero2", "zero3"], [check_a_refused_step_is_dropped]),
+}

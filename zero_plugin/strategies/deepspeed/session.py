@@ -271,12 +271,16 @@ class EngineSession(Session):
 
     def step(self) -> bool:
         self._refuse_failed()
-        self._watch.refuse_lost(has_gradients=self._micro_batches > 0)
-        if not self._micro_batches:
-            return True  # nothing to apply, as for a torch optimizer whose gradients are all None
-        self._finalize()
-        self._buffers.send()
-        self._written.follow()
+        try:
+            self._watch.refuse_lost(has_gradients=self._micro_batches > 0)
+            if not self._micro_batches:
+                return True  # nothing to apply, as for a torch optimizer whose gradients are all None
+            self._finalize()
+            self._buffers.send()
+            self._written.follow()
+        except LoopError:
+            self.failed = True  # else a later step would apply these gradients too
+            raise
         self._written.warn_of_lost()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
             self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply non-finite gradients
