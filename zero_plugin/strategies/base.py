@@ -38,7 +38,7 @@ OWN_GRADIENTS = (
     "stage 0, and stage 1 in fp32 apply a p.grad that is set between backward() and step() or clip_grad_norm_()."
 )
 FAILED_BACKWARD = (
-    "a backward or a step of this model has failed, so that its gradients are incomplete or not to be applied.\n"
+    "a backward or a step of this model has failed, and the gradients that it left must not be applied.\n"
     "Call optimizer.zero_grad() before you continue: it drops the gradients and starts a new accumulation window."
 )
 LOSS_OF_OTHERS = (
@@ -104,8 +104,11 @@ class Session(ABC):
         left_out: parameters that require gradients and are in no group of the optimizer.
         step_hooks: the hooks before and after a step that the script registered on its optimizer, if the optimizer that
             runs does not call them once for each step.
+        cleared_by_script: whether all `p.grad` were None when a window began after an applied step; None if a step
+            itself clears them, so that this is unknown.
         failed: whether a backward, or under ZeRO a step, raised an error that leaves gradients behind; `drop_gradients`
-            clears it.
+            resets it.
+        states_stay: whether optimizer states and fp32 master weights stay in memory, unchanged, between two steps.
         leaves_files: whether `close` has files to remove, and is collective.
         before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
     """
