@@ -91,6 +91,7 @@ def _trace(title: str, folder: Path) -> list[str]:
     (folder / "script.py").write_text("print('ran')\n")
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CXX")}
     environment |= {"PACKAGE": str(PACKAGE), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["HF_HOME"] = str(folder)  # where a default config is looked for
     done = subprocess.run(
         [sys.executable, str(script), *arguments], capture_output=True, text=True, cwd=folder, env=environment
     )

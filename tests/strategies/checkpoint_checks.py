@@ -67,10 +67,10 @@ def check_failure_on_one_is_everyones(path: str, folder: Path) -> None:
         step(accelerator, model, optimizer, own_batch(0))
         write = RangeWriter.write
 
-        def fail(*arguments: Any) -> Any:
+        def fail(*arguments: Any, **named: Any) -> Any:
             if dist.get_rank() == dist.get_world_size() - 1:
                 raise OSError(28, os.strerror(28))
-            return write(*arguments)
+            return write(*arguments, **named)
 
         patch.setattr(RangeWriter, "write", fail)
         with pytest.raises(CheckpointError, match="No space left"):

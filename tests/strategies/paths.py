@@ -28,13 +28,17 @@ FURTHER = {  # for few checks
 SINGLE, PAIR = ("single", "zero2"), ("ddp", *ZERO)  # with one process, with two
 
 
-def listen() -> list[str]:
-    """The messages that this process logs from now on; process 0 logs what is the same on all."""
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """The messages that this process logs inside; process 0 logs what is the same on all."""
     messages: list[str] = []
-    handler = logging.Handler()
+    handler, logger = logging.Handler(), logging.getLogger("zero_plugin")
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero_plugin").addHandler(handler)
-    return messages
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def is_zero(path: str) -> bool:

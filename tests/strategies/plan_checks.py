@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import yaml
-from paths import listen, raised, weights
+from paths import listening, raised, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -131,8 +131,7 @@ def check_what_fits_nowhere_is_refused(folder: Path) -> None:
 def check_a_model_built_before_the_plan_is_said_to_be_whole(folder: Path) -> None:
     """init_model cannot know of a stage that prepare chooses, and says what would settle it before."""
     accelerator = Accelerator(config={**AUTO, "num_processes": WORLD, "mixed_precision": "no", "use_cpu": True})
-    said = listen()
-    with accelerator.init_model():
+    with listening() as said, accelerator.init_model():
         model = nn.Linear(4, 4)
     assert model.weight.shape == (4, 4)
     assert accelerator.process_index or any("launch --model" in line for line in said)
@@ -145,28 +144,28 @@ def check_without_a_loader_the_micro_batch_is_planned(folder: Path) -> None:
 
     stated = {"num_processes": WORLD, "mixed_precision": "no", "use_cpu": True, "gpu_memory": ROOM, "host_memory": ROOM}
     accelerator = Accelerator(config={**AUTO, **stated})
-    said = listen()
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=100)
-    model = transformers.GPT2LMHeadModel(config)
-    optimizer = DummyOptim(model.parameters(), lr=1e-3)
-    schedule = DummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=1)
-    model, optimizer, _ = accelerator.prepare(model, optimizer, schedule)
-    assert accelerator.resolved is not None
-    found = [accelerator.resolved.tree.entries[key] for key in (("zero_optimization", "stage"), (MICRO,))]
-    assert all("64 tokens a sample" in entry.origin.reason for entry in found)
-    stage, micro = (entry.value for entry in found)
-    assert micro > 1
-    assert gather_object([(stage, micro, accelerator.resolved.accumulation)]) == [(stage, micro, 1)] * WORLD
-    planned = f"{MICRO} = {micro}: by the plan the largest that fits"
-    assert accelerator.process_index or any(line.startswith(planned) for line in said)
-    ids = torch.ones(2, 64, dtype=torch.long)
-    accelerator.backward(model(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    accelerator.prepare(DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=2, shuffle=True))
-    assert accelerator.resolved.tree.value(MICRO) == 2
-    differs = f"the plan was made for {micro} samples per process; the loop trains on 2"
-    assert accelerator.process_index or any(differs in line for line in said)
+    with listening() as said:
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=100)
+        model = transformers.GPT2LMHeadModel(config)
+        optimizer = DummyOptim(model.parameters(), lr=1e-3)
+        schedule = DummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=1)
+        model, optimizer, _ = accelerator.prepare(model, optimizer, schedule)
+        assert accelerator.resolved is not None
+        found = [accelerator.resolved.tree.entries[key] for key in (("zero_optimization", "stage"), (MICRO,))]
+        assert all("64 tokens a sample" in entry.origin.reason for entry in found)
+        stage, micro = (entry.value for entry in found)
+        assert micro > 1
+        assert gather_object([(stage, micro, accelerator.resolved.accumulation)]) == [(stage, micro, 1)] * WORLD
+        planned = f"{MICRO} = {micro}: by the plan the largest that fits"
+        assert accelerator.process_index or any(line.startswith(planned) for line in said)
+        ids = torch.ones(2, 64, dtype=torch.long)
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.prepare(DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=2, shuffle=True))
+        assert accelerator.resolved.tree.value(MICRO) == 2
+        differs = f"the plan was made for {micro} samples per process; the loop trains on 2"
+        assert accelerator.process_index or any(differs in line for line in said)
     accelerator.end_training()
 
 

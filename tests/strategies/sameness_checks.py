@@ -20,7 +20,7 @@ from zero_plugin.config.packages import installed_version
 from zero_plugin.config.tree import Entry, Origin, Tree
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
-from zero_plugin.loop.same_everywhere import check_same_run
+from zero_plugin.loop import same_everywhere
 
 SOON_S = 20  # far below the process group's time-out; it takes milliseconds
 
@@ -66,7 +66,12 @@ def check_another_kind_of_device(_: Path) -> None:
     """One process that sees no GPU among others that do, or the other way round."""
     rank = dist.get_rank()
     processes = Processes(rank, rank, 2, torch.device(("cpu", "cuda")[rank]))
-    soon(LaunchError, "device: cpu on rank 0", "cuda on rank 1", by=lambda: check_same_run(Document(), processes))
+    soon(
+        LaunchError,
+        "device: cpu on rank 0",
+        "cuda on rank 1",
+        by=lambda: same_everywhere.check_same_run(Document(), processes),
+    )
 
 
 def check_not_as_many_as_asked(_: Path) -> None:

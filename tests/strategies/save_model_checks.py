@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offload_checks import prepared, train, wide_net, zero3
-from paths import FURTHER, PAIR, SINGLE, ZERO, is_zero, listen, loss_of, own_batch, raised, running, same, weights
+from paths import FURTHER, PAIR, SINGLE, ZERO, is_zero, listening, loss_of, own_batch, raised, running, same, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -151,11 +151,11 @@ def check_without_a_shared_folder(path: str, folder: Path) -> None:
     with running(path, mixed_precision="bf16") as accelerator, pytest.MonkeyPatch.context() as patch:
         model, _ = trained(accelerator)
         exact = saved(accelerator, model, folder / "ranges", dtype="fp32")
-        said = listen()
         patch.setattr(save_model, "is_one_folder", lambda draft: False)
         if dist.get_rank() > 0:  # whose disk it is not
             patch.setattr(os, "pwrite", lambda *_: pytest.fail("written by another process"))
-        assert same(saved(accelerator, model, folder / "whole", dtype="fp32"), exact)
+        with listening() as said:
+            assert same(saved(accelerator, model, folder / "whole", dtype="fp32"), exact)
         alone = [line for line in said if "main process writes alone" in line]
         assert len(alone) == (dist.get_rank() == 0)
         patch.setattr(RangeWriter, "write", _no_space)
