@@ -18,7 +18,7 @@ from zero_plugin import Accelerator, PartialState
 from zero_plugin.data.active import RunningLoops
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.window import AccumulationWindow
+from zero_plugin.loop.window import LoaderProgress, Window
 
 
 @dataclass
@@ -42,10 +42,19 @@ class FakeEpoch:
         return self.batch == self.length - 1
 
 
+def step(window: Window) -> float:
+    """The optimizer's step: the correction of the applied gradients; 0 inside a window."""
+    if not window.count_step():
+        return 0.0
+    correction = window.correction
+    assert window.apply()
+    return correction
+
+
 def run_epoch(steps: int, length: int, *, known: bool, context: bool) -> list[tuple[list[int], float]]:
     """Per applied step: the divisors of its micro-batches, and the correction."""
     epoch = FakeEpoch(length, known)
-    window = AccumulationWindow(steps, lambda: epoch)
+    window = Window(steps, progress=LoaderProgress(lambda: epoch))
     applied: list[tuple[list[int], float]] = []
     divisors: list[int] = []
     for epoch.batch in range(length):
@@ -54,8 +63,8 @@ def run_epoch(steps: int, length: int, *, known: bool, context: bool) -> list[tu
         assert window.next_backward_ends == ((epoch.batch + 1) % steps == 0 or epoch.batch == length - 1)
         window.count_backward()
         divisors.append(window.divisor)
-        if window.count_step():
-            applied.append((divisors, window.correction))
+        if correction := step(window):
+            applied.append((divisors, correction))
             divisors = []
         assert not window.dropping_is_meant
         if context:
@@ -80,7 +89,7 @@ def test_gradients_are_averaged_over_the_true_window(steps: int, length: int, kn
 def run_fetched(steps: int, length: int, *, known: bool, context: bool, epochs: int) -> list[list[tuple[int, float]]]:
     """As `run_epoch`, per epoch the size and the true divisor of each window, fetching `steps` batches at a time."""
     epoch = FakeEpoch(length, known)
-    window = AccumulationWindow(steps, lambda: epoch)
+    window = Window(steps, progress=LoaderProgress(lambda: epoch))
     applied: list[list[tuple[int, float]]] = []
     for _ in range(epochs):
         applied.append([])
@@ -95,8 +104,8 @@ def run_fetched(steps: int, length: int, *, known: bool, context: bool, epochs: 
                 window.count_backward()
                 divisors.append(window.divisor)
                 assert ends == window.ends_here
-                if (context or index == count - 1) and window.count_step():
-                    true = {divisor / window.correction for divisor in divisors}
+                if (context or index == count - 1) and (correction := step(window)):
+                    true = {divisor / correction for divisor in divisors}
                     applied[-1].append((len(divisors), true.pop()))
                     assert not true
                     divisors = []
@@ -127,7 +136,7 @@ def test_a_window_fetched_before_accumulate(length: int, sizes: list[int], known
 def test_gradients_dropped_in_a_fetched_window() -> None:
     """zero_grad() inside accumulate() opens the window anew and takes no further batch from those that are fetched."""
     epoch = FakeEpoch(8)
-    window = AccumulationWindow(4, lambda: epoch)
+    window = Window(4, progress=LoaderProgress(lambda: epoch))
     acts = []
     for index in range(8):
         epoch.batch = 3 if index < 4 else 7
@@ -136,7 +145,7 @@ def test_gradients_dropped_in_a_fetched_window() -> None:
             if index == 5:
                 window.restart()
                 window.count_backward()
-            acts.append(window.count_step())
+            acts.append(bool(step(window)))
     assert [index for index, act in enumerate(acts) if act] == [3, 7]
 
 
@@ -146,7 +155,7 @@ def test_gradients_dropped_in_a_fetched_window() -> None:
 def test_batches_that_the_loop_leaves_out(left_out: set[int], context: bool, known: bool) -> None:
     """`continue` on a bad batch is no fetching ahead: the epoch's last batch ends the window, of what it had."""
     epoch = FakeEpoch(10, known)
-    window = AccumulationWindow(4, lambda: epoch)
+    window = Window(4, progress=LoaderProgress(lambda: epoch))
     for _ in range(2):
         sizes, divisors = [], []
         for epoch.batch in range(10):
@@ -156,8 +165,8 @@ def test_batches_that_the_loop_leaves_out(left_out: set[int], context: bool, kno
                 window.enter_batch()
             window.count_backward()
             divisors.append(window.divisor)
-            if window.count_step():
-                assert {divisor / window.correction for divisor in divisors} == {float(len(divisors))}
+            if correction := step(window):
+                assert {divisor / correction for divisor in divisors} == {float(len(divisors))}
                 sizes.append(len(divisors))
                 divisors = []
             if context:
@@ -176,15 +185,15 @@ def test_windows_over_several_loaders(in_turn: bool, sizes: list[int], context: 
     else:
         order = [(epoch, batch) for epoch in (first, second) for batch in range(epoch.length)]
     running = [first]
-    window = AccumulationWindow(4, lambda: running[0])
+    window = Window(4, progress=LoaderProgress(lambda: running[0]))
     found, divisors = [], []
     for running[0], running[0].batch in order:
         if context:
             window.enter_batch()
         window.count_backward()
         divisors.append(window.divisor)
-        if window.count_step():
-            assert {divisor / window.correction for divisor in divisors} == {float(len(divisors))}
+        if correction := step(window):
+            assert {divisor / correction for divisor in divisors} == {float(len(divisors))}
             found.append(len(divisors))
             divisors = []
         if context:
@@ -213,7 +222,7 @@ def cycled(loader: DataLoader) -> Iterator[int]:
 def windows_of(batches: Iterable[Any], *, steps: int, context: bool) -> list[int]:
     """Micro-batches of each window, one for each of `batches`; each is averaged over its own size."""
     loops = RunningLoops()
-    window = AccumulationWindow(steps, loops.find_leader, loops.count_batch)
+    window = Window(steps, progress=LoaderProgress(loops.find_leader, loops.count_batch))
     sizes, divisors = [], []
     for _ in batches:
         if context:
@@ -222,8 +231,8 @@ def windows_of(batches: Iterable[Any], *, steps: int, context: bool) -> list[int
         window.count_backward()
         assert ends == window.ends_here
         divisors.append(window.divisor)
-        if window.count_step():
-            found = [divisor / window.correction for divisor in divisors]
+        if correction := step(window):
+            found = [divisor / correction for divisor in divisors]
             assert found == pytest.approx([len(divisors)] * len(divisors))
             sizes.append(len(divisors))
             divisors = []
@@ -282,13 +291,13 @@ def test_loops_inside_loops_and_windows(context: bool, capsys: pytest.CaptureFix
     assert windows_of(nested, steps=3, context=context) == [3, 2] * 7
 
 
-def by_hand(loader: DataLoader, backwards: Callable[[AccumulationWindow], None], steps: int = 2) -> AccumulationWindow:
+def by_hand(loader: DataLoader, backwards: Callable[[Window], None], steps: int = 2) -> Window:
     """A loop that calls `backwards` for each batch, and steps after it."""
     loops = RunningLoops()
-    window = AccumulationWindow(steps, loops.find_leader, loops.count_batch)
+    window = Window(steps, progress=LoaderProgress(loops.find_leader, loops.count_batch))
     for _ in loader:
         backwards(window)
-        window.count_step()
+        step(window)
     return window
 
 
@@ -296,7 +305,7 @@ def test_two_backwards_in_one_batch_are_ambiguous() -> None:
     """By hand, with accumulation, in a loop over a prepared loader: the error names both readings, at the second."""
     seen: list[int] = []
 
-    def two_losses(window: AccumulationWindow) -> None:
+    def two_losses(window: Window) -> None:
         for number in range(2):
             window.count_backward()
             seen.append(number)
@@ -308,14 +317,14 @@ def test_two_backwards_in_one_batch_are_ambiguous() -> None:
         seen.clear()
     by_hand(loader_of(4), two_losses, steps=1)  # without accumulation gradients add up, as in plain torch
 
-    def with_context(window: AccumulationWindow) -> None:
+    def with_context(window: Window) -> None:
         with window:
             two_losses(window)
 
     by_hand(loader_of(4), with_context)
-    window = AccumulationWindow(2)
+    window = Window(2)
     two_losses(window)
-    assert window.count_step(), "with no prepared loader running, backwards are counted"
+    assert step(window), "with no prepared loader running, backwards are counted"
     assert list(loader_of(2))
     two_losses(window)
 
@@ -323,7 +332,7 @@ def test_two_backwards_in_one_batch_are_ambiguous() -> None:
 def test_a_batch_may_be_computed_again_after_its_gradients_were_dropped() -> None:
     """As a loop does that meets a loss that is not finite, or that has run out of memory."""
 
-    def again(window: AccumulationWindow) -> None:
+    def again(window: Window) -> None:
         window.count_backward()
         assert window.dropping_is_meant
         window.restart()
@@ -335,7 +344,7 @@ def test_a_batch_may_be_computed_again_after_its_gradients_were_dropped() -> Non
 def test_two_backwards_after_batches_that_were_left_out() -> None:
     """What a jump of the loader leaves open, whether the loop fetches ahead, is known one batch later."""
     loops = RunningLoops()
-    window = AccumulationWindow(4, loops.find_leader, loops.count_batch)
+    window = Window(4, progress=LoaderProgress(loops.find_leader, loops.count_batch))
     loader = iter(loader_of(9))
     for _ in range(5):
         next(loader)
@@ -351,66 +360,67 @@ def test_windows_that_are_fetched_before_they_are_computed_are_not_ambiguous(str
     """One backward for each batch that was fetched, whenever; also by a loop that fetches one batch ahead."""
     for fetched in (1, 2, 4):
         loops = RunningLoops()
-        window = AccumulationWindow(4, loops.find_leader, loops.count_batch)
+        window = Window(4, progress=LoaderProgress(loops.find_leader, loops.count_batch))
         sizes = []
         for _ in range(2):
             iterator = iter(loader_of(10, stream=stream))
             for first in range(0, 10, fetched):
                 for _ in list(islice(iterator, min(fetched, 10 - first))):
                     window.count_backward()
-                if (fetched == 1 or window.ends_here) and window.count_step():
-                    sizes.append(window._backwards)
+                backwards = window._backwards
+                if (fetched == 1 or window.ends_here) and step(window):
+                    sizes.append(backwards)
         assert sizes == [4, 4, 2] * 2
     ahead = iter(loader_of(10, stream=stream))
-    window = AccumulationWindow(4, loops.find_leader, loops.count_batch)
+    window = Window(4, progress=LoaderProgress(loops.find_leader, loops.count_batch))
     coming, acts = next(ahead, None), []
     while coming is not None:
         coming = next(ahead, None)
         window.count_backward()
-        acts.append(window.count_step())
+        acts.append(bool(step(window)))
     assert len(acts) == 10
 
 
 def test_without_a_loader_windows_are_of_the_given_size() -> None:
     """A loop over anything else than a prepared loader accumulates `steps` micro-batches."""
-    window = AccumulationWindow(3)
+    window = Window(3)
     acts = []
     for _ in range(7):
         window.count_backward()
-        acts.append(window.count_step())
+        acts.append(bool(step(window)))
     assert acts == [False, False, True, False, False, True, False]
 
 
 def test_several_backwards_and_one_step_without_accumulation() -> None:
     """With gradient_accumulation_steps 1, a hand-written loop may add up as many backwards as it likes."""
-    window = AccumulationWindow(1)
+    window = Window(1)
     for _ in range(3):
         window.count_backward()
     assert window.divisor == 1
-    assert window.count_step()
+    assert step(window)
 
 
 def test_step_at_every_window_by_hand() -> None:
     """`if (i + 1) % n == 0: step()` is understood as well as a step after each micro-batch."""
-    window = AccumulationWindow(4)
+    window = Window(4)
     for _ in range(3):
         for _ in range(4):
             window.count_backward()
-        assert window.count_step()
+        assert step(window)
 
 
 def test_a_step_at_another_cadence_is_an_error() -> None:
     """Stepping every two backwards with gradient_accumulation_steps 4 cannot be what was meant."""
-    window = AccumulationWindow(4)
+    window = Window(4)
     window.count_backward()
     window.count_backward()
     with pytest.raises(LoopError, match="after 2 backwards, but gradient_accumulation_steps is 4"):
-        window.count_step()
+        step(window)
 
 
 def test_more_backwards_than_the_window_is_an_error() -> None:
     """Eight backwards without a step, with gradient_accumulation_steps 4, would silently lose the division."""
-    window = AccumulationWindow(4)
+    window = Window(4)
     for _ in range(4):
         window.count_backward()
     with pytest.raises(LoopError, match="ran 5 times without"):
@@ -420,11 +430,11 @@ def test_more_backwards_than_the_window_is_an_error() -> None:
 def test_no_step_at_the_end_of_an_epoch() -> None:
     """`if (i + 1) % 4 == 0: step()` over 10 batches: the next epoch's first backward says what to write."""
     epoch = FakeEpoch(10)
-    window = AccumulationWindow(4, lambda: epoch)
+    window = Window(4, progress=LoaderProgress(lambda: epoch))
     for epoch.batch in range(10):
         window.count_backward()
         if (epoch.batch + 1) % 4 == 0:
-            assert window.count_step()
+            assert step(window)
     epoch.batch = 0
     with pytest.raises(LoopError, match=r"last accumulation window has 2(.|\n)* or i \+ 1 == len\(loader\)"):
         window.count_backward()
@@ -432,33 +442,33 @@ def test_no_step_at_the_end_of_an_epoch() -> None:
 
 def test_an_early_step_at_the_end_of_a_loader_that_was_not_prepared() -> None:
     """After whole windows, without a running loader, the advice is to prepare it."""
-    window = AccumulationWindow(4)
+    window = Window(4)
     for _ in range(4):
         window.count_backward()
-    assert window.count_step()
+    assert step(window)
     window.count_backward()
     window.count_backward()
     with pytest.raises(LoopError, match=r"previous windows had 4(.|\n)*prepare\(\) the loader"):
-        window.count_step()
+        window.count_step(has_stepped=True)
 
 
 def test_a_window_goes_on_over_a_break(capfd: pytest.CaptureFixture[str]) -> None:
     """An epoch that is left inside a window: its gradients count in the next one, and that is said once."""
     epoch = FakeEpoch(10)
-    window = AccumulationWindow(4, lambda: epoch)
+    window = Window(4, progress=LoaderProgress(lambda: epoch))
     acts = []
     for _ in range(3):
         for epoch.batch in range(6):
             with window:
                 window.count_backward()
-                acts.append(window.count_step())
+                acts.append(bool(step(window)))
     assert [index for index, act in enumerate(acts) if act] == [3, 7, 11, 15]
     assert capfd.readouterr().err.count("an epoch was left after 2 of the 4 micro-batches") == 1
 
 
 def test_entering_accumulate_twice_is_an_error() -> None:
     """A nested accumulate() would count one micro-batch as two."""
-    window = AccumulationWindow(2)
+    window = Window(2)
     window.enter_batch()
     with pytest.raises(LoopError, match="inside accumulate"):
         window.enter_batch()
@@ -466,57 +476,57 @@ def test_entering_accumulate_twice_is_an_error() -> None:
 
 def test_step_after_the_context_acts_on_its_boundary() -> None:
     """optimizer.step() may stand after the `with accumulate` block."""
-    window = AccumulationWindow(2)
+    window = Window(2)
     acts = []
     for _ in range(4):
         window.enter_batch()
         window.count_backward()
         window.leave_batch()
-        acts.append(window.count_step())
+        acts.append(bool(step(window)))
     assert acts == [False, True, False, True]
 
 
 def test_two_optimizers_step_at_one_boundary() -> None:
     """A second optimizer's step in the same batch acts as the first one's did."""
-    window = AccumulationWindow(2)
+    window = Window(2)
     window.enter_batch()
     window.count_backward()
-    assert not window.count_step()
-    assert not window.count_step()
+    assert not step(window)
+    assert not step(window)
     window.leave_batch()
     window.enter_batch()
     window.count_backward()
     window.count_backward()
-    assert window.count_step()
+    assert step(window)
     assert window.ends_here
-    assert window.count_step()
+    assert step(window)
 
 
 def test_zero_grad_drops_only_between_backward_and_step() -> None:
     """First in the loop or after a step it means nothing; between backward and step it drops."""
-    window = AccumulationWindow(1)
+    window = Window(1)
     assert not window.dropping_is_meant
     window.count_backward()
     assert window.dropping_is_meant
     window.restart()
     assert not window.dropping_is_meant
     window.count_backward()
-    window.count_step()
+    step(window)
     assert not window.dropping_is_meant
 
 
 def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> None:
     """Not those of another model's loss, nor dropped ones: there a checkpoint lacks nothing."""
-    window = AccumulationWindow(2)
+    window = Window(2)
     assert not window.holds_gradients
     with window:
         window.count_backward()
         assert window.holds_gradients
-        assert not window.count_step()
+        assert not step(window)
     assert window.holds_gradients
     with window:
         window.count_backward()
-        assert window.count_step()
+        assert step(window)
     assert not window.holds_gradients
     window.count_foreign_backward()
     assert not window.holds_gradients
@@ -529,19 +539,19 @@ def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> N
 @pytest.mark.parametrize("decides", [False, True])
 def test_what_is_gone_on_from_elsewhere_begins_a_window(decides: bool) -> None:
     """Wherever the loop stood, also where it tells the window's end itself: the same as before the first batch."""
-    window = AccumulationWindow(3)
+    window = Window(3)
     window.count_backward()
     if decides:
         window.decide(False)
     window.begin()
     assert window.ends_here
     assert [(window.count_backward(), window.ends_here)[1] for _ in range(3)] == [False, False, True]
-    assert window.count_step()
+    assert step(window)
 
 
 def test_zero_grad_never_drops_inside_accumulate() -> None:
     """Inside accumulate() gradients of earlier micro-batches are kept."""
-    window = AccumulationWindow(2)
+    window = Window(2)
     window.enter_batch()
     window.count_backward()
     assert not window.dropping_is_meant

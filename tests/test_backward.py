@@ -14,8 +14,8 @@ from zero_plugin.errors import LoopError
 from zero_plugin.loop.backward import run_backward
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
+from zero_plugin.loop.window import TogetherWindows, Window
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.strategies.window import AccumulationWindow, TogetherWindows
 from zero_plugin.tensors.wrappers import find_leaves
 
 
@@ -27,10 +27,10 @@ def make_trainings(count: int, steps: int = 1) -> list[Training]:
         nn.init.ones_(model.weight)
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         session = TorchSession(model, model, sgd, precision="no", clipping=None)
-        window = AccumulationWindow(steps)
+        window = Window(steps, session)
         resolved: Any = SimpleNamespace(precision="no")
         optimizer = AcceleratedOptimizer(sgd)
-        optimizer.run_in(session, window)
+        optimizer.run_in(window)
         parameters = tuple(model.parameters())
         trainings.append(Training(session, Facts(), resolved, window, parameters, sgd, optimizer))
     if count > 1:

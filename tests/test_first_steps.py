@@ -16,8 +16,8 @@ from zero_plugin.errors import LoopError
 from zero_plugin.loop.backward import FirstSteps
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
+from zero_plugin.loop.window import Window
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Loop:
@@ -31,12 +31,12 @@ class Loop:
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             session = TorchSession(model, model, sgd, precision="no", clipping=None)
             trained = tuple(p for p in model.parameters() if p.requires_grad)
-            optimizer, window = AcceleratedOptimizer(sgd), AccumulationWindow(1)
-            optimizer.run_in(session, window)
+            optimizer, window = AcceleratedOptimizer(sgd), Window(1, session)
+            optimizer.run_in(window)
             resolved: Any = SimpleNamespace(precision="no")
             self.trainings.append(Training(session, Facts(), resolved, window, trained, sgd, optimizer))
-        self.epoch: Any = None
-        self.first_steps = FirstSteps(self.trainings, lambda: self.epoch)
+        self.current: Any = None
+        self.first_steps = FirstSteps(self.trainings, self)
         self.first_steps.begin()
 
     def backward(self, which: int = 0, *further: nn.Module) -> bool:
@@ -68,9 +68,9 @@ def test_every_epoch_is_looked_at() -> None:
     loop = Loop()
     for _ in range(20):
         loop.backward()
-    loop.epoch = SimpleNamespace(position=7, end_of_dataloader=False)
+    loop.current = SimpleNamespace(position=7, end_of_dataloader=False)
     assert not loop.backward()
-    loop.epoch.position = 0
+    loop.current.position = 0
     with pytest.raises(LoopError, match="no prepared model"):
         loop.backward(0, nn.Linear(1, 1))
 
@@ -136,14 +136,14 @@ def test_a_loop_that_steps_is_told_nothing(caplog: pytest.LogCaptureFixture) -> 
 def test_several_losses_of_the_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     """Two backwards before the first step, as in a GAN's critic, are no loop that never steps; an epoch of them is."""
     loop = Loop()
-    loop.epoch = SimpleNamespace(position=0, end_of_dataloader=False)
+    loop.current = SimpleNamespace(position=0, end_of_dataloader=False)
     for _ in range(3):
         loop.backward()
     assert not caplog.messages
-    loop.epoch.position = 1
+    loop.current.position = 1
     loop.backward()
     assert not caplog.messages
-    loop.epoch.position = 0
+    loop.current.position = 0
     loop.backward()
     assert "optimizer.step() was never called" in caplog.messages[0]
 

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
+from zero_plugin.loop.window import Window
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Loop:
@@ -24,14 +24,13 @@ class Loop:
         self.weight = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.ones_(self.weight.weight)
         self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
-        self.window = AccumulationWindow(steps)
         self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
+        self.window = Window(steps, self.session)
         self.optimizer = AcceleratedOptimizer(self.sgd)
-        self.optimizer.run_in(self.session, self.window)
+        self.optimizer.run_in(self.window)
 
     def backward(self, gradient: float = 1.0) -> None:
-        self.window.count_backward()
-        self.session.backward(self.weight(torch.tensor([gradient])).sum() / self.window.divisor)
+        self.window.backward(self.weight(torch.tensor([gradient])).sum())
 
     @property
     def value(self) -> float:
@@ -79,8 +78,9 @@ def test_an_optimizers_own_zero_grad_drops_the_gradients() -> None:
         if not isinstance(optimizer, Clearing):
             optimizer.zero_grad = lambda set_to_none=True: cleared.append("object")  # type: ignore[method-assign]
         session = TorchSession(layer, layer, optimizer, precision="no", clipping=None)
-        session.backward(layer(torch.ones(1)).sum())
-        session.drop_gradients()
+        window = Window(1, session)
+        window.backward(layer(torch.ones(1)).sum())
+        window.zero_grad()
         session.close()
     assert cleared == ["class", "object"]
 
@@ -113,7 +113,7 @@ def test_a_clipped_window_that_was_dropped_is_forgotten() -> None:
     """The next window is neither clipped nor corrected by the one that was dropped."""
     loop = Loop()
     loop.backward(100.0)
-    assert float(loop.optimizer.clip(1e-3, norm_type=2.0, only=None)) == 100.0
+    assert float(loop.window.clip(1e-3)) == 100.0
     loop.optimizer.zero_grad()
     loop.backward(1.0)
     loop.optimizer.step()
@@ -144,7 +144,7 @@ def test_by_itself() -> None:
     torch.nn.init.ones_(model.weight)
     optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), device_placement=False)
     model(torch.tensor([4.0])).sum().backward()
-    assert float(optimizer.clip(1.0, norm_type=2.0, only=None)) == 4.0
+    assert float(optimizer.window.clip(1.0)) == 4.0
     optimizer.step()
     assert float(model.weight.detach()) == pytest.approx(0.5)
     assert (optimizer.applied_steps, optimizer.step_was_skipped, optimizer.loss_scale) == (1, False, 1.0)
@@ -155,7 +155,7 @@ def test_by_itself() -> None:
 def test_what_may_not_step() -> None:
     """An optimizer whose model has to be prepared says so, instead of training it as it is."""
     optimizer = Loop().optimizer
-    optimizer.run_in(UnpreparedOptimizer(Loop().sgd, AccumulationWindow(1), steps=False), AccumulationWindow(1))
+    optimizer.run_in(Window(1, UnpreparedOptimizer(Loop().sgd, steps=False)))
     with pytest.raises(LoopError, match="the model of this SGD was not prepared"):
         optimizer.step()
 

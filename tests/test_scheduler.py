@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, One
 
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.window import Window
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.strategies.window import AccumulationWindow
 
 
 class Loop:
@@ -22,14 +22,13 @@ class Loop:
         self.weight = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.ones_(self.weight.weight)
         self.sgd = torch.optim.SGD(self.weight.parameters(), lr=lr, momentum=0.5)
-        self.window = AccumulationWindow(steps)
         self.session = TorchSession(self.weight, self.weight, self.sgd, precision="no", clipping=None)
+        self.window = Window(steps, self.session)
         self.optimizer = AcceleratedOptimizer(self.sgd)
-        self.optimizer.run_in(self.session, self.window)
+        self.optimizer.run_in(self.window)
 
     def backward(self, gradient: float = 1.0) -> None:
-        self.window.count_backward()
-        self.session.backward(self.weight(torch.tensor([gradient])).sum() / self.window.divisor)
+        self.window.backward(self.weight(torch.tensor([gradient])).sum())
 
     @property
     def value(self) -> float:

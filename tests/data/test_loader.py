@@ -27,7 +27,7 @@ from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.data.read_ahead import move_batch
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.strategies.window import AccumulationWindow
+from zero_plugin.loop.window import LoaderProgress, Window
 
 
 class Numbers(Dataset):
@@ -295,7 +295,7 @@ def test_a_wrong_length_closes_windows_rightly(said: int, context: bool) -> None
     for data in (Numbers(10), SizedStream(10)):
         batches = {"batch_sampler": Boasting(range(10), 2, False)} if isinstance(data, Numbers) else {"batch_size": 2}
         loader, sizes, divisors = alone(DataLoader(data, **batches)), [], []
-        window = AccumulationWindow(3, lambda: RUNNING.current)
+        window = Window(3, progress=LoaderProgress(lambda: RUNNING.current))
         for _ in (batch for _ in range(2) for batch in loader):
             if context:
                 window.enter_batch()
@@ -305,6 +305,7 @@ def test_a_wrong_length_closes_windows_rightly(said: int, context: bool) -> None
                 assert [divisor / window.correction for divisor in divisors] == pytest.approx(
                     [len(divisors)] * len(divisors)
                 )
+                assert window.apply()
                 sizes.append(len(divisors))
                 divisors = []
             if context:

@@ -12,8 +12,8 @@ ROWS = [
     Row(
         "a backward goes to the models that it reaches",
         "loop/backward.py",
-        "        training.session.close_backward(reached=training.reached)",
-        "        training.session.close_backward(reached=True)",
+        "        training.window.close_backward(reached=training.reached)",
+        "        training.window.close_backward(reached=True)",
         joint_checks("together", "clipping_is_of_one_model", "zero0", "zero2", "zero3"),
         "Error",
     ),
@@ -62,7 +62,7 @@ ROWS = [
     Row(
         "a backward counts before the next forward, at stage 3",
         GRADIENTS,
-        "        self._wrapper.micro_step_id = micro_batch\n",
+        "        self._wrapper.micro_step_id = 0 if is_first else 1\n",
         "",
         joint_checks("together", "forwards_before_backwards", "zero3"),
         "off by",
@@ -86,7 +86,7 @@ ROWS = [
     Row(
         "what came before another scale is rescaled, on engines",
         ENGINE,
-        "            self._gradients.scale(scale / wrapper.loss_scale)",
+        "            self.scale_gradients(scale / wrapper.loss_scale)",
         "            pass",
         joint_checks("together", "a_loss_scale_changes_inside_a_window", "zero1", "zero2", "zero3"),
         "off by",

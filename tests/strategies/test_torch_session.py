@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_plugin.loop.window import Window
 from zero_plugin.strategies.base import SessionRequest
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.strategies.torch_strategies import torch_optimizer
@@ -29,8 +30,9 @@ def test_clipping_is_torchs_to_the_bit(share: float, skips: bool) -> None:
 
     sgd = torch.optim.SGD(layer.parameters())
     session = TorchSession(layer, layer, sgd, precision="no", clipping=None, skips=skips)
-    session.backward(layer(x).square().sum())
-    assert torch.equal(session.clip(share * before), norm)
+    window = Window(1, session)
+    window.backward(layer(x).square().sum())
+    assert torch.equal(window.clip(share * before), norm)
     for p, gradient in zip(layer.parameters(), expected, strict=True):
         assert torch.equal(p.grad, gradient)
     session.close()
@@ -69,10 +71,11 @@ def test_a_step_reads_one_number_to_know_whether_it_is_applied(skips: bool, clip
     layer = torch.nn.Linear(5, 3)
     adamw = torch.optim.AdamW(layer.parameters(), fused=True)
     session = TorchSession(layer, layer, adamw, precision="no", clipping=None, skips=skips)
-    session.backward(layer(torch.ones(4, 5)).square().sum())
+    window = Window(1, session)
+    window.backward(layer(torch.ones(4, 5)).square().sum())
     with Reads() as reads:
         if clips:
-            session.clip(1.0)
-        session.step()
+            window.clip(1.0)
+        window.apply()
     assert reads.count == (1 if skips else 0)
     session.close()

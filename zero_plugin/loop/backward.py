@@ -6,8 +6,8 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.nn.modules.module import (
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
+from zero_plugin.loop.window import Epoch, Window
 from zero_plugin.strategies.base import Strategy
-from zero_plugin.strategies.window import AccumulationWindow, Epoch
 from zero_plugin.tensors.wrappers import find_leaves
 
 _log = logging.getLogger(__name__)
@@ -41,14 +41,10 @@ def run_backward(
         The models of `trainings` that the loss depends on.
 
     Raises:
-        LoopError: see `Session.open_backward`, `Session.close_backward` and `AccumulationWindow.count_backward`; or
-            it is ambiguous which model the micro-batch belongs to.
+        LoopError: see `Window.backward`; or it is ambiguous which model the micro-batch belongs to.
     """
     if len(trainings) == 1:
-        window = trainings[0].window
-        window.count_backward()
-        divided = loss if window.divisor == 1 else loss / window.divisor
-        trainings[0].session.backward(divided, ends_window=window.ends_here, **kwargs)
+        trainings[0].window.backward(loss, **kwargs)
         reached = trainings
     else:
         reached = _run_through_several(trainings, loss, **kwargs)
@@ -57,19 +53,22 @@ def run_backward(
     return reached
 
 
-def run_plain_backward(window: AccumulationWindow, loss: Tensor, *, counts: bool, **kwargs: Any) -> None:
+def run_plain_backward(windows: Sequence[Window], loss: Tensor, **kwargs: Any) -> None:
     """Torch's own backward, where no model was prepared with its optimizer.
 
     Args:
-        window: the loss is divided by its number of micro-batches.
+        windows: the default window, by whose micro-batches the loss is divided, and those of the waiting optimizers. If
+            there are none of these, backwards outside `accumulate()` are not counted.
         loss: a scalar.
-        counts: whether an optimizer steps by this window, so that backwards outside `accumulate()` are counted.
         **kwargs: for `torch.autograd.backward`.
     """
-    if counts or window.in_context:
-        window.count_backward()
-    divisor = window.divisor
+    for window in windows:
+        if len(windows) > 1 or window.in_context:
+            window.count_backward()
+    divisor = windows[0].divisor
     torch.autograd.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+    for window in windows:
+        window.note_backward()
 
 
 def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: Any) -> Sequence[Training]:
@@ -77,19 +76,19 @@ def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: 
     steps = trainings[0].window.steps
     for training in trainings:
         training.reached = False
-        training.session.open_backward(ends_window=training.window.next_backward_ends, loss=loss)
+        training.window.open_backward(loss, ends_window=training.window.next_backward_ends)
     try:
         scaled = trainings[0].session.scale_loss(loss)
         torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)
     except BaseException as error:
         for training in trainings:
-            training.session.abandon_backward(reached=training.reached)
+            training.window.abandon_backward(reached=training.reached)
         for training in trainings:
             if (explained := training.session.explain(error)) is not None:
                 raise explained from error
         raise
     for training in trainings:
-        training.session.close_backward(reached=training.reached)
+        training.window.close_backward(reached=training.reached)
     reached = [training for training in trainings if training.reached]
     _count(trainings, reached, steps)
     return reached
@@ -120,7 +119,7 @@ def _share_loss_scale(trainings: Sequence[Training]) -> None:
     scales = [training.session.loss_scale for training in trainings]
     for training, scale in zip(trainings, scales, strict=True):
         if scale != min(scales):
-            training.session.set_loss_scale(min(scales))
+            training.window.set_loss_scale(min(scales))
 
 
 def _names(trainings: Sequence[Training]) -> str:
@@ -134,6 +133,14 @@ _EVERY = 100
 _STARTS = 3  # so many epochs are also checked at their first batch
 
 
+class RunningLoader(Protocol):
+    """Which prepared loader is being iterated."""
+
+    @property
+    def current(self) -> Epoch | None:
+        """The loader of the innermost loop; None outside of loops."""
+
+
 class FirstSteps:
     """Detects losses that depend on parameters that are not prepared, and loops that never call `optimizer.step()`.
 
@@ -142,12 +149,12 @@ class FirstSteps:
 
     Args:
         trainings: all prepared models; the caller adds to this list.
-        running_epoch: returns the prepared loader that is being iterated.
+        running: has the prepared loader that is being iterated.
     """
 
-    def __init__(self, trainings: Sequence[Training], running_epoch: Callable[[], Epoch | None]) -> None:
+    def __init__(self, trainings: Sequence[Training], running: RunningLoader) -> None:
         self._trainings = trainings
-        self._running_epoch = running_epoch
+        self._running = running
         self._backwards = 0  # since the last call of `begin`
         self._next = 1  # the number of the next backward that is checked in any case
         self._starts = 0  # epochs whose first batch was checked
@@ -185,7 +192,7 @@ class FirstSteps:
         if self._backwards >= self._next or self._has_changed:
             return True
         if self._starts < _STARTS:
-            epoch = self._running_epoch()
+            epoch = self._running.current
             if epoch is not None and epoch.position == 0:
                 self._starts += 1
                 return True
@@ -230,7 +237,7 @@ class FirstSteps:
                 self._new.remove(training)
         is_first = len(trained) == 1 and bool(self._new)  # with one model, `reached` is not recorded
         self._next = self._backwards + (1 if is_first else _EVERY)
-        epoch = self._running_epoch()
+        epoch = self._running.current
         position = 0 if epoch is None else epoch.position
         self._has_advanced |= position > 0
         if self._backwards > _EVERY or (

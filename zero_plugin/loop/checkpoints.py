@@ -297,7 +297,6 @@ class Checkpoints:
             zip(self._prepared.trainings, manifest.models, saved["models"], strict=True)
         ):
             if training.optimizer is not None:
-                training.session.drop_gradients()
                 training.window.begin()
             optimizer = {} if record["optimizer"] is None else record["optimizer"]
             report.not_restored += load_tensors(

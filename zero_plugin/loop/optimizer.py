@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.errors import LoopError
+from zero_plugin.loop.window import Phase, Window
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer, has_step_hooks
-from zero_plugin.strategies.window import AccumulationWindow
 
 if TYPE_CHECKING:
     from zero_plugin.data.active import GradientState
@@ -40,7 +40,7 @@ class AcceleratedOptimizer(Optimizer):
         scaler: must be None; the session has the loss scale of fp16.
 
     Attributes:
-        session: the session that runs it.
+        window: the accumulation window of its model, which it steps.
         skipped_in_a_row: the number of steps that were skipped since the last applied one.
         applied_steps: the number of applied steps.
         acted: False if the last call of `step` was inside an accumulation window, where it does nothing.
@@ -64,26 +64,26 @@ class AcceleratedOptimizer(Optimizer):
         self.applied_steps = 0
         self.schedulers: list[AcceleratedScheduler] = []
         self.acted = True
-        self._window = AccumulationWindow(1)
-        self.session: Session | UnpreparedOptimizer = UnpreparedOptimizer(
-            optimizer, self._window, steps=num_processes() == 1
-        )
+        self.window = Window(1, UnpreparedOptimizer(optimizer, steps=num_processes() == 1))
         self._is_overflow = False  # Accelerate's name for it, which the tests of other libraries set
-        self._corrected = False
         self._warned_of_skips = False
-        self._is_cleared = True  # zero_grad() was called since the last applied step
         self._mentioned: set[str] = set()
         self._after_step: list[Callable[[], None]] = []
         # The hooks of the script that the running optimizer does not call itself.
         self._pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self._post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
 
-    def run_in(self, session: Session | UnpreparedOptimizer, window: AccumulationWindow) -> None:
-        """From now on, `step` steps `session` where `window` ends."""
-        self.session, self._window = session, window
-        if isinstance(session, Session):
-            self._pre_hooks.update(session.step_hooks[0])
-            self._post_hooks.update(session.step_hooks[1])
+    def run_in(self, window: Window) -> None:
+        """From now on, `step` steps the session of `window` where the window ends."""
+        self.window = window
+        if isinstance(window.session, Session):
+            self._pre_hooks.update(window.session.step_hooks[0])
+            self._post_hooks.update(window.session.step_hooks[1])
+
+    @property
+    def session(self) -> Session | UnpreparedOptimizer:
+        """The session that runs it."""
+        return self.window.session
 
     @property
     def waits(self) -> bool:
@@ -184,21 +184,20 @@ class AcceleratedOptimizer(Optimizer):
         if closure is not None:
             raise LoopError("optimizer.step(closure) is not supported: gradients come from accelerator.backward(loss).")
         _ = self.optimizer  # raises once training has ended
-        is_again, has_gradients = self._window.is_applied, self._window.holds_gradients
-        self.acted = self._window.count_step()
+        kept = self.window.describe_kept_gradients()
+        self.acted = self.window.count_step(has_stepped=self.applied_steps > 0)
         if not self.acted:
             return
-        if not self._is_cleared and isinstance(self.session, Session):
-            self._warn_of_kept_gradients(is_again=is_again, by_script=self.session.cleared_by_script)
-        self._correct()
+        if kept is not None and kept not in self._mentioned:
+            self._mentioned.add(kept)
+            announce(f"{kept}. Call optimizer.zero_grad() after each step().")
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
-        culprit = self.session.first_nonfinite() if last_chance else None
+        culprit = self.window.first_nonfinite() if last_chance else None
         self._await_copy()
         for hook in tuple(self._pre_hooks.values()):
             if hook(self, (), {}) is not None:
                 raise LoopError("a step_pre_hook returned other arguments for step(), which takes none.")
-        self._is_overflow = not self.session.step()
-        self._corrected = False
+        self._is_overflow = not self.window.apply()
         if self._is_overflow:
             self._count_skip(culprit)
             return
@@ -206,7 +205,6 @@ class AcceleratedOptimizer(Optimizer):
         self.applied_steps += 1
         for hook in tuple(self._post_hooks.values()):
             hook(self, (), {})
-        self._is_cleared = self._is_cleared and not has_gradients
         for call in self._after_step:
             call()
 
@@ -242,29 +240,7 @@ class AcceleratedOptimizer(Optimizer):
         Args:
             set_to_none: accepted for compatibility; gradients are always set to None.
         """
-        self._is_cleared = True
-        if self.session.failed or self._window.dropping_is_meant:
-            self.session.drop_gradients()
-            self._corrected = False
-            self._window.restart()
-        else:
-            self.session.drop_foreign_gradients()
-
-    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
-        """See `Session.clip`; inside a window, where gradients are incomplete, nothing is clipped and nan is returned.
-
-        Raises:
-            LoopError: the step was already taken; or see `Session.clip`.
-        """
-        if not self._window.ends_here:
-            return torch.tensor(float("nan"))
-        if self._window.is_applied and not self.session.failed:
-            raise LoopError(
-                "clip_grad_norm_() was called after optimizer.step(), which has applied and cleared the gradients.\n"
-                "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."
-            )
-        self._correct()
-        return self.session.clip(max_norm, norm_type=norm_type, only=only)
+        self.window.zero_grad()
 
     def clip_values(self, parameters: list[Tensor], largest: float) -> None:
         """Clamp each element of the next step's gradients to ±`largest`; inside a window nothing happens.
@@ -277,15 +253,16 @@ class AcceleratedOptimizer(Optimizer):
                 "clip_grad_value_ under ZeRO: its gradients are partitioned, and DeepSpeed clips by norm only.\n"
                 "Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
             )
-        if self._window.ends_here:
+        if self.window.ends_here:
             # Divides by the loss scale, and detects values that are not finite before they are clamped.
-            self.clip(float("inf"), norm_type=2.0, only=None)
+            self.window.clip(float("inf"))
             torch.nn.utils.clip_grad_value_(parameters, largest)
 
     def unscale(self) -> None:
         """Divide the next step's gradients by the loss scale, where scripts can read gradients."""
-        if self.session.unpartitioned_gradients and self.session.loss_scale != 1.0 and not self._window.is_applied:
-            self.clip(float("inf"), norm_type=2.0, only=None)
+        are_scaled = self.session.unpartitioned_gradients and self.session.loss_scale != 1.0
+        if are_scaled and self.window.phase is not Phase.APPLIED:
+            self.window.clip(float("inf"))
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call `hook(optimizer, args, kwargs)` before each step that ends a window, as torch's method does.
@@ -314,21 +291,6 @@ class AcceleratedOptimizer(Optimizer):
         """Undo `call_after_step`."""
         self._after_step.remove(call)
 
-    def _warn_of_kept_gradients(self, *, is_again: bool, by_script: bool | None) -> None:
-        """Warn once where plain torch would apply gradients a second time."""
-        what = (
-            "optimizer.step() was called twice without a backward() between them: the second call does nothing. Plain "
-            "PyTorch applies the same gradients again"
-            if is_again
-            else "zero_grad() was not called since the last applied step: its gradients were cleared nevertheless. "
-            "Plain PyTorch adds the next gradients to them"
-        )
-        if not is_again and by_script is None:
-            what += ", unless the script sets each p.grad = None, which cannot be detected under ZeRO"
-        if what not in self._mentioned and (is_again or not by_script):
-            self._mentioned.add(what)
-            announce(f"{what}. Call optimizer.zero_grad() after each step().")
-
     def _count_skip(self, culprit: str | None) -> None:
         self.skipped_in_a_row += 1
         if not self._warned_of_skips and self.session.loss_scale == 1.0:
@@ -345,12 +307,6 @@ class AcceleratedOptimizer(Optimizer):
                 "Look at that layer's inputs and at the loss (a division by 0, log(0), an empty batch), or lower the "
                 "learning rate; torch.autograd.set_detect_anomaly(True) finds the operation."
             )
-
-    def _correct(self) -> None:
-        """Rescale the gradients if the window was shorter than the number that its losses were divided by."""
-        if not self._corrected and self._window.correction != 1.0:
-            self.session.scale_gradients(self._window.correction)
-        self._corrected = True
 
     def _changeable(self, what: str) -> Optimizer:
         if not self.session.unpartitioned_gradients:
@@ -386,7 +342,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         # Attributes of the running optimizer, such as methods of a third-party class.
-        if name.startswith("_") or name == "session":
+        if name.startswith("_") or name == "window":
             raise AttributeError(name)
         self._await_copy()  # the attribute may be a method that changes states
         return getattr(self.optimizer, name)

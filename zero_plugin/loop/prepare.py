@@ -34,12 +34,12 @@ from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.schedule_report import describe_counting, own_steps
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import Pair, Training, parameters_left_out
+from zero_plugin.loop.window import LoaderProgress, Window
 from zero_plugin.machine.device_memory import peak_bytes
 from zero_plugin.plan.live_model import probe_model
 from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
 from zero_plugin.strategies.base import SessionRequest, Strategy
 from zero_plugin.strategies.torch_optimizers import CurveLR, build_scheduler, describe_optimizer
-from zero_plugin.strategies.window import AccumulationWindow
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def start_training(
     facts: Facts,
     strategy: Strategy,
     processes: Processes,
-    window: AccumulationWindow,
+    window: Window,
     pair: Pair,
     peek: Callable[[], Any],
     **how: bool,
@@ -143,10 +143,11 @@ def wrap_optimizer(
         loops: the running loops over prepared loaders.
         schedulers: its schedulers in this `prepare` call.
     """
-    training.window = AccumulationWindow(training.resolved.accumulation, loops.find_leader, loops.count_batch)
+    progress = LoaderProgress(loops.find_leader, loops.count_batch)
+    training.window = Window(training.resolved.accumulation, training.session, progress)
     assert training.session.optimizer is not None, "the session has just been given one"
     optimizer = AcceleratedOptimizer(training.session.optimizer) if held is None else held
-    optimizer.run_in(training.session, training.window)
+    optimizer.run_in(training.window)
     training.session.follow_zero_grad(optimizer.zero_grad)
     training.given_optimizer, training.optimizer = given, optimizer
     if training.prediction is not None:

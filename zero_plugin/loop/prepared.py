@@ -31,10 +31,11 @@ from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_other_steps
+from zero_plugin.loop.window import LoaderProgress, Window
 from zero_plugin.machine.device_memory import peak_bytes
 from zero_plugin.plan.run_facts import accelerator_kind, probe_loop, probe_machine, surely_train
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.window import AccumulationWindow
+from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 
 
 class Prepared:
@@ -50,7 +51,7 @@ class Prepared:
         waiting: optimizers whose models are not prepared yet.
         dataloaders: the prepared loaders.
         resolved: the resolved configuration of the model that was prepared last; None before.
-        default_window: the accumulation window of models and optimizers that were prepared without each other.
+        default_window: counts the micro-batches while no model is prepared with its optimizer.
         window: the accumulation window of the current micro-batch, or of the last one.
         first_steps: checks the first backwards for mistakes.
     """
@@ -69,7 +70,7 @@ class Prepared:
         self._loop = LoopFacts()  # facts about the loaders that were prepared last
         self._was_freed = False  # whether `free` was called since the last `prepare`
         self.window = self.default_window = self._new_window()
-        self.first_steps = FirstSteps(self.trainings, lambda: RUNNING.current)
+        self.first_steps = FirstSteps(self.trainings, RUNNING)
 
     # ---- what is prepared --------------------------------------------------------------------------------------------
 
@@ -89,9 +90,14 @@ class Prepared:
         return [scheduler for optimizer in self.optimizers for scheduler in optimizer.schedulers]
 
     @property
-    def windows(self) -> list[AccumulationWindow]:
+    def windows(self) -> list[Window]:
         """All accumulation windows."""
-        return [self.default_window, *(training.window for training in self.trained)]
+        return [*self.untrained_windows, *(training.window for training in self.trained)]
+
+    @property
+    def untrained_windows(self) -> list[Window]:
+        """The default window, then those of optimizers whose models are not prepared."""
+        return [self.default_window, *(held.window for held in self.waiting)]
 
     def training_of(self, model: nn.Module) -> Training | None:
         """The entry of `model`, the prepared model or the user's own module; None if it is not prepared."""
@@ -383,7 +389,7 @@ class Prepared:
         if isinstance(optimizer, DummyOptim):
             raise LoopError("prepare() got a DummyOptim without its model; pass both in the same call.")
         held = optimizer if isinstance(optimizer, AcceleratedOptimizer) else AcceleratedOptimizer(optimizer)
-        held.run_in(self._run.strategy.hold_optimizer(held.optimizer, self.default_window), self.default_window)
+        held.run_in(self._new_window(self._run.strategy.hold_optimizer(held.optimizer)))
         self.waiting.append(held)
         return held
 
@@ -445,11 +451,12 @@ class Prepared:
 
     # ---- windows -----------------------------------------------------------------------------------------------------
 
-    def _new_window(self) -> AccumulationWindow:
-        """A default window; see `default_window`."""
+    def _new_window(self, session: UnpreparedOptimizer | None = None) -> Window:
+        """A window of as many micro-batches as configured, for what is not trained by a prepared model."""
         steps = self._run.document.deepspeed.value("gradient_accumulation_steps")
         loops = self._running_loops()
-        return AccumulationWindow(steps if isinstance(steps, int) else 1, loops.find_leader, loops.count_batch)
+        progress = LoaderProgress(loops.find_leader, loops.count_batch)
+        return Window(steps if isinstance(steps, int) else 1, session, progress)
 
     def _running_loops(self) -> RunningLoops:
         """The running loops over prepared loaders, for one window."""

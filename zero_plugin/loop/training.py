@@ -22,9 +22,9 @@ from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
 from zero_plugin.loop.memory_check import Prediction
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.window import Window
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import algorithm_of, describe_groups, restore_groups, state_scalars
-from zero_plugin.strategies.window import AccumulationWindow
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Training:
     session: Session
     facts: Facts
     resolved: Resolved
-    window: AccumulationWindow
+    window: Window
     parameters: tuple[nn.Parameter, ...]
     given_optimizer: Optimizer | DummyOptim | None = None
     optimizer: AcceleratedOptimizer | None = None
@@ -129,7 +129,7 @@ class Training:
                 return None
             only = None if counted == len(stepped) else list(given)
         self._refuse_other_clipping(max_norm)
-        return self.optimizer.clip(max_norm, norm_type=norm_type, only=only)
+        return self.window.clip(max_norm, norm_type=norm_type, only=only)
 
     def _refuse_other_clipping(self, max_norm: float) -> None:
         entry = self.resolved.tree.get("gradient_clipping")

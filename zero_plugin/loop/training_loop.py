@@ -20,8 +20,8 @@ from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.training import Training
+from zero_plugin.loop.window import TogetherWindows
 from zero_plugin.strategies.base import Session
-from zero_plugin.strategies.window import TogetherWindows
 
 _NO_PARAMETERS = " It got no parameters: at ZeRO stage 3 optimizer.param_groups are empty outside of the step."
 
@@ -64,11 +64,11 @@ class TrainingLoop:
         """One micro-batch of `models`; see `Accelerator.accumulate`."""
         prepared = self._prepared
         if not prepared.trained:
-            prepared.window = prepared.default_window
-            return prepared.default_window
-        named = self._named(models)
-        prepared.window = named[0].window
-        return named[0].window if len(named) == 1 else TogetherWindows([training.window for training in named])
+            windows = prepared.untrained_windows
+        else:
+            windows = [training.window for training in self._named(models)]
+        prepared.window = windows[0]
+        return windows[0] if len(windows) == 1 else TogetherWindows(windows)
 
     def _named(self, models: tuple[nn.Module, ...]) -> list[Training]:
         """The trained models among `models`; all if there are none among them, or only one model is trained."""
@@ -92,7 +92,7 @@ class TrainingLoop:
             self._run.strategy, self._run.processes.world_size
         ):
             prepared.window = prepared.default_window
-            run_plain_backward(prepared.default_window, loss, counts=bool(prepared.waiting), **kwargs)
+            run_plain_backward(prepared.untrained_windows, loss, **kwargs)
             return
         if first_steps.is_due():
             self._refuse_without_resuming()

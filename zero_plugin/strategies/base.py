@@ -23,7 +23,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
-from zero_plugin.strategies.window import AccumulationWindow
+from zero_plugin.strategies.precision import Measured
 from zero_plugin.tensors.fragments import Fragment, whole_fragment
 from zero_plugin.tensors.modules import allot_whole, persistent_tensors
 
@@ -37,17 +37,9 @@ OWN_GRADIENTS = (
     "gradients during the backward, with p.register_hook(lambda gradient: …) before the forward. DDP, one device, "
     "stage 0, and stage 1 in fp32 apply a p.grad that is set between backward() and step() or clip_grad_norm_()."
 )
-FAILED_BACKWARD = (
-    "a backward or a step of this model has failed, and the gradients that it left must not be applied.\n"
-    "Call optimizer.zero_grad() before you continue: it drops the gradients and starts a new accumulation window."
-)
 LOSS_OF_OTHERS = (
     "the loss of this backward() depends on no trained parameter of the prepared model, but was multiplied by its loss "
     "scale.\nCall loss.backward() for models that are not prepared."
-)
-LATE_BACKWARD = (
-    "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
-    "Call clip_grad_norm_() after the window's last backward()."
 )
 
 
@@ -88,8 +80,8 @@ class SessionRequest:
 class Session(ABC):
     """One model with its optimizer, ready to train.
 
-    The loop decides *when* an accumulation window ends; a session decides *how* gradients are computed, reduced,
-    clipped and applied. Gradients accumulate over `backward` calls until `step` or `drop_gradients`.
+    A `Window` decides *when* gradients are reduced, rescaled, clipped, applied and dropped, and calls a session in the
+    legal order; a session decides *how*, and does not know where in its window the loop is.
 
     Attributes:
         model: the prepared model, which the loop calls.
@@ -104,10 +96,9 @@ class Session(ABC):
         left_out: parameters that require gradients and are in no group of the optimizer.
         step_hooks: the hooks before and after a step that the script registered on its optimizer, if the optimizer that
             runs does not call them once for each step.
-        cleared_by_script: whether all `p.grad` were None when a window began after an applied step; None if a step
-            itself clears them, so that this is unknown.
-        failed: whether a backward, or under ZeRO a step, raised an error that leaves gradients behind; `drop_gradients`
-            resets it.
+        scales_loss: whether losses are multiplied by `loss_scale`.
+        adds_to_complete_gradients: whether a backward may add to gradients that are complete, which it does not scale.
+        on_failure: called if a gradient was computed outside of the window's backward, so that it must not be applied.
         states_stay: whether optimizer states and fp32 master weights stay in memory, unchanged, between two steps.
         leaves_files: whether `close` has files to remove, and is collective.
         before_change: called before optimizer states or fp32 master weights change; set while they are being copied.
@@ -119,8 +110,9 @@ class Session(ABC):
     states_stay = True
     leaves_files = False
     before_change: Callable[[], None] | None = None
-    cleared_by_script: bool | None = None
-    failed = False
+    on_failure: Callable[[], None] | None = None
+    scales_loss = False
+    adds_to_complete_gradients = False
     left_out: Sequence[nn.Parameter] = ()
     step_hooks: tuple[Mapping[int, Any], Mapping[int, Any]] = ({}, {})
 
@@ -130,33 +122,25 @@ class Session(ABC):
     most_skips: int
     last_norm: Tensor | float | None = None
 
-    def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
-        """Accumulate the gradients of `loss`, a scalar that depends on no other trained model."""
-        self.open_backward(ends_window=ends_window, loss=loss)
-        try:
-            torch.autograd.backward(self.scale_loss(loss), **kwargs)
-        except BaseException:
-            self.abandon_backward(reached=True)
-            raise
-        self.close_backward(reached=True)
-
     def explain(self, error: BaseException) -> LoopError | None:  # noqa: ARG002
         """A clearer error to raise in place of `error` in a backward; None to raise that one."""
         return None
 
     @abstractmethod
-    def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
+    def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:
         """Called before a backward that may reach this model; `close_backward` or `abandon_backward` follows.
 
         Not called for a model that is not trained.
 
         Args:
-            ends_window: whether it is the last backward before `step`, if it reaches this model.
             loss: the loss.
-
-        Raises:
-            LoopError: the model has gradients of another backward, or of one that failed.
+            ends_window: whether it is the last backward before `step`, if it reaches this model.
+            is_first: whether the gradients begin with it.
         """
+
+    @abstractmethod
+    def has_reached(self, loss: Tensor, *, is_first: bool) -> bool:
+        """Whether the backward of `loss`, which depends on no other trained model, has computed gradients."""
 
     @abstractmethod
     def close_backward(self, *, reached: bool) -> None:
@@ -166,24 +150,45 @@ class Session(ABC):
             reached: whether the backward computed gradients of this model.
 
         Raises:
-            LoopError: it did, between `clip` and `step`.
+            LoopError: the gradients could not be reduced.
         """
 
     @abstractmethod
-    def abandon_backward(self, *, reached: bool) -> None:
+    def abandon_backward(self, *, reached: bool) -> bool:
         """Called if the backward raised.
 
         Args:
             reached: whether it may have computed gradients of this model.
+
+        Returns:
+            Whether it has left gradients, or may have.
         """
+
+    @abstractmethod
+    def refuse_foreign_gradients(self) -> None:
+        """Check before the first backward of a window that there are no gradients.
+
+        Raises:
+            LoopError: there are gradients, which this session did not compute.
+        """
+
+    @abstractmethod
+    def drop_applied(self) -> bool | None:
+        """Drop the gradients of the last step; whether there were any, or None if the step itself has cleared them."""
 
     @abstractmethod
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times `loss_scale`."""
 
     @abstractmethod
-    def set_loss_scale(self, scale: float) -> None:
-        """Change the loss scale, and rescale the accumulated gradients."""
+    def set_loss_scale(self, scale: float, *, accumulated: bool, complete: bool) -> None:
+        """Change the loss scale, and rescale the gradients that have it.
+
+        Args:
+            scale: the new loss scale.
+            accumulated: whether there are accumulated gradients.
+            complete: whether there are complete ones.
+        """
 
     @abstractmethod
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
@@ -194,37 +199,81 @@ class Session(ABC):
         _route_zero_grad(self.model, zero_grad)
 
     @abstractmethod
-    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
-        """Clip the gradients of the next step and return their norm before clipping (scalar, fp32). Collective.
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients by `factor`."""
+
+    @abstractmethod
+    def complete_gradients(self) -> Measured:
+        """Make the accumulated gradients those of the step: averaged, and divided by the loss scale. Collective.
+
+        Once in a window, before `clip`, `first_nonfinite` and `step`.
+
+        Raises:
+            LoopError: the script has changed something that the step would not apply.
+        """
+
+    @abstractmethod
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None, measured: Measured) -> Measured:
+        """Clip the complete gradients by their norm. Collective.
 
         Args:
             max_norm: the largest norm; `inf` only measures.
             norm_type: the order of the norm.
             only: the parameters to clip; None for all of the optimizer.
+            measured: what is known of the gradients.
+
+        Returns:
+            What is known of them now, with their norm before clipping.
 
         Raises:
             LoopError: `norm_type` or `only` is not supported where gradients are partitioned.
         """
 
     @abstractmethod
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the accumulated gradients by `factor`, before `clip` and `step`."""
+    def step(self, measured: Measured, *, clips: bool) -> bool:
+        """Apply the complete gradients. Collective.
+
+        Args:
+            measured: what is known of them.
+            clips: whether they are still to be clipped as configured.
+
+        Returns:
+            False if the step was skipped, since they are not finite.
+
+        Raises:
+            LoopError: the script has changed something that the step would not apply.
+        """
 
     @abstractmethod
-    def step(self) -> bool:
-        """Apply and clear the gradients. False if the step was skipped, since they are not finite. Collective."""
+    def step_without_backward(self, *, is_again: bool) -> None:
+        """A step without a backward, which applies nothing, as a torch optimizer whose gradients are all None.
+
+        Args:
+            is_again: whether there was a step since the last backward.
+
+        Raises:
+            LoopError: there are gradients, which this session did not compute.
+        """
 
     @abstractmethod
     def first_nonfinite(self) -> str | None:
-        """Before `step`: the name of the first parameter whose gradient is not finite, or None. Collective."""
+        """The name of the first parameter whose complete gradient is not finite, or None. Collective."""
 
     @abstractmethod
-    def drop_gradients(self) -> None:
-        """Drop all accumulated gradients."""
+    def drop_gradients(self, *, failed: bool) -> None:
+        """Drop all gradients.
+
+        Args:
+            failed: whether a backward or a step has failed, which may be unfinished.
+        """
 
     @abstractmethod
-    def drop_foreign_gradients(self) -> None:
-        """Drop gradients that this session did not compute, as `zero_grad` before a backward does."""
+    def drop_foreign_gradients(self, *, in_window: bool) -> None:
+        """Drop gradients that this session did not compute, or has applied, as `zero_grad` before a backward does.
+
+        Args:
+            in_window: whether the accumulation window does not end at this micro-batch.
+        """
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
@@ -342,9 +391,9 @@ class Strategy(ABC):
             "ZeRO both are partitioned together.\nPass them in one call: model, optimizer = prepare(model, optimizer)."
         )
 
-    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
+    def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
         """What stands in for the session of an optimizer whose model is not prepared yet."""
-        return UnpreparedOptimizer(optimizer, window, steps=False)
+        return UnpreparedOptimizer(optimizer, steps=False)
 
     def reduce_next_backward(self, session: Session) -> AbstractContextManager[None]:  # noqa: ARG002
         """Inside, the next backward averages gradients, even if its forward ran inside `no_sync`."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.window import AccumulationWindow
+from zero_plugin.strategies.precision import Measured
 
 
 class UnpreparedOptimizer:
@@ -20,7 +20,6 @@ class UnpreparedOptimizer:
 
     Args:
         optimizer: the torch optimizer.
-        window: its accumulation window.
         steps: whether it may step, as plain torch does. False if gradients would not be averaged over the processes, or
             the model will be partitioned.
     """
@@ -28,17 +27,15 @@ class UnpreparedOptimizer:
     unpartitioned_gradients: Final = True
     unpartitioned_states: Final = True
     states_are: Final = ""
-    failed: Final = False
     most_skips: Final = 0
     loss_scale: Final = 1.0
     before_change: Final = None
 
-    def __init__(self, optimizer: Optimizer, window: AccumulationWindow, *, steps: bool) -> None:
+    def __init__(self, optimizer: Optimizer, *, steps: bool) -> None:
         self.optimizer: Optimizer | None = optimizer
-        self._window = window
         self._steps = steps
 
-    def step(self) -> bool:
+    def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002
         """Step as plain torch does, and drop the gradients.
 
         Raises:
@@ -52,11 +49,19 @@ class UnpreparedOptimizer:
                 "its optimizer."
             )
         self.optimizer.step()
-        self.drop_gradients()
+        self.drop_gradients(failed=False)
         return True
 
-    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(only or self._parameters(), max_norm, norm_type)
+    def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002
+        """Step: the script may have called `loss.backward()` itself."""
+        self.step(Measured(), clips=False)
+
+    def complete_gradients(self) -> Measured:
+        return Measured()
+
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None, measured: Measured) -> Measured:
+        norm = torch.nn.utils.clip_grad_norm_(only or self._parameters(), max_norm, norm_type)
+        return measured._replace(norm=norm)
 
     def scale_gradients(self, factor: float) -> None:
         for p in self._parameters():
@@ -67,14 +72,14 @@ class UnpreparedOptimizer:
         """See `Session.first_nonfinite`; always None, as plain torch does not check gradients."""
         return None
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, *, failed: bool) -> None:  # noqa: ARG002
         assert self.optimizer is not None
         self.optimizer.zero_grad(set_to_none=True)
 
-    def drop_foreign_gradients(self) -> None:
+    def drop_foreign_gradients(self, *, in_window: bool) -> None:
         """Drop the gradients where no window is open; inside a window they are accumulated."""
-        if self._window.ends_here:
-            self.drop_gradients()
+        if not in_window:
+            self.drop_gradients(failed=False)
 
     def close(self) -> None:
         """Release the optimizer."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,18 @@ def most_skips(initial: float, smallest: float, hysteresis: int, backoff: float 
 
 # 18, with the defaults of the `fp16` section. It is also used without a dynamic scale: fp32, bf16, a fixed scale.
 DEFAULT_MOST_SKIPS = most_skips(2.0**16, 1.0, 2)
+
+
+class Measured(NamedTuple):
+    """What is known of the complete gradients of a window.
+
+    Attributes:
+        finite: whether all of them are finite; None if that was not looked at.
+        norm: their norm before clipping (scalar, fp32); None if it was not computed.
+    """
+
+    finite: bool | None = None
+    norm: Tensor | None = None
 
 
 class LossScale:

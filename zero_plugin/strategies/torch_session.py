@@ -19,9 +19,6 @@ from zero_plugin.distributed.collectives import num_processes, process_index
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
-    FAILED_BACKWARD,
-    LATE_BACKWARD,
-    LOSS_OF_OTHERS,
     Session,
     SessionRequest,
 )
@@ -31,6 +28,7 @@ from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitione
 from zero_plugin.strategies.precision import (
     DEFAULT_MOST_SKIPS,
     LossScale,
+    Measured,
     all_finite,
     autocast_as,
     dense,
@@ -91,18 +89,13 @@ class TorchSession(Session):
         self.module = module
         self.optimizer: Optimizer | None = None
         self._clipping = clipping
-        self._clipped = False
-        self._unscaled = False
-        self._norm: Tensor | None = None  # of the accumulated gradients, once it is computed
-        self._finite: bool | None = None  # whether the accumulated gradients are, once it is known
-        self._has_gradients = False
-        self._are_spent = False  # applied gradients, which can be read until zero_grad()
         self._reducer = DdpReducer(model, self.no_sync) if isinstance(model, DistributedDataParallel) else None
         self._local_only = False
         self.recorder = recorder
         self._averages = False  # whether the running backward averages gradients
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
+        self.scales_loss, self.adds_to_complete_gradients = scale is not None, scale is None
         self.most_skips = DEFAULT_MOST_SKIPS if scale is None else scale.most_skips
         self._skips = skips
         if precision != "no":
@@ -123,46 +116,49 @@ class TorchSession(Session):
             p for p in self._trained_parameters() if not p.requires_grad
         ]  # whose gradients cannot have hooks
 
-    def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:
-        self._refuse_failed()
-        if not self._has_gradients:
-            if self._are_spent:
-                self.cleared_by_script = not self._has_any_grad()
-                self.drop_gradients()
-            elif self._has_any_grad():
-                raise LoopError(DIRECT_BACKWARD)
+    def refuse_foreign_gradients(self) -> None:
+        if self._has_any_grad():
+            raise LoopError(DIRECT_BACKWARD)
+
+    def drop_applied(self) -> bool | None:
+        had_any = self._has_any_grad()
+        self.drop_gradients(failed=False)
+        return had_any
+
+    def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
         self._is_open = True
         self._averages = ends_window and not self._local_only
         if self._reducer is not None and self._averages:
             self._reducer.prepare(loss)
 
+    def has_reached(self, loss: Tensor, *, is_first: bool) -> bool:  # noqa: ARG002
+        """See `Session.has_reached`; only looked at under fp16, where another model's loss must not be scaled."""
+        return self._scale is None or not is_first or self._has_any_grad()
+
     def close_backward(self, *, reached: bool) -> None:
         self._is_open = False
-        if self._scale is not None and reached and not self._has_gradients and not self._has_any_grad():
-            raise LoopError(LOSS_OF_OTHERS)
-        if reached and self._unscaled:  # the clipped gradients are unscaled, the new ones are not
-            raise LoopError(LATE_BACKWARD)
-        self._has_gradients |= reached
         try:
             if self.recorder is not None and reached:
                 self.recorder.end_backward(self.module, averages=self._averages)
             if self._reducer is not None:
                 self._reducer.finish(reached=reached)
         except BaseException:
-            self._fail()
+            self._reset_reducer()
             raise
 
-    def abandon_backward(self, *, reached: bool) -> None:
+    def abandon_backward(self, *, reached: bool) -> bool:
         self._is_open = False
-        if reached and (self._has_gradients or self._has_any_grad()):
-            self._fail()
+        leaves_gradients = reached and self._has_any_grad()
+        if leaves_gradients:
+            self._reset_reducer()
+        return leaves_gradients
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss if self._scale is None else loss.float() * self._scale.value
 
-    def set_loss_scale(self, scale: float) -> None:
+    def set_loss_scale(self, scale: float, *, accumulated: bool, complete: bool) -> None:  # noqa: ARG002
         assert self._scale is not None, "only sessions that scale share a scale"
-        if self._has_gradients and not self._unscaled:
+        if accumulated:
             self.scale_gradients(scale / self._scale.value)
         self._scale.value = scale
 
@@ -171,45 +167,42 @@ class TorchSession(Session):
         if self._reducer is not None:
             self._reducer.follow(lambda: ends_window() and not self._local_only)
 
-    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
-        self._refuse_failed()
-        self._unscale()
-        parameters = self._trained_parameters() if only is None else only
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-        is_small = False
-        if only is None and norm_type == 2.0:
-            if self._skips:
-                self._run_recorded()
-                value = norm.item()
-                self._finite = isfinite(value)
-                # torch would multiply by 1; a recorder does, so that all steps have one graph. 1e-6 as in torch.
-                is_small = value + 1e-6 <= max_norm and self.recorder is None
-                if not self._finite:
-                    norm = torch.full_like(norm, float("inf"))  # nan or inf: the same result with every strategy
-            self._norm = norm
-        if max_norm != float("inf"):
-            self._clipped = True
-            # If the norm is not finite the step is skipped, and the unchanged gradients show the cause.
-            if self._finite is not False and not is_small:
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
-
     def scale_gradients(self, factor: float) -> None:
         if gradients := self._gradients():
             torch._foreach_mul_(gradients, factor)
 
-    def step(self) -> bool:
+    def complete_gradients(self) -> Measured:
+        """See `Session.complete_gradients`; the window's last backward has averaged them over the processes."""
+        if self._scale is None:
+            return Measured()
+        return Measured(all_finite(self._gradients(), 1.0 / self._scale.value, before_reading=self._run_recorded))
+
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None, measured: Measured) -> Measured:
+        parameters = self._trained_parameters() if only is None else only
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        finite, is_small = measured.finite, False
+        if self._skips and only is None and norm_type == 2.0:
+            self._run_recorded()
+            value = norm.item()
+            finite = isfinite(value)
+            # torch would multiply by 1; a recorder does, so that all steps have one graph. 1e-6 as in torch.
+            is_small = value + 1e-6 <= max_norm and self.recorder is None
+            if not finite:
+                norm = torch.full_like(norm, float("inf"))  # nan or inf: the same result with every strategy
+        # If the norm is not finite the step is skipped, and the unchanged gradients show the cause.
+        if max_norm != float("inf") and finite is not False and not is_small:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return Measured(finite, norm)
+
+    def step(self, measured: Measured, *, clips: bool) -> bool:
         assert self.optimizer is not None
-        self._refuse_failed()
         if any(p.grad is not None for p in self._frozen):
             raise LoopError(DIRECT_BACKWARD)
-        if not self._has_gradients:
-            if not self._are_spent and self._has_any_grad():
-                raise LoopError(DIRECT_BACKWARD)
-            return True  # nothing to apply, as for a torch optimizer whose gradients are all None
-        if self._clipping is not None and not self._clipped:
-            self.clip(self._clipping)
-        applied = self._is_finite()
+        if clips and self._clipping is not None:
+            measured = self.clip(self._clipping, norm_type=2.0, only=None, measured=measured)
+        applied = measured.finite
+        if applied is None:
+            applied = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
         if applied:
             self._guard.is_open = True
             try:
@@ -218,13 +211,15 @@ class TorchSession(Session):
                 self._guard.is_open = False
         if self._scale is not None:
             self._scale.update(skipped=not applied)
-        self.last_norm, self._norm = self._norm, None
-        self._forget_window()
-        self._are_spent = True
+        self.last_norm = measured.norm
         if self._reducer is not None:
             self._reducer.settle()
         self._run_recorded()
         return applied
+
+    def step_without_backward(self, *, is_again: bool) -> None:
+        if any(p.grad is not None for p in self._frozen) or (not is_again and self._has_any_grad()):
+            raise LoopError(DIRECT_BACKWARD)
 
     def first_nonfinite(self) -> str | None:
         for name, p in self.module.named_parameters():
@@ -232,21 +227,17 @@ class TorchSession(Session):
                 return name
         return None
 
-    def drop_gradients(self) -> None:
-        self._forget_window()
-        self._are_spent = False
+    def drop_gradients(self, *, failed: bool) -> None:
         assert self.optimizer is not None
-        if self.failed and self._reducer is not None:
-            self._reducer.reset()
+        if failed:
+            self._reset_reducer()
         self.optimizer.zero_grad(set_to_none=True)
         for p in self.left_out:
             p.grad = None
-        self.failed = False
 
-    def drop_foreign_gradients(self) -> None:
-        # The check is cheaper than the optimizer's zero_grad.
-        if not self._has_gradients and (self._are_spent or self._has_any_grad()):
-            self.drop_gradients()
+    def drop_foreign_gradients(self, *, in_window: bool) -> None:  # noqa: ARG002
+        if self.left_out or self._has_any_grad():  # the check is cheaper than the optimizer's zero_grad
+            self.drop_gradients(failed=False)
 
     @contextmanager
     def _stay_local(self) -> Iterator[None]:
@@ -315,18 +306,9 @@ class TorchSession(Session):
         self._reducer = None
         self.optimizer = None
 
-    def _forget_window(self) -> None:
-        self._has_gradients = self._clipped = self._unscaled = False
-        self._finite = None
-
-    def _fail(self) -> None:
-        self.failed = True
+    def _reset_reducer(self) -> None:
         if self._reducer is not None:
             self._reducer.reset()
-
-    def _refuse_failed(self) -> None:
-        if self.failed:
-            raise LoopError(FAILED_BACKWARD)
 
     def _has_any_grad(self) -> bool:
         assert self.optimizer is not None
@@ -335,18 +317,6 @@ class TorchSession(Session):
                 if p.grad is not None:
                     return True
         return False
-
-    def _unscale(self) -> None:
-        """Divide the gradients by the loss scale, once per window."""
-        if self._scale is not None and not self._unscaled:
-            self._finite = all_finite(self._gradients(), 1.0 / self._scale.value, before_reading=self._run_recorded)
-            self._unscaled = True
-
-    def _is_finite(self) -> bool:
-        self._unscale()
-        if self._finite is None:
-            self._finite = not self._skips or all_finite(self._gradients(), before_reading=self._run_recorded)
-        return self._finite
 
     def _run_recorded(self) -> None:
         if self.recorder is not None:
@@ -366,7 +336,8 @@ def _refuse_direct(reference: weakref.ref[TorchSession]) -> Callable[[Tensor], N
     def refuse(_: Tensor) -> None:
         session = reference()
         if session is not None and not session._is_open:
-            session.failed = True  # some of these gradients are already accumulated
+            if session.on_failure is not None:  # some of these gradients are already accumulated
+                session.on_failure()
             raise LoopError(DIRECT_BACKWARD)
 
     return refuse

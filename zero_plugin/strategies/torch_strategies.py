@@ -25,7 +25,6 @@ from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import autocast_as
 from zero_plugin.strategies.torch_optimizers import build_optimizer
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
-from zero_plugin.strategies.window import AccumulationWindow
 
 _log = logging.getLogger(__name__)
 
@@ -246,6 +245,6 @@ class SingleStrategy(Strategy):
         assert optimizer is not None, "the request is for one"
         session.train_with(optimizer)
 
-    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
+    def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
         """See `Strategy.hold_optimizer`: a model that is not prepared can be trained with one process."""
-        return UnpreparedOptimizer(optimizer, window, steps=True)
+        return UnpreparedOptimizer(optimizer, steps=True)

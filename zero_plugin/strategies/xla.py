@@ -22,7 +22,6 @@ from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.precision import autocast_as
 from zero_plugin.strategies.torch_session import TorchSession, torch_session
 from zero_plugin.strategies.torch_strategies import convert_weights_to_fp32, torch_optimizer
-from zero_plugin.strategies.window import AccumulationWindow
 from zero_plugin.tensors.modules import persistent_tensors
 from zero_plugin.tensors.wrappers import wrap_forward
 
@@ -93,8 +92,8 @@ class XlaStrategy(Strategy):
         """See `Strategy.savings`: ZeRO is not supported on XLA."""
         return ()
 
-    def hold_optimizer(self, optimizer: Optimizer, window: AccumulationWindow) -> UnpreparedOptimizer:
-        return UnpreparedOptimizer(optimizer, window, steps=self._processes.world_size == 1)
+    def hold_optimizer(self, optimizer: Optimizer) -> UnpreparedOptimizer:
+        return UnpreparedOptimizer(optimizer, steps=self._processes.world_size == 1)
 
 
 class _Recorder:

@@ -34,8 +34,8 @@ class EngineGradients(ABC):
     """The operations of a session on the accumulated gradients. `finalize` and `norm` are collective."""
 
     @abstractmethod
-    def before_backward(self, micro_batch: int) -> None:
-        """Called before the `micro_batch`-th backward of the window, counted from 0."""
+    def before_backward(self, *, is_first: bool) -> None:
+        """Called before a backward of the window."""
 
     def after_backward(self) -> None:  # noqa: B027 - nothing to do where gradients are reduced in `finalize`
         """Called after a backward that reached the model. Collective.
@@ -152,7 +152,7 @@ class ReplicatedGradients(EngineGradients):
         engine.enable_backward_allreduce = False
         engine.clip_fp32_gradients = self._clip
 
-    def before_backward(self, micro_batch: int) -> None:
+    def before_backward(self, *, is_first: bool) -> None:
         """See `EngineGradients.before_backward`."""
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
@@ -208,7 +208,7 @@ class Bf16Stage1Gradients(EngineGradients):
         self._places = {id(p): (i, j) for i, group in enumerate(self._wrapper.bf16_groups) for j, p in enumerate(group)}
         engine.enable_backward_allreduce = False
 
-    def before_backward(self, micro_batch: int) -> None:
+    def before_backward(self, *, is_first: bool) -> None:
         """See `EngineGradients.before_backward`."""
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
@@ -258,8 +258,8 @@ class FlatGradients(EngineGradients):
             engine.enable_backward_allreduce = False
         self._forget_norm = _measure_norm_once(self._wrapper, "scaled_global_norm")
 
-    def before_backward(self, micro_batch: int) -> None:
-        if micro_batch > 0 and self._wrapper.cpu_offload and self._partitioned:
+    def before_backward(self, *, is_first: bool) -> None:
+        if not is_first and self._wrapper.cpu_offload and self._partitioned:
             for param_id in self._without_gradient():
                 if (kept := self._wrapper.accumulated_grads_in_cpu.get(param_id)) is not None:
                     kept.zero_()
@@ -388,10 +388,10 @@ class Stage3Gradients(EngineGradients):
         self._order = _order_of(engine, self._wrapper.fp16_groups, lambda p: p.ds_id)
         self._precede_collectives()
 
-    def before_backward(self, micro_batch: int) -> None:
+    def before_backward(self, *, is_first: bool) -> None:
         # DeepSpeed counts a backward when the next forward starts: a second one before that would overwrite the first.
-        self._wrapper.micro_step_id = micro_batch
-        if micro_batch > 0:
+        self._wrapper.micro_step_id = 0 if is_first else 1
+        if not is_first:
             self._clear_without_gradient()
 
     def after_backward(self) -> None:

@@ -76,11 +76,16 @@ class GradientWatch:
         self._said: set[str] = set()
 
     def note(self) -> None:
-        """Record `p.grad` after a backward, or after this package changed the gradients."""
+        """Record `p.grad` after a backward."""
         if not self._steps_by_grad or self._is_reduced:
             self._left = self._gradients()
         elif (self._is_partial or self._is_scaled) and is_checked_step(self._windows):
             self._seen = (self._gradients(), versions_of(self._trained))
+
+    def note_scaled(self) -> None:
+        """Record `p.grad` again after this package has multiplied the gradients, if they are accumulated there."""
+        if self._steps_by_grad:
+            self.note()
 
     def note_reduced(self) -> None:
         """Record that the gradients were reduced; at stage 0 they stay in `p.grad`, which the step applies."""

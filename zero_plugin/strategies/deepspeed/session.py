@@ -22,9 +22,6 @@ from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import (
     DIRECT_BACKWARD,
-    FAILED_BACKWARD,
-    LATE_BACKWARD,
-    LOSS_OF_OTHERS,
     Session,
 )
 from zero_plugin.strategies.deepspeed.collective_order import SharedBuffers, preceded
@@ -55,7 +52,7 @@ from zero_plugin.strategies.deepspeed.states import (
 from zero_plugin.strategies.deepspeed.written_weights import WrittenWeights
 from zero_plugin.strategies.optimizer_only import StepGuard
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
-from zero_plugin.strategies.precision import compute_in
+from zero_plugin.strategies.precision import Measured, compute_in
 from zero_plugin.tensors.fragments import Fragment
 from zero_plugin.tensors.modules import persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves
@@ -85,7 +82,7 @@ class EngineSession(Session):
         self.optimizer: Optimizer | None = engine.basic_optimizer
         self._gradients = engine_gradients(engine)
         self._trained = [p for p in engine.module.parameters() if p.requires_grad and self.optimizer is not None]
-        self._scales = engine.fp16_enabled() or engine.torch_autocast_enabled()
+        self.scales_loss = engine.fp16_enabled() or engine.torch_autocast_enabled()
         self.most_skips = allowed_skips(engine)
         self._clipping = clipping or 0.0
         self._swap_folders = swap_folders
@@ -109,10 +106,8 @@ class EngineSession(Session):
         )
         self._hooked = [] if steps_by_grad else names_with_hooks(self.module)
         self._watch = GradientWatch(
-            self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self._scales
+            self.module, self._trained, stage=stage, steps_by_grad=steps_by_grad, scaled=self.scales_loss
         )
-        self._micro_batches = 0  # backwards in the window
-        self._finalized = False
         self._written = WrittenWeights(engine, self._trained, self._await_copy)
         self._hooks: list[Any] = self._written.watch()
         runs = {id(o): o for o in (given, self.optimizer) if o is not None}
@@ -151,36 +146,28 @@ class EngineSession(Session):
         with self.reading():
             fill_states(self.blocks(changing=True), states)
 
-    def backward(self, loss: Tensor, *, ends_window: bool = True, **kwargs: Any) -> None:
-        """See `Session.backward`; without effect if the loss does not depend on the model."""
-        self.open_backward(ends_window=ends_window, loss=loss)
-        try:
-            torch.autograd.backward(self.scale_loss(loss), **kwargs)
-        except BaseException as error:
-            self.abandon_backward(reached=True)
-            if (explained := self.explain(error)) is not None:
-                raise explained from error
-            raise
-        reached = self._passed or self._reaches(loss)
-        self.close_backward(reached=reached)
-        if self._scales and not reached:
-            raise LoopError(LOSS_OF_OTHERS)
-
     def explain(self, error: BaseException) -> LoopError | None:
         return explain_empty_weights(error, self.module) if self._fetched else None
 
-    def _reaches(self, loss: Tensor) -> bool:
-        trained = {id(p) for p in self._trained}
-        return any(id(leaf) in trained for leaf in find_leaves(loss))
+    def refuse_foreign_gradients(self) -> None:
+        """See `Session.refuse_foreign_gradients`: those that a script has set are refused by the step."""
 
-    def open_backward(self, *, ends_window: bool, loss: Tensor) -> None:  # noqa: ARG002 - stages 0 and 1 reduce in step
-        self._refuse_failed()
-        if self._micro_batches:
+    def drop_applied(self) -> bool | None:
+        """See `Session.drop_applied`: the engine's step clears them."""
+        return None
+
+    def open_backward(self, loss: Tensor, *, ends_window: bool, is_first: bool) -> None:  # noqa: ARG002
+        """See `Session.open_backward`; stages 0 and 1 reduce in the step, 2 and 3 in every backward."""
+        if not is_first:
             refuse_hooks_on_sums(self.module, self._hooked)
         self._passed = False
-        self._gradients.before_backward(self._micro_batches)
+        self._gradients.before_backward(is_first=is_first)
         self.engine.__dict__["_running_engine_backward"] = True  # bypasses nn.Module's slow __setattr__
         self._enter()
+
+    def has_reached(self, loss: Tensor, *, is_first: bool) -> bool:  # noqa: ARG002
+        trained = {id(p) for p in self._trained}
+        return self._passed or any(id(leaf) in trained for leaf in find_leaves(loss))
 
     def close_backward(self, *, reached: bool) -> None:
         engine = self.engine
@@ -200,19 +187,16 @@ class EngineSession(Session):
             engine.__dict__["inside_no_sync_ctxt"] = engine.__dict__["_running_engine_backward"] = False
         if reached:
             engine.__dict__["_unmanaged_backward_count"] += 1
-            self._micro_batches += 1
             self._watch.note()
-            if self._finalized:
-                raise LoopError(LATE_BACKWARD)
 
-    def abandon_backward(self, *, reached: bool) -> None:
+    def abandon_backward(self, *, reached: bool) -> bool:
         self.engine.__dict__["_running_engine_backward"] = False
         if isinstance(self.engine.optimizer, ZeROOptimizer):
             self.engine.optimizer.exit_backward()
-        self.failed |= reached
+        return reached
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        if not self._scales:
+        if not self.scales_loss:
             return loss
         if isinstance(self.engine.optimizer, ZeROOptimizer):
             scaled: Tensor = self.engine.optimizer.scale_if_loss(loss)
@@ -230,19 +214,17 @@ class EngineSession(Session):
         loss = torch.ones((), requires_grad=True).clone()
         return self.engine.scale(loss) is not loss
 
-    def set_loss_scale(self, scale: float) -> None:
+    def set_loss_scale(self, scale: float, *, accumulated: bool, complete: bool) -> None:
         wrapper = self.engine.optimizer
-        if self._micro_batches:
-            self._watch.warn_of_changed()
-            self._gradients.scale(scale / wrapper.loss_scale)
-            self._watch.note()
+        if accumulated or complete:  # complete gradients have the loss scale too, until the engine's step
+            self.scale_gradients(scale / wrapper.loss_scale)
         scaler = getattr(wrapper, "loss_scaler", None) or wrapper.loss_scale_config
         scaler.cur_scale = scale
 
     def follow_window(self, ends_window: Callable[[], bool]) -> None:
         """See `Session.follow_window`: stages 2 and 3 reduce in every backward, 0 and 1 in the step."""
 
-    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
+    def clip(self, max_norm: float, *, norm_type: float, only: list[Tensor] | None, measured: Measured) -> Measured:
         if norm_type != 2.0:
             raise LoopError(f"clip_grad_norm_(norm_type={norm_type}): under ZeRO only the L2 norm (2) is computed.")
         if only is not None:
@@ -250,11 +232,9 @@ class EngineSession(Session):
                 "clip_grad_norm_ got a subset of the optimizer's parameters; under ZeRO all are clipped together.\n"
                 "Pass model.parameters() of the prepared model."
             )
-        self._refuse_failed()
-        self._finalize()
         if max_norm != float("inf"):
             self._gradients.set_clipping(max_norm)
-        return self._gradients.norm()
+        return measured._replace(norm=self._gradients.norm())
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
         """See `Session.follow_zero_grad`; inside the engine's step, its own `zero_grad` is called."""
@@ -268,22 +248,25 @@ class EngineSession(Session):
     def scale_gradients(self, factor: float) -> None:
         self._watch.warn_of_changed()
         self._gradients.scale(factor)
+        self._watch.note_scaled()
 
-    def step(self) -> bool:
-        self._refuse_failed()
-        try:
-            self._watch.refuse_lost(has_gradients=self._micro_batches > 0)
-            if not self._micro_batches:
-                return True  # nothing to apply, as for a torch optimizer whose gradients are all None
-            self._finalize()
-            self._buffers.send()
-            self._written.follow()
-        except LoopError:
-            self.failed = True  # else a later step would apply these gradients too
-            raise
+    def complete_gradients(self) -> Measured:
+        self._watch.refuse_lost(has_gradients=True)
+        refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
+        self._watch.warn_of_changed()
+        pass_together()
+        with self._thawed():
+            self._gradients.finalize()
+        self._watch.note_reduced()
+        return Measured()
+
+    def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002 - the engine measures and clips itself
+        self._watch.refuse_lost(has_gradients=True)
+        self._buffers.send()
+        self._written.follow()
         self._written.warn_of_lost()
         if self.engine.optimizer is self.optimizer and not self._gradients.are_finite():
-            self.drop_gradients()  # a plain torch optimizer, at stage 0 in fp32, would apply non-finite gradients
+            self.drop_gradients(failed=False)  # plain torch optimizers, at stage 0 in fp32, would apply them
             return False
         self._guard.is_open = True
         try:
@@ -295,24 +278,23 @@ class EngineSession(Session):
         self.last_norm = self.engine.get_global_grad_norm()
         if not applied:
             self._gradients.drop()  # stage 2 with offload in 16 bits would add the next ones to the non-finite ones
-        self._gradients.set_clipping(self._clipping)
-        self._start_window()
+        self._begin_window()
         return applied
 
+    def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002
+        self._watch.refuse_lost(has_gradients=False)
+
     def first_nonfinite(self) -> str | None:
-        self._finalize()
         return first_nonfinite(self.engine, self._gradients)
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, *, failed: bool) -> None:
         self._watch.warn_of_perturbed()
-        if self.failed:
+        if failed:
             self._gradients.recover()
-            self.failed = False
         self._gradients.drop()
-        self._gradients.set_clipping(self._clipping)
-        self._start_window()
+        self._begin_window()
 
-    def drop_foreign_gradients(self) -> None:
+    def drop_foreign_gradients(self, *, in_window: bool) -> None:
         """See `Session.drop_foreign_gradients`: an engine refuses them."""
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -410,30 +392,12 @@ class EngineSession(Session):
         if self.before_change is not None:
             self.before_change()
 
-    def _refuse_failed(self) -> None:
-        if self.failed:
-            raise LoopError(FAILED_BACKWARD)
-
     def _dynamic_scaler(self) -> Any:
         """DeepSpeed's dynamic loss scaler; None if the scale is fixed, or there is none."""
         wrapper = self.engine.optimizer
         scaler = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
         is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
         return scaler if is_dynamic else None
-
-    def _finalize(self) -> None:
-        if not self._finalized:
-            refuse_frozen(self.module, self._trained, self.left_out, self._gradients)
-            self._watch.warn_of_changed()
-            pass_together()
-            try:
-                with self._thawed():
-                    self._gradients.finalize()
-            except LoopError:
-                self.failed = True
-                raise
-            self._finalized = True
-            self._watch.note_reduced()
 
     @contextmanager
     def _thawed(self) -> Iterator[None]:
@@ -494,14 +458,14 @@ class EngineSession(Session):
 
     def _refuse_unopened(self, *_: Tensor) -> None:
         if not self.engine.__dict__["_running_engine_backward"] and not runs_forward(self.engine):
-            self.failed = True
+            if self.on_failure is not None:
+                self.on_failure()
             raise LoopError(DIRECT_BACKWARD)
 
-    def _start_window(self) -> None:
+    def _begin_window(self) -> None:
         for p in self.left_out:
             p.grad = None
-        self._micro_batches = 0
-        self._finalized = False
+        self._gradients.set_clipping(self._clipping)
         self._gradients.begin_window()
         self._watch.begin_window()
 

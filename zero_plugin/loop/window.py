@@ -1,0 +1,663 @@
+"""`Window`: one accumulation window of a model, from the first backward to the optimizer step that applies it."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_plugin.distributed.collectives import announce
+from zero_plugin.errors import LoopError
+from zero_plugin.strategies.base import LOSS_OF_OTHERS, Session
+from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
+from zero_plugin.strategies.precision import Measured
+
+FAILED_BACKWARD = (
+    "a backward or a step of this model has failed, and the gradients that it left must not be applied.\n"
+    "Call optimizer.zero_grad() before you continue: it drops the gradients and starts a new accumulation window."
+)
+LATE_BACKWARD = (
+    "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
+    "Call clip_grad_norm_() after the window's last backward()."
+)
+
+
+class Epoch(Protocol):
+    """The progress of a prepared loader while it is iterated."""
+
+    @property
+    def batches_left(self) -> int | None:
+        """The number of batches after the last fetched one in this epoch; None if the length is unknown."""
+
+    end_of_dataloader: bool
+    """Whether the last fetched batch is the last one of the epoch."""
+
+    position: int
+    """The index of the last fetched batch in the epoch; -1 before the first."""
+
+
+class CountBatch(Protocol):
+    """Compares the micro-batches with the batches of the prepared loaders that are being iterated."""
+
+    def __call__(self, *, accumulates: bool) -> bool:
+        """Count a micro-batch; see `LoaderProgress`."""
+
+
+class LoaderProgress:
+    """Where a window's micro-batches are in the epochs of the prepared loaders.
+
+    Args:
+        running_epoch: returns the prepared loader that is being iterated and whose epoch's end ends windows; None if
+            there is none.
+        count_batch: called for each micro-batch, with whether a window has several; returns whether the micro-batch has
+            its own batch of a prepared loader, or no prepared loader is being iterated.
+
+    Attributes:
+        is_own: whether the last micro-batch has its own batch.
+    """
+
+    def __init__(
+        self,
+        running_epoch: Callable[[], Epoch | None] = lambda: None,
+        count_batch: CountBatch = lambda *, accumulates: True,  # noqa: ARG005
+    ) -> None:
+        self.is_own = True
+        self._running_epoch = running_epoch
+        self._count_batch = count_batch
+        self._epoch: Epoch | None = None  # the epoch of the last micro-batch
+        self._position = -1  # its position in that epoch
+        self._ahead = 0  # batches that the loop had fetched beyond the one of that micro-batch
+        self._fetches_ahead = False  # whether the loop is known to compute those, not to skip them
+        self._dropped = 0  # dropped micro-batches, which the loop may compute again without fetching others
+        self._went_back = self._has_warned = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a prepared loader whose end ends windows is being iterated."""
+        return self._running_epoch() is not None
+
+    @property
+    def left(self) -> int | None:
+        """Micro-batches of the epoch after the current one; None if that is not known.
+
+        It is not known either in the first window of a loop that fetches several batches before it computes them,
+        since the loop may also skip them.
+        """
+        epoch = self._running_epoch()
+        if epoch is None or (self._ahead and not self._fetches_ahead):
+            return None
+        left = epoch.batches_left
+        return None if left is None else self._ahead + left
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current micro-batch is the last one of the epoch."""
+        epoch = self._running_epoch()
+        return epoch is not None and epoch.end_of_dataloader and not (self._ahead and self._fetches_ahead)
+
+    @property
+    def next_is_last(self) -> bool:
+        """`is_last` of the next micro-batch, whose batch was fetched, before it is counted."""
+        epoch = self._running_epoch()
+        if epoch is None or not epoch.end_of_dataloader:
+            return False
+        ahead, are_computed = self._look_ahead(epoch)
+        return not (ahead and are_computed)
+
+    def advance(self, *, accumulates: bool) -> None:
+        """Go on to the next micro-batch.
+
+        Args:
+            accumulates: whether a window has several micro-batches.
+        """
+        epoch = self._running_epoch()
+        self.is_own = self._count_batch(accumulates=accumulates) or self._dropped > 0
+        self._dropped = max(0, self._dropped - 1)
+        self._went_back = False
+        if epoch is not None:
+            if accumulates:
+                self._ahead, self._fetches_ahead = self._look_ahead(epoch)
+            self._went_back = epoch is self._epoch and epoch.position < self._position
+            self._epoch, self._position = epoch, epoch.position
+
+    def repeat(self, micro_batches: int) -> None:
+        """So many micro-batches were dropped, and may be computed again without fetching others."""
+        self._dropped += micro_batches
+
+    def warn_if_left(self, micro_batches: int, size: int) -> None:
+        """Warn once if the loop has left an epoch inside a window, after so many of its micro-batches."""
+        if self._went_back and not self._has_warned:
+            self._has_warned = True
+            announce(
+                f"an epoch was left after {micro_batches} of the {size} micro-batches of an accumulation "
+                "window (by break, or zipped with a shorter loader): the window continues in the next epoch"
+            )
+
+    def _look_ahead(self, epoch: Epoch) -> tuple[int, bool]:
+        """The number of batches fetched beyond that of the next micro-batch, and whether they will be computed.
+
+        If a loop fetches a window's batches before it computes them, the position jumps, and then does not change for
+        some micro-batches. If it keeps jumping, the loop skips batches.
+        """
+        goes_on = epoch is self._epoch and epoch.position >= self._position
+        fetched = epoch.position - self._position if goes_on else epoch.position + 1
+        if fetched == 0 and self._ahead:
+            return self._ahead - 1, True
+        if fetched == 0 and self._fetches_ahead:  # a new epoch at the same position
+            fetched = epoch.position + 1
+        return max(0, fetched - 1), self._fetches_ahead and epoch is self._epoch and fetched > 1
+
+
+class Phase(enum.Enum):
+    """What the gradients of a window are.
+
+    `NEXT_PHASES` has the legal transitions. Everything else raises `LoopError`, or does nothing where the docstring of
+    the method says so.
+    """
+
+    EMPTY = enum.auto()
+    """No backward has reached the model since the gradients were dropped."""
+
+    ACCUMULATED = enum.auto()
+    """Backwards have reached it; the gradients are divided by `Window.divisor`, and may have a loss scale."""
+
+    COMPLETE = enum.auto()
+    """The gradients are the step's: averaged over processes and micro-batches, and without a loss scale."""
+
+    CLIPPED = enum.auto()
+    """The same, and the script has clipped them."""
+
+    APPLIED = enum.auto()
+    """The step was taken, or skipped. Scripts may read the gradients until the next backward."""
+
+    FAILED = enum.auto()
+    """A backward or a step raised, and has left gradients that must not be applied."""
+
+
+NEXT_PHASES: Final[Mapping[Phase, frozenset[Phase]]] = {
+    Phase.EMPTY: frozenset({Phase.EMPTY, Phase.ACCUMULATED, Phase.COMPLETE, Phase.APPLIED, Phase.FAILED}),
+    Phase.ACCUMULATED: frozenset({Phase.EMPTY, Phase.ACCUMULATED, Phase.COMPLETE, Phase.FAILED}),
+    Phase.COMPLETE: frozenset({Phase.EMPTY, Phase.COMPLETE, Phase.CLIPPED, Phase.APPLIED, Phase.FAILED}),
+    Phase.CLIPPED: frozenset({Phase.EMPTY, Phase.CLIPPED, Phase.APPLIED, Phase.FAILED}),
+    Phase.APPLIED: frozenset({Phase.EMPTY, Phase.ACCUMULATED, Phase.APPLIED, Phase.FAILED}),
+    Phase.FAILED: frozenset({Phase.EMPTY, Phase.FAILED}),
+}
+
+
+class Window:
+    """Counts a model's micro-batches, and tells its session when to reduce, rescale, clip, step and drop gradients.
+
+    A window has `steps` micro-batches; the last one of an epoch may have fewer. Micro-batches are counted in one of
+    three ways. With `accumulate()`, which returns the window as a context manager, each entry is one (`enter_batch`).
+    Without it, each `backward` is one. Or the script sets whether the window ends (`decide`), and no micro-batch is
+    counted until the next `accumulate()`.
+
+    The loss of each micro-batch is divided by the actual size of the window, if the loader knows its length when the
+    window opens. Otherwise it is divided by `steps`, and if the window was shorter, the accumulated gradients are
+    multiplied by `correction`.
+
+    Args:
+        steps: micro-batches per optimizer step, at least 1.
+        session: what computes and applies the gradients. None only counts: the script does the rest.
+        progress: where the loop is in the epochs of the prepared loaders.
+
+    Attributes:
+        steps: micro-batches per optimizer step, from the next window on.
+        plans_ahead: whether losses are divided by the actual size if it is known. False if one loss may be a
+            micro-batch of several models, whose windows may end at different times: then they are divided by `steps`.
+        in_context: whether the loop is inside `accumulate()`.
+        ends_here: whether the current micro-batch is the window's last, so that `step()` applies the gradients.
+        is_decided: whether the script has set `ends_here`.
+        phase: what the gradients are.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        session: Session | UnpreparedOptimizer | None = None,
+        progress: LoaderProgress | None = None,
+    ) -> None:
+        self.steps = steps
+        self.plans_ahead = True
+        self._given = session
+        self._progress = LoaderProgress() if progress is None else progress
+        self.phase = Phase.EMPTY
+        self._measured = Measured()  # of the gradients, once they are COMPLETE
+        self._kept: bool | None = False  # whether the script kept the last step's gradients until the next backward
+        self.in_context = False
+        self._by_context = False  # this window's micro-batches are counted by accumulate()
+        self.is_decided = False
+        self.ends_here = True  # before the first micro-batch, as after a window
+        self._size = steps  # micro-batches of the window, by the length of the epoch when the window opened
+        self._most = steps  # micro-batches of the window if the epoch is longer than its length said
+        self._batches = 0  # micro-batches of the window so far
+        self._backwards = 0  # backwards of the window so far
+        self._since_step = 0  # backwards since the last call of step(), also those of other models' micro-batches
+        if isinstance(session, Session):
+            session.on_failure = _failing(weakref.ref(self))
+
+    @property
+    def session(self) -> Session | UnpreparedOptimizer:
+        """What computes and applies the gradients."""
+        assert self._given is not None, "a window without a session only counts"
+        return self._given
+
+    # ---- micro-batches -----------------------------------------------------------------------------------------------
+
+    @property
+    def divisor(self) -> int:
+        """The number that the loss of the current micro-batch is divided by."""
+        return self._size
+
+    @property
+    def correction(self) -> float:
+        """The factor on the accumulated gradients that corrects their divisor to the actual number of micro-batches."""
+        return self._size / self._batches if self._batches else 1.0
+
+    @property
+    def next_backward_ends(self) -> bool:
+        """Whether the next backward is the last of the window, before the forward of its micro-batch."""
+        if self.in_context or self.is_decided:
+            return self.ends_here
+        if self._by_context and self.ends_here:
+            return self.steps == 1 or self._progress.next_is_last  # of the window after this one
+        return self._is_end(self._batches + 1, is_epoch_end=self._progress.next_is_last)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether the model has accumulated gradients of this window that no step has applied yet."""
+        return self._backwards > 0
+
+    @property
+    def dropping_is_meant(self) -> bool:
+        """Whether `zero_grad()`, called now, is between a backward and its step, so that it drops gradients.
+
+        Loops also call it at their start, or after each micro-batch, where it must not drop gradients.
+        """
+        if self.is_decided and not self.ends_here:
+            return False
+        if self.in_context or (self._by_context and not self.ends_here):
+            return self._since_step > self._backwards == 0  # only foreign gradients, since the last window's step
+        return self._since_step > 0
+
+    def enter_batch(self) -> None:
+        """Count a micro-batch when `accumulate()` is entered."""
+        if self.in_context:
+            raise LoopError("accumulate() is entered inside accumulate(); exit the first one before the next batch.")
+        self.is_decided = False
+        if self.ends_here:
+            self._open()
+        self.in_context = self._by_context = True
+        self._advance()
+
+    def leave_batch(self) -> None:
+        """Called when `accumulate()` is exited."""
+        self.in_context = False
+
+    def __enter__(self) -> None:
+        self.enter_batch()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave_batch()
+
+    def count_backward(self) -> None:
+        """Count a backward; outside `accumulate()` it is one micro-batch.
+
+        Raises:
+            LoopError: outside `accumulate()`, more backwards ran without `step()` than the window has micro-batches, or
+                a second one ran in one batch of a prepared loader.
+        """
+        self._since_step += 1
+        if self.in_context:
+            self._backwards += 1
+            return
+        if self._by_context or self._batches == 0 or self.steps == 1:
+            self._open()
+        elif self.ends_here and self._batches >= self._size and not self.is_decided:
+            raise LoopError(self._describe_missing_step())
+        self._backwards += 1
+        self._advance()
+        if not self._progress.is_own and self.steps > 1 and not self.is_decided:
+            raise LoopError(
+                "backward() ran twice in one batch of the prepared loader, outside accumulate(), and "
+                f"gradient_accumulation_steps is {self.steps}: it is ambiguous whether these are two micro-batches, or "
+                "two losses of one.\nWrap each micro-batch in `with accelerator.accumulate(model):`, with one "
+                "backward() inside if the loop splits the loader's batches, or with all losses of a batch inside."
+            )
+
+    def count_foreign_backward(self) -> None:
+        """Count a backward that computed gradients of this model in a micro-batch of another model."""
+        self._since_step += 1
+
+    def count_step(self, *, has_stepped: bool = False) -> bool:
+        """Count a call of `optimizer.step()`; whether it is to apply the gradients, by `apply`.
+
+        Args:
+            has_stepped: whether the optimizer has applied gradients before.
+
+        Raises:
+            LoopError: outside `accumulate()`, it is called neither after every micro-batch nor after every window.
+        """
+        # Without accumulation every step applies the gradients of all backwards since the last one.
+        applies = self.ends_here or (self.steps == 1 and not self.in_context and not self.is_decided)
+        since, self._since_step = self._since_step, 0
+        if not applies and not self._by_context and not self.is_decided and since > 1:
+            raise LoopError(self._describe_early_step(since, has_stepped=has_stepped))
+        return applies
+
+    def decide(self, ends: bool) -> None:
+        """Set whether the micro-batches from now on end their windows, until the next `accumulate()`."""
+        self.is_decided, self.ends_here = True, ends
+
+    def resize(self, steps: int) -> None:
+        """Set the number of micro-batches per window, from the next window on."""
+        self.steps = steps
+        if self._batches == 0:
+            self._size = self._most = steps
+
+    def begin(self) -> None:
+        """Drop the gradients, and return to the state before the first micro-batch, after a checkpoint was loaded."""
+        if isinstance(self._given, Session):
+            self._drop(self._given)
+        self.is_decided = False
+        self._since_step = 0
+        self._reopen()
+        self.ends_here |= not self.in_context
+
+    def _open(self) -> None:
+        self._forget_batches()
+        self._by_context = False
+        self.ends_here &= self.is_decided
+
+    def _reopen(self) -> None:
+        """Open the window again, inside `accumulate()` at the current micro-batch."""
+        self._open()
+        if self.in_context:
+            self._by_context = True
+            self._advance(is_new=False)
+
+    def _forget_batches(self) -> None:
+        self._batches = self._backwards = 0
+        self._size = self._most = self.steps
+
+    def _advance(self, *, is_new: bool = True) -> None:
+        progress = self._progress
+        if is_new:
+            progress.advance(accumulates=self.steps > 1)
+        if self._batches:
+            progress.warn_if_left(self._batches, self._size)
+        elif self.plans_ahead and self.steps > 1 and (left := progress.left) is not None:
+            self._size = min(self.steps, left + 1)
+        self._batches += 1
+        if not self.is_decided:
+            self.ends_here = self._is_end(self._batches, is_epoch_end=progress.is_last)
+
+    def _is_end(self, batches: int, *, is_epoch_end: bool) -> bool:
+        return batches >= self._most or is_epoch_end or (batches >= self._size and not self._progress.is_running)
+
+    def _describe_missing_step(self) -> str:
+        n = self.steps
+        if self._batches < n:  # the epoch has ended earlier
+            return (
+                f"optimizer.step() was not called at the end of the epoch, whose last accumulation window has "
+                f"{self._batches} micro-batches; gradient_accumulation_steps is {n}.\n"
+                "Call optimizer.step() after every backward: it acts where a window ends. Or step by hand "
+                f"`if (i + 1) % {n} == 0 or i + 1 == len(loader)`."
+            )
+        return (
+            f"backward() ran {self._since_step} times without optimizer.step(), but gradient_accumulation_steps is "
+            f"{n}.\nCall optimizer.step() after every backward (it acts on every {n}th), or set "
+            "gradient_accumulation_steps to the number of backwards between two steps of this loop."
+        )
+
+    def _describe_early_step(self, backwards: int, *, has_stepped: bool) -> str:
+        n = self.steps
+        found = f"optimizer.step() comes after {backwards} backwards, but gradient_accumulation_steps is {n}.\n"
+        if has_stepped and not self._progress.is_running:
+            return found + (
+                f"The previous windows had {n}: if this is the end of the data, prepare() the loader, so that its end "
+                "is known and the gradients are averaged over the shorter window."
+            )
+        return found + (
+            f"Set gradient_accumulation_steps to {backwards}, or wrap each micro-batch in "
+            "`with accelerator.accumulate(model):`."
+        )
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Count a micro-batch, and accumulate the gradients of its loss.
+
+        Args:
+            loss: a scalar that depends on no other trained model.
+            **kwargs: for `torch.autograd.backward`.
+
+        Raises:
+            LoopError: see `count_backward`, `open_backward` and `close_backward`.
+        """
+        session = self._trained
+        self.count_backward()
+        loss = loss if self._size == 1 else loss / self._size
+        is_first = self.open_backward(loss, ends_window=self.ends_here)
+        try:
+            torch.autograd.backward(session.scale_loss(loss), **kwargs)
+        except BaseException as error:
+            self.abandon_backward(reached=True)
+            if (explained := session.explain(error)) is not None:
+                raise explained from error
+            raise
+        reached = session.has_reached(loss, is_first=is_first)
+        self.close_backward(reached=reached)
+        if not reached and session.scales_loss:
+            raise LoopError(LOSS_OF_OTHERS)
+
+    def open_backward(self, loss: Tensor, *, ends_window: bool) -> bool:
+        """Prepare the session for a backward that may reach the model; `close_backward` or `abandon_backward` follows.
+
+        Returns:
+            Whether the gradients begin with this backward.
+
+        Raises:
+            LoopError: the model has gradients of another backward, or of one that failed.
+        """
+        session = self._trained
+        self._refuse_failed()
+        is_first = self.phase in (Phase.EMPTY, Phase.APPLIED)
+        if self._kept is None and self.phase is Phase.APPLIED:
+            self._kept = session.drop_applied()
+        elif is_first:
+            session.refuse_foreign_gradients()
+        session.open_backward(loss, ends_window=ends_window, is_first=is_first)
+        return is_first
+
+    def close_backward(self, *, reached: bool) -> None:
+        """Called after a backward. Collective if `reached` and gradients are partitioned.
+
+        Raises:
+            LoopError: it has reached the model between `clip` and `step`; or see `Session.close_backward`.
+        """
+        session = self._trained
+        try:
+            session.close_backward(reached=reached)
+            if not reached:
+                return
+            if self.phase in (Phase.EMPTY, Phase.ACCUMULATED, Phase.APPLIED):
+                self._enter(Phase.ACCUMULATED)
+            elif session.adds_to_complete_gradients and self.correction == 1.0:
+                self._measured = Measured()
+            else:
+                raise LoopError(LATE_BACKWARD)
+        except BaseException:
+            self._enter(Phase.FAILED)
+            raise
+
+    def abandon_backward(self, *, reached: bool) -> None:
+        """Called if the backward raised, and may have reached the model."""
+        if self._trained.abandon_backward(reached=reached):
+            self._enter(Phase.FAILED)
+
+    def note_backward(self) -> None:
+        """Note a backward that torch ran, for an optimizer whose model is not prepared."""
+        self._enter(Phase.ACCUMULATED)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Change the loss scale, and rescale the accumulated gradients."""
+        are_complete = self.phase in (Phase.COMPLETE, Phase.CLIPPED)
+        self._trained.set_loss_scale(scale, accumulated=self.phase is Phase.ACCUMULATED, complete=are_complete)
+
+    def clip(self, max_norm: float, *, norm_type: float = 2.0, only: list[Tensor] | None = None) -> Tensor:
+        """See `Session.clip`; inside a window, where gradients are incomplete, nothing is clipped and nan is returned.
+
+        Raises:
+            LoopError: the step was already taken; or see `Session.clip`.
+        """
+        if not self.ends_here:
+            return torch.tensor(float("nan"))
+        if self.phase is Phase.APPLIED:
+            raise LoopError(
+                "clip_grad_norm_() was called after optimizer.step(), which has applied and cleared the gradients.\n"
+                "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."
+            )
+        clips_nothing = self.phase is Phase.EMPTY and isinstance(self._given, Session)
+        if clips_nothing:
+            self._trained.refuse_foreign_gradients()
+        self._complete()
+        self._measured = self.session.clip(max_norm, norm_type=norm_type, only=only, measured=self._measured)
+        norm = self._measured.norm
+        assert norm is not None, "clip measures the norm"
+        if max_norm != float("inf"):
+            self._enter(Phase.CLIPPED)
+        if clips_nothing:
+            self._drop(self._trained)  # else the window's first backward would come after its clipping
+        return norm
+
+    def first_nonfinite(self) -> str | None:
+        """The name of the first parameter whose gradient is not finite, before `apply`; None if all are. Collective."""
+        if self.phase in (Phase.EMPTY, Phase.APPLIED):
+            return None
+        self._complete()
+        return self.session.first_nonfinite()
+
+    def apply(self) -> bool:
+        """Apply the gradients after `count_step`; False if they are not finite, so that the step was skipped.
+
+        Collective.
+
+        Raises:
+            LoopError: the gradients must not be applied; see `Session.step`.
+        """
+        applied, session = True, self._given
+        if self.phase in (Phase.EMPTY, Phase.APPLIED):
+            if session is not None:
+                session.step_without_backward(is_again=self.phase is Phase.APPLIED)
+        else:
+            self._complete()
+            try:
+                applied = self.session.step(self._measured, clips=self.phase is not Phase.CLIPPED)
+            except BaseException:
+                self._enter(Phase.FAILED)
+                raise
+            self._kept = None
+        self._enter(Phase.APPLIED)
+        self._backwards = 0
+        if not self.in_context:  # there the next accumulate() opens a window; a second step is of the same micro-batch
+            self._forget_batches()
+        return applied
+
+    def zero_grad(self) -> None:
+        """Drop the gradients if this is called between a backward and its step, or after a failed backward.
+
+        Elsewhere there is nothing to drop: `apply` clears the gradients, and inside a window they accumulate.
+        """
+        self._kept = False
+        if self.phase is Phase.FAILED or self.dropping_is_meant:
+            self._drop(self.session)
+            self.restart()
+        elif self.phase in (Phase.EMPTY, Phase.APPLIED):
+            self.session.drop_foreign_gradients(in_window=not self.ends_here)
+
+    def restart(self) -> None:
+        """Restart the window after gradients were dropped; inside `accumulate()` at the current micro-batch."""
+        self._since_step = 0
+        if self._backwards:
+            self._progress.repeat(self._backwards)
+            self._reopen()
+
+    def describe_kept_gradients(self) -> str | None:
+        """What plain torch would do with the last step's gradients if the script has kept them; None if it has not.
+
+        To be called before `count_step`.
+        """
+        if self._kept is False or not isinstance(self._given, Session):
+            return None
+        if self._since_step == 0:
+            return (
+                "optimizer.step() was called twice without a backward() between them: the second call does nothing. "
+                "Plain PyTorch applies the same gradients again"
+            )
+        unsure = ", unless the script sets each p.grad = None, which cannot be detected under ZeRO"
+        return (
+            "zero_grad() was not called since the last applied step: its gradients were cleared nevertheless. Plain "
+            f"PyTorch adds the next gradients to them{unsure if self._kept is None else ''}"
+        )
+
+    @property
+    def _trained(self) -> Session:
+        assert isinstance(self._given, Session), "only models that are prepared are trained by their windows"
+        return self._given
+
+    def _refuse_failed(self) -> None:
+        if self.phase is Phase.FAILED:
+            raise LoopError(FAILED_BACKWARD)
+
+    def _complete(self) -> None:
+        self._refuse_failed()
+        if self.phase not in (Phase.EMPTY, Phase.ACCUMULATED):
+            return
+        try:
+            if self.phase is Phase.ACCUMULATED and self.correction != 1.0:
+                self.session.scale_gradients(self.correction)
+            self._measured = self.session.complete_gradients()
+        except BaseException:
+            self._enter(Phase.FAILED)
+            raise
+        self._enter(Phase.COMPLETE)
+
+    def _drop(self, session: Session | UnpreparedOptimizer) -> None:
+        session.drop_gradients(failed=self.phase is Phase.FAILED)
+        self._enter(Phase.EMPTY)
+
+    def _enter(self, phase: Phase) -> None:
+        assert phase in NEXT_PHASES[self.phase], f"{self.phase} is not followed by {phase}"
+        self.phase = phase
+        if phase not in (Phase.COMPLETE, Phase.CLIPPED):
+            self._measured = Measured()
+
+
+def _failing(reference: weakref.ref[Window]) -> Callable[[], None]:
+    """What a session calls if a gradient is computed outside of the window's backward; it does not keep the window."""
+
+    def fail() -> None:
+        if (window := reference()) is not None:
+            window._enter(Phase.FAILED)
+
+    return fail
+
+
+class TogetherWindows:
+    """The context manager of `accumulate()` for one micro-batch of several models."""
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self._windows = windows
+
+    def __enter__(self) -> None:
+        for window in self._windows:
+            window.enter_batch()
+
+    def __exit__(self, *_: object) -> None:
+        for window in self._windows:
+            window.leave_batch()
