@@ -91,7 +91,7 @@ class Round:
     def end(self) -> None:
         """Free the memory."""
         if not self._is_ours:
-            from zero_plugin.strategies.deepspeed.engine_release import forget_module
+            from zero_plugin.strategies.deepspeed.session import forget_module
 
             self._model.destroy()
             forget_module(self._model.module)  # else DeepSpeed keeps it, and the rounds' memory adds up

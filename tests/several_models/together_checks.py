@@ -256,9 +256,9 @@ def check_a_loss_scale_changes_inside_a_window(path: str) -> None:
         model, optimizer = accelerator.prepare(model, _sgd(model))
         session = optimizer.session
         if is_zero(path):
-            session._scales = True
+            session.scales_loss = True
         for i, scale in enumerate((1024.0, 64.0)):
-            session.set_loss_scale(scale)
+            optimizer.window.set_loss_scale(scale)
             accelerator.backward(loss_of(model, own_batch(i)))
             optimizer.step()
         assert session.loss_scale == 64.0

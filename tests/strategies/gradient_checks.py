@@ -34,7 +34,7 @@ from zero_plugin import Accelerator
 from zero_plugin.config.plugins import GradientAccumulationPlugin
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.strategies.deepspeed.mistakes import GradientWatch
+from zero_plugin.strategies.deepspeed.script_changes import GradientWatch
 
 
 def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:

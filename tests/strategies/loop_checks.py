@@ -225,11 +225,13 @@ def check_backward_after_clip(path: str) -> None:
         loss = loss_of(model, own_batch(1))
         if is_zero(path):
             raised(LoopError, "clip_grad_norm_", "step", by=lambda: accelerator.backward(loss))
-        optimizer.step()
+            raised(LoopError, "must not be applied", "zero_grad()", by=optimizer.step)
+        else:
+            optimizer.step()
         optimizer.zero_grad()
         accelerator.backward(loss_of(model, own_batch(2)))
         optimizer.step()
-        assert optimizer.applied_steps == 2
+        assert optimizer.applied_steps == (1 if is_zero(path) else 2)
 
 
 def check_no_sync_changes_no_number(path: str) -> None:

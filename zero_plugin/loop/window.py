@@ -553,7 +553,7 @@ class Window:
         applied, session = True, self._given
         if self.phase in (Phase.EMPTY, Phase.APPLIED):
             if session is not None:
-                session.step_without_backward(is_again=self.phase is Phase.APPLIED)
+                session.step_without_backward(is_again=self.phase is Phase.APPLIED and self._kept is not False)
         else:
             self._complete()
             try:

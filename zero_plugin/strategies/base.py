@@ -249,7 +249,7 @@ class Session(ABC):
         """A step without a backward, which applies nothing, as a torch optimizer whose gradients are all None.
 
         Args:
-            is_again: whether there was a step since the last backward.
+            is_again: whether the gradients of the last step may still be there.
 
         Raises:
             LoopError: there are gradients, which this session did not compute.

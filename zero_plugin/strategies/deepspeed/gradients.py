@@ -6,15 +6,19 @@ be rescaled before the step; the engine's own call is disabled.
 
 DeepSpeed keeps gradient buffers from one window to the next and overwrites only those of parameters that got a
 gradient. A parameter without one would be updated with an old gradient, so each class clears such buffers.
+
+`CollectiveOrder` checks that the ranks reduce the gradients of the same parameters together.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,7 +30,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, sort_dtypes
 from torch import Tensor, nn
 
-from zero_plugin.strategies.deepspeed.collective_order import CollectiveOrder, preceded
+from zero_plugin.errors import LoopError
 from zero_plugin.strategies.precision import DEFAULT_MOST_SKIPS, all_finite, most_skips
 
 
@@ -493,3 +497,122 @@ def allowed_skips(engine: Any) -> int:
         scaler.raise_error_at_min_scale = False
     fp16 = engine._config.float16_config
     return most_skips(fp16.initial_dynamic_scale(), fp16.min_loss_scale, fp16.hysteresis)
+
+
+# Until so many windows have ended, the order is compared before each of DeepSpeed's collectives, in which branches of
+# different size would hang, or abort under gloo. Most models with branches take them from the start; afterwards the
+# order is compared once per window. At stage 3 an evaluation before the training compares at most _COMPARED times.
+_CAREFUL: Final = 10
+_COMPARED: Final = 5000
+_KEPT: Final = 5000  # notes, which name the first difference
+_SHOWN: Final = 4  # names in a message
+
+
+class CollectiveOrder:
+    """Checks that all processes reduce gradients, and at stage 3 gather weights, in the same order.
+
+    At stages 2 and 3 DeepSpeed reduces gradients in the order in which they are computed. If processes take different
+    branches of the model, it would silently add up gradients of different parameters. A digest of the order is compared
+    in one small collective before a step, and in the first windows before each of DeepSpeed's collectives.
+
+    Args:
+        names: the names of the parameters by DeepSpeed's ids.
+        device: the device of the comparison.
+        stage: the ZeRO stage, for messages.
+
+    Attributes:
+        reduced: ids of the parameters whose gradients were reduced since `begin_window`.
+    """
+
+    def __init__(self, names: Mapping[int, str], device: torch.device, stage: int) -> None:
+        self._names = names
+        self._device = device
+        self._stage = stage
+        self._is_alone = dist.get_world_size() == 1
+        self._careful = _CAREFUL
+        self._compared = 0
+        self._digest = 0
+        self._notes: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
+        self.reduced: set[int] = set()
+
+    def note_reduction(self, numbers: Iterable[int]) -> None:
+        """Record that the gradients of these parameters are about to be reduced together."""
+        note = tuple(numbers)
+        self.reduced.update(note)
+        self._note(note)
+
+    def note_gathering(self, numbers: Iterable[int]) -> None:
+        """Record that the weights of these parameters are about to be gathered together."""
+        self._note(tuple(sorted(-1 - number for number in numbers)))
+
+    def begin_window(self) -> None:
+        """Start again after a step, or after gradients were dropped."""
+        self.reduced.clear()
+        self._notes.clear()
+        self._digest = 0
+
+    def compare(self) -> None:
+        """Compare with the other processes, at least at the end of a window. Collective.
+
+        Raises:
+            LoopError: on every process, if the orders differ; it names the first difference.
+        """
+        self._compare()
+        self._careful = max(0, self._careful - 1)
+
+    def _compare(self) -> None:
+        if self._is_alone:
+            return
+        both = torch.tensor([self._digest, -self._digest], device=self._device)
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        largest, negated_smallest = both.tolist()
+        if largest != -negated_smallest:
+            raise LoopError(self._describe())
+
+    def _note(self, note: tuple[int, ...]) -> None:
+        if not note:
+            return
+        self._digest = (
+            hash((self._digest, note)) >> 1
+        )  # hashes of integers are the same in every process; shifted, it can be negated
+        self._notes.append(note)
+        if self._careful and self._compared < _COMPARED:
+            self._compared += 1
+            self._compare()
+
+    def _describe(self) -> str:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, list(self._notes))
+        differing = next((at for at in zip_longest(*everyone, fillvalue=()) if len(set(at)) > 1), ())
+        alike = next((i for i, at in enumerate(zip_longest(*differing)) if len(set(at)) > 1), 0)
+        ranks: dict[tuple[int, ...], int] = {}
+        for rank, note in enumerate(differing):
+            ranks.setdefault(note[alike:], rank)
+        differences = ", where ".join(
+            f"rank {rank} {self._describe_note(note)}" for note, rank in list(ranks.items())[:_SHOWN]
+        )
+        return (
+            f"the processes take different branches of the model in one accumulation window: {differences}. "
+            f"At ZeRO stage {self._stage} their gradients would be mixed up.\n"
+            "Make every process use the same parameters in the same order (the same random choice, or the loss of an "
+            "unused branch times 0), or use stage 1, where the gradient of an unused parameter counts as 0."
+        )
+
+    def _describe_note(self, note: tuple[int, ...]) -> str:
+        if not note:
+            return "does not"
+        gathers = note[0] < 0
+        names = [self._names.get(-1 - n if gathers else n, "?") for n in note]
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        what = "the weights" if gathers else "gradients"
+        return f"{'gathers' if gathers else 'sums'} {what} of {', '.join(names[:_SHOWN])}{more}"
+
+
+def preceded(method: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    """Wrap `method`, so that `note` is called before it with the same arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return call

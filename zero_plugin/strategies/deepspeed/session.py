@@ -1,4 +1,4 @@
-"""A training session on a DeepSpeed engine."""
+"""A training session on a DeepSpeed engine: its calls, the buffers that it shares, and what it releases at its end."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch.distributed as dist
 from deepspeed import zero
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_plugin.distributed.collective_check import pass_together
 from zero_plugin.errors import LoopError
-from zero_plugin.strategies.base import (
-    DIRECT_BACKWARD,
-    Session,
-)
-from zero_plugin.strategies.deepspeed.collective_order import SharedBuffers, preceded
-from zero_plugin.strategies.deepspeed.engine_release import break_reference_cycles, forget_module
-from zero_plugin.strategies.deepspeed.gradients import allowed_skips, engine_gradients, first_nonfinite
-from zero_plugin.strategies.deepspeed.mistakes import (
+from zero_plugin.strategies.base import DIRECT_BACKWARD, Session
+from zero_plugin.strategies.deepspeed.gradients import allowed_skips, engine_gradients, first_nonfinite, preceded
+from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
+from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
+from zero_plugin.strategies.deepspeed.script_changes import (
     GradientWatch,
+    WrittenWeights,
     explain_empty_weights,
     names_with_hooks,
     refuse_engine_backward,
@@ -37,8 +37,6 @@ from zero_plugin.strategies.deepspeed.mistakes import (
     refuse_hooks_on_sums,
     runs_forward,
 )
-from zero_plugin.strategies.deepspeed.nvme import fix_swapping, remove_swap_folders
-from zero_plugin.strategies.deepspeed.partitioned_models import fetch_empty
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
     engine_pieces,
@@ -49,7 +47,6 @@ from zero_plugin.strategies.deepspeed.states import (
     refuse_unreachable,
     whole_weights,
 )
-from zero_plugin.strategies.deepspeed.written_weights import WrittenWeights
 from zero_plugin.strategies.optimizer_only import StepGuard
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
 from zero_plugin.strategies.precision import Measured, compute_in
@@ -485,3 +482,95 @@ def _returning(engine: Any, method: Callable[..., None]) -> Callable[..., Any]:
         return engine
 
     return call
+
+
+def break_reference_cycles(engine: Any) -> None:
+    """Break reference cycles of an engine's parameters through torch's C++ objects, which Python's GC cannot see.
+
+    * At stages 1 and 2 each parameter has a view of itself as an attribute, whose graph refers to the parameter.
+    * The gradient hook of each parameter refers to the optimizer: the optimizer now owns it, and the parameter has a
+      weak reference.
+    """
+    for p in engine.module.parameters():
+        if (fragment := getattr(p, "_hp_mapping", None)) is not None:
+            fragment.lp_fragment = fragment.lp_fragment.detach()
+    kept = []
+    for handle in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+        hooks = handle.hooks_dict_ref()
+        kept.append(hooks[handle.id])
+        hooks[handle.id] = _weakly(hooks[handle.id])
+    if kept:
+        engine.optimizer._zero_plugin_hooks = kept
+
+
+def forget_module(module: nn.Module) -> None:
+    """Release `module`, its partitions and its optimizer from DeepSpeed's global lists of stage 3."""
+    FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other._modules is not module._modules]  # or a proxy
+    clear_caches()
+
+
+def weaken_module_stack() -> None:
+    """Make DeepSpeed's global stack of running modules, which keeps partitioned models alive, hold weak references."""
+    FWD_MODULE_STACK[:] = [
+        m if isinstance(m, weakref.ProxyType) else weakref.proxy(m, _forget) for m in FWD_MODULE_STACK
+    ]
+
+
+def clear_caches() -> None:
+    """Clear a global cache in which DeepSpeed keeps modules of all engines; engines that still train fill it again."""
+    cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    for cell in getattr(cached, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
+
+
+def _weakly(hook: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    reference = weakref.ref(hook)
+
+    def call(p: Tensor) -> None:
+        if (hook := reference()) is not None:
+            hook(p)
+
+    return call
+
+
+def _forget(dead: Any) -> None:
+    FWD_MODULE_STACK[:] = [other for other in FWD_MODULE_STACK if other is not dead]
+
+
+class SharedBuffers:
+    """Synchronizes the persistent buffers of a module, e.g. running statistics, with rank 0.
+
+    DDP broadcasts them before each forward. Here they are broadcast where all processes communicate anyway, so that a
+    forward on one process alone is possible. The values of rank 0 are the same in both cases.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (part, name)
+            for part in module.modules()
+            for name in part._buffers
+            if name not in part._non_persistent_buffers_set
+        ]
+
+    def send(self) -> None:
+        """Broadcast the buffers of rank 0, in one operation per device. Collective."""
+        if not self._places or dist.get_world_size() == 1:
+            return
+        found = [part._buffers.get(name) for part, name in self._places]  # a forward may have replaced the tensors
+        unique = {id(b): b for b in found if b is not None and b.layout == torch.strided and b.numel()}
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for buffer in unique.values():
+            by_device.setdefault(buffer.device, []).append(buffer.data)  # without autograd
+        for buffers in by_device.values():
+            pieces = [
+                buffer.reshape(-1).view(torch.uint8) for buffer in buffers
+            ]  # bytes, so that all dtypes are sent together
+            joined = torch.cat(pieces)
+            dist.broadcast(joined, 0)
+            if dist.get_rank() > 0:
+                for buffer, sent in zip(buffers, torch.split(joined, [len(p) for p in pieces]), strict=True):
+                    buffer.copy_(sent.clone().view(buffer.dtype).view(buffer.shape))

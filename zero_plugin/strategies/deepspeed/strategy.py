@@ -258,7 +258,7 @@ class DeepSpeedStrategy(Strategy):
     def forget_dropped(self) -> None:
         """See `Strategy.forget_dropped`: DeepSpeed's global lists and caches of stage 3."""
         if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
-            from zero_plugin.strategies.deepspeed.engine_release import clear_caches, weaken_module_stack
+            from zero_plugin.strategies.deepspeed.session import clear_caches, weaken_module_stack
 
             weaken_module_stack()
             clear_caches()
