@@ -11,9 +11,9 @@ from torch import nn
 
 from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.backward import run_backward
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
+from zero_plugin.loop.training_loop import run_backward
 from zero_plugin.loop.window import TogetherWindows, Window
 from zero_plugin.strategies.torch_session import TorchSession
 from zero_plugin.tensors.wrappers import find_leaves

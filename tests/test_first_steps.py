@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_plugin.config.resolve.facts import Facts
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.backward import FirstSteps
+from zero_plugin.loop.first_steps import FirstSteps
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
 from zero_plugin.loop.window import Window

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts, SchedulerSection
-from zero_plugin.loop.schedule_report import (
+from zero_plugin.loop.scheduler import (
     SchedulerLength,
     describe_counting,
     describe_section,

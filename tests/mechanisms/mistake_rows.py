@@ -78,7 +78,7 @@ ROWS = [
     ),
     Row(
         "a module that was not prepared",
-        "loop/backward.py",
+        "loop/first_steps.py",
         "self._refuse_unprepared([p for p in found if not any(id(p) in training.ids for training in trained)])",
         "pass",
         joint_checks("together", "what_is_not_prepared", "ddp", "zero2"),
@@ -94,7 +94,7 @@ ROWS = [
     ),
     Row(
         "a loop that expects backward to step",
-        "loop/backward.py",
+        "loop/first_steps.py",
         "        if self._logged or asked or self._backwards",
         "        if True or self._logged or asked or self._backwards",
         joint_checks("together", "a_loop_that_never_steps", "ddp", "zero2"),
@@ -102,7 +102,7 @@ ROWS = [
     ),
     Row(
         "a layer unfrozen after its model's first steps",
-        "loop/backward.py",
+        "loop/first_steps.py",
         "        return bool(self._frozen) and any(p.requires_grad for p in self._frozen)",
         "        return False",
         checks("mistake", "a_layer_is_unfrozen", "ddp", "zero2"),

@@ -76,7 +76,7 @@ ROWS = [
     ),
     Row(
         "both ends of a placeholder are told",
-        "loop/schedule_report.py",
+        "loop/scheduler.py",
         "        line += _other_end(total, curve.lrs(total)[0], other.lrs(total)[0])\n",
         "        pass\n",
         ("tests/test_schedule_report.py::test_a_divided_placeholder_shows_both_ends",),
@@ -85,7 +85,7 @@ ROWS = [
     ),
     Row(
         "both ends of a real scheduler are told",
-        "loop/schedule_report.py",
+        "loop/scheduler.py",
         "    return line + (_other_end(",
         "    return line\n    return line + (_other_end(",
         checks("schedule", "rates_and_lengths_are_told", "ddp", "zero2"),

@@ -11,7 +11,7 @@ PLAIN = "strategies/torch_session.py"
 ROWS = [
     Row(
         "a backward goes to the models that it reaches",
-        "loop/backward.py",
+        "loop/training_loop.py",
         "        training.window.close_backward(reached=training.reached)",
         "        training.window.close_backward(reached=True)",
         joint_checks("together", "clipping_is_of_one_model", "zero0", "zero2", "zero3"),
@@ -27,7 +27,7 @@ ROWS = [
     ),
     Row(
         "a loss that runs through is no micro-batch",
-        "loop/backward.py",
+        "loop/training_loop.py",
         "        if by_hand or training.window.in_context:",
         "        if True:",
         ("tests/test_backward.py::test_another_models_loss_is_no_micro_batch",),
@@ -69,7 +69,7 @@ ROWS = [
     ),
     Row(
         "a window has one owner by hand",
-        "loop/backward.py",
+        "loop/training_loop.py",
         "    if by_hand and steps > 1 and len(reached) > 1:",
         "    if False:",
         joint_checks("together", "whose_micro_batch", "ddp", "zero2"),
@@ -77,7 +77,7 @@ ROWS = [
     ),
     Row(
         "one loss has one scale",
-        "loop/backward.py",
+        "loop/training_loop.py",
         "    _share_loss_scale(trainings)\n    steps",
         "    steps",
         joint_checks("together", "an_overflow_of_one_model", "ddp"),
@@ -109,7 +109,7 @@ ROWS = [
     ),
     Row(
         "a model without an optimizer stays partitioned",
-        "loop/backward.py",
+        "loop/training_loop.py",
         "        training.session.close_backward(reached=False)",
         "        pass",
         joint_checks("together", "a_frozen_judge_passes_gradients_on", "zero3"),

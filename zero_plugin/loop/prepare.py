@@ -31,8 +31,7 @@ from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.loop.memory_check import Prediction, check_memory, check_memory_without_zero, watch_memory
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.schedule_report import describe_counting, own_steps
-from zero_plugin.loop.scheduler import AcceleratedScheduler
+from zero_plugin.loop.scheduler import AcceleratedScheduler, describe_counting, own_steps
 from zero_plugin.loop.training import Pair, Training, parameters_left_out
 from zero_plugin.loop.window import LoaderProgress, Window
 from zero_plugin.machine.device_memory import peak_bytes

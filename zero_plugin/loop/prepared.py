@@ -23,7 +23,7 @@ from zero_plugin.data.dispatch import SliceFunction
 from zero_plugin.data.prepare import peek_batch, prepare_loader
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.backward import FirstSteps
+from zero_plugin.loop.first_steps import FirstSteps
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
 from zero_plugin.loop.prepare import add_optimizer, join_loaders, prepare_scheduler, start_training, wrap_optimizer

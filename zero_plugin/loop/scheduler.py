@@ -1,17 +1,38 @@
-"""`AcceleratedScheduler`, which `prepare` returns for a learning-rate scheduler: it follows applied optimizer steps."""
+"""`AcceleratedScheduler`, which `prepare` returns for a learning-rate scheduler: it follows applied optimizer steps.
+
+Also here: what is logged about one, its learning rates at the start and whether its length is that of the loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+import torch
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
-from zero_plugin.config.resolve.facts import SchedulerFacts, SchedulerSection
+from zero_plugin.config.resolve.facts import Facts, SchedulerFacts, SchedulerSection
 from zero_plugin.distributed.collectives import announce, num_processes
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.loop.schedule_report import SchedulerLength, describe_section, describe_torch_scheduler
-from zero_plugin.strategies.torch_optimizers import CurveLR
+from zero_plugin.strategies.torch_optimizers import CURVES, CurveLR, describe_curve
 
 
 class AcceleratedScheduler:
@@ -112,3 +133,254 @@ class AcceleratedScheduler:
         if name.startswith("_") or name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+# The rates of torch's schedulers are computed by running a copy, which takes some 20 µs a step.
+_MOST_SIMULATED = 20_000
+_MOST_EPOCHS = 100  # a larger multiple is probably a coincidence: 10,000 steps are a multiple of many lengths
+# These depend on the number of steps only. A copy of a script's own class or function could change its state.
+_CLOSED = (
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LinearLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    StepLR,
+)
+
+
+def own_steps(scheduler: Any) -> int | None:
+    """The number of its own steps after which a scheduler ends; None if it does not end, or the number is unknown."""
+    if isinstance(scheduler, CurveLR):
+        return None if scheduler.curve.goes_on else scheduler.curve.total_steps
+    if isinstance(scheduler, OneCycleLR):
+        return int(scheduler.total_steps)
+    if isinstance(scheduler, CosineAnnealingLR):
+        return int(scheduler.T_max)
+    if isinstance(scheduler, PolynomialLR) or (isinstance(scheduler, LinearLR) and not scheduler.end_factor):
+        return int(scheduler.total_iters)
+    if isinstance(scheduler, SequentialLR):
+        last = own_steps(scheduler._schedulers[-1])
+        return None if last is None else int(scheduler._milestones[-1]) + last
+    if isinstance(scheduler, LambdaLR):
+        # transformers' schedulers are partial functions with this keyword.
+        total = getattr(scheduler.lr_lambdas[0], "keywords", {}).get("num_training_steps")
+        return int(total) if isinstance(total, int | float) else None
+    return None
+
+
+class SchedulerLength:
+    """Compares the length of a scheduler with that of the loop, in applied optimizer steps.
+
+    Args:
+        scheduler: the torch scheduler.
+        times: how many times it advances per applied optimizer step.
+        typed_per_step: how many of the steps that the script counts correspond to one applied optimizer step.
+    """
+
+    def __init__(self, scheduler: Any, times: int, typed_per_step: int) -> None:
+        own = own_steps(scheduler)
+        self._name = type(scheduler).__name__ if not isinstance(scheduler, CurveLR) else "the scheduler"
+        self._times = times
+        self._typed_per_step = typed_per_step
+        self._steps = None if own is None else -(-own // times)
+        self._taken = 0
+
+    def resume(self, own_step: int) -> None:
+        """Continue at one of the scheduler's own steps, after loading its state."""
+        self._taken = -(-own_step // self._times)
+
+    def count(self) -> str | None:
+        """Count a step; a line for the log at the first step beyond the end."""
+        self._taken += 1
+        if self._taken - 1 != self._steps:
+            return None
+        return (
+            f"{self._name} is built for {self._steps} steps, but the loop continues: this was step {self._taken}. Make "
+            f"it as long as the loop: epochs × len(prepared loader) ÷ accumulation{self._counting()}."
+        )
+
+    def at_end(self, rate: float) -> str | None:
+        """A line if the loop ended before the scheduler, at the learning rate `rate`."""
+        if self._steps is None or not 0 < self._taken < self._steps:
+            return None
+        return (
+            f"{self._name} is built for {self._steps} steps, but the loop took {self._taken}: it ended at a learning "
+            f"rate of {rate:.3g}. Make it {self._taken * self._typed_per_step} steps long{self._counting()}."
+        )
+
+    def _counting(self) -> str:
+        per_step = self._typed_per_step
+        return "" if per_step == 1 else f", counted {per_step} times per optimizer step (scheduler_counts: processes)"
+
+
+def describe_section(
+    section: SchedulerSection, rates: Sequence[float], facts: SchedulerFacts | None, steps_per_epoch: int | None
+) -> str | None:
+    """A line about the configuration's scheduler; None if it is not one of DeepSpeed's types.
+
+    Args:
+        section: the section, in optimizer steps.
+        rates: the optimizer's own learning rate of each group.
+        facts: facts about the DummyScheduler, whose numbers may have been divided by the number of processes.
+        steps_per_epoch: optimizer steps of one epoch; None if unknown.
+    """
+    if section.type not in CURVES:
+        return None
+    curve = describe_curve(section, rates)
+    total = curve.total_steps or steps_per_epoch
+    warm = curve.warmup_steps + (section.type != "OneCycle") if curve.warmup_steps else None
+    line = _points(section.type, lambda step: curve.lrs(step)[0], warm, total, steps_per_epoch)
+    typed = {
+        name: getattr(facts, name)
+        for name in ("total_num_steps", "warmup_num_steps")
+        if getattr(facts, name, None) not in (None, section.params.get(name))
+    }
+    if typed and total is not None:  # they were divided by the number of processes
+        other = describe_curve(SchedulerSection(section.type, {**section.params, **typed}), rates)
+        line += _other_end(total, curve.lrs(total)[0], other.lrs(total)[0])
+    return line
+
+
+def describe_counting(
+    name: str, length: int, facts: Facts, accumulation: int, *, by_process: bool, built_before: bool
+) -> str | None:
+    """A warning if the length of a scheduler fits only the other value of `scheduler_counts`; else None.
+
+    A length fits if it is an integer number of epochs of the loader: of the prepared loader if each optimizer step
+    counts once, of the loader as the script gave it if each counts once for each process. If the length fits both, the
+    scheduler is assumed to count the given loader only if it was built before the loader was prepared.
+
+    Args:
+        name: the name of the scheduler's class.
+        length: the length that the script gave.
+        facts: facts about the loop and the machine.
+        accumulation: micro-batches per optimizer step.
+        by_process: whether a scheduler advances once for each process per optimizer step.
+        built_before: whether the scheduler was built before the loader was prepared.
+    """
+    given, prepared, processes = facts.loop.batches_given, facts.loop.batches_per_epoch, facts.machine.processes
+    if given is None or prepared is None or given <= prepared or facts.machine.counted != processes:
+        return None
+    of_given, of_prepared = (_whole_epochs(length, batches, accumulation) for batches in (given, prepared))
+    micro = "" if accumulation == 1 else f" ÷ gradient_accumulation_steps {accumulation}"
+    if by_process and of_prepared and not of_given:
+        return (
+            f"warning: {name} is {length} steps long: {_epochs(of_prepared)} of the prepared loader, which has "
+            f"{prepared} batches on each process{micro}. But scheduler_counts is processes, so that it advances "
+            f"{processes} steps for each optimizer step, and ends after {-(-length // processes)}.\n"
+            "Write scheduler_counts: steps into the config, or build the scheduler from the length of the loader as it "
+            f"was before prepare(), {given} batches."
+        )
+    if not by_process and of_given and (built_before or not of_prepared):
+        ends = length * accumulation / prepared
+        return (
+            f"warning: {name} is {length} steps long: {_epochs(of_given)} of the loader as it was before prepare(), "
+            f"{given} batches{micro}. But the prepared loader has {prepared} batches on each process, and "
+            "scheduler_counts is steps, so that it advances one step for each optimizer step, and ends after "
+            f"{ends:.3g} epochs.\n"
+            "Write scheduler_counts: processes into the config (or leave the key out), or build the scheduler "
+            "from the length of the prepared loader."
+        )
+    return None
+
+
+def _whole_epochs(steps: int, batches: int, accumulation: int) -> int | None:
+    """How many epochs of a loader `steps` optimizer steps are, with any rounding; None if it is not an integer."""
+    shorter, longer = batches // accumulation, -(-batches // accumulation)
+    nearest = round(steps * accumulation / batches)
+    exact = steps in (nearest * batches // accumulation, -(-nearest * batches // accumulation))
+    found = [nearest] if exact else [steps // epoch for epoch in (longer, shorter) if epoch and steps % epoch == 0]
+    return found[0] if found and 0 < found[0] <= _MOST_EPOCHS and shorter > 1 else None
+
+
+def _epochs(count: int) -> str:
+    return "1 epoch" if count == 1 else f"{count} epochs"
+
+
+def describe_torch_scheduler(scheduler: Any, times: int, steps_per_epoch: int | None) -> str | None:
+    """A line about a scheduler of the script; None if its learning rates cannot be predicted.
+
+    Args:
+        scheduler: a scheduler that has not advanced yet.
+        times: how many times it advances per applied optimizer step.
+        steps_per_epoch: optimizer steps of one epoch; None if unknown.
+    """
+    own = own_steps(scheduler)
+    last = own if own is not None else None if steps_per_epoch is None else steps_per_epoch * times
+    begun = getattr(scheduler, "last_epoch", 0) > 0  # a ChainedScheduler has none
+    if last is None or last > _MOST_SIMULATED or begun or isinstance(scheduler, ReduceLROnPlateau):
+        return None
+    if not _is_closed(scheduler):
+        start = scheduler.optimizer.param_groups[0]["lr"]
+        return _points(type(scheduler).__name__, lambda _: float(start), None, None, None) + _epoch(steps_per_epoch)
+    rates = _simulate(scheduler, last)
+    total = -(-last // times)
+    peak = rates.index(max(rates))
+    name = type(scheduler).__name__
+
+    def rate(step: int) -> float:
+        return rates[min(step * times, len(rates) - 1)]
+
+    warm = -(-peak // times) if 0 < peak < last else None
+    line = _points(name, rate, warm, total if own is not None else None, steps_per_epoch)
+    return line + (_other_end(total, rate(total), rates[min(total, len(rates) - 1)]) if times > 1 else "")
+
+
+def _points(
+    name: str, rate: Callable[[int], float], warm: int | None, total: int | None, steps_per_epoch: int | None
+) -> str:
+    steps = {0: "start"}
+    if total is not None:
+        steps |= {total // 2: "middle", total: "end"}
+    elif steps_per_epoch is not None:
+        steps[steps_per_epoch] = "after one epoch"
+    if warm is not None:
+        steps[warm] = "after warm-up"
+    shown = ", ".join(f"{rate(step):.3g} {steps[step]} (step {step})" for step in sorted(steps))
+    return f"{name}: learning rate {shown}{_epoch(steps_per_epoch)}"
+
+
+def _epoch(steps: int | None) -> str:
+    return "" if steps is None else f"; one epoch is {steps} optimizer steps"
+
+
+def _other_end(total: int, here: float, other: float) -> str:
+    if math.isclose(here, other, rel_tol=1e-6, abs_tol=1e-15):
+        return ""
+    return (
+        f"; scheduler_counts is processes, which ends at {here:.3g} in step {total}: "
+        f"with scheduler_counts: steps it would be {other:.3g} there"
+    )
+
+
+def _is_closed(scheduler: Any) -> bool:
+    """Whether running a copy calls no code of the script."""
+    kind = type(scheduler)
+    if kind in (SequentialLR, ChainedScheduler):
+        return all(map(_is_closed, scheduler._schedulers))
+    if kind is LambdaLR:  # transformers' schedulers are partials of its own functions
+        functions = [getattr(shape, "func", shape) for shape in scheduler.lr_lambdas]
+        return all(str(getattr(f, "__module__", "")).startswith("transformers.") for f in functions)
+    return kind in _CLOSED
+
+
+def _simulate(scheduler: LRScheduler, steps: int) -> list[float]:
+    """The first group's learning rate before each of `steps` steps and after the last, from a copy of the scheduler."""
+    optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    optimizer.param_groups = [
+        copy.deepcopy({key: value for key, value in group.items() if key != "params"}) | {"params": []}
+        for group in scheduler.optimizer.param_groups
+    ]
+    optimizer._opt_called = True
+    twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+    rates = [float(optimizer.param_groups[0]["lr"])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            twin.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+    return rates

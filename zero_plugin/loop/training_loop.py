@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -15,12 +15,11 @@ from zero_plugin.config.tree import AUTO
 from zero_plugin.data.active import RUNNING
 from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.errors import ConfigError, LoopError, Problem
-from zero_plugin.loop.backward import run_backward, run_plain_backward
 from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
 from zero_plugin.loop.training import Training
-from zero_plugin.loop.window import TogetherWindows
+from zero_plugin.loop.window import TogetherWindows, Window
 from zero_plugin.strategies.base import Session
 
 _NO_PARAMETERS = " It got no parameters: at ZeRO stage 3 optimizer.param_groups are empty outside of the step."
@@ -283,3 +282,104 @@ def _check_loss(loss: Any, *, has_gradient: bool) -> None:
             "Compute it outside torch.no_grad(), without detach() or item(), from a model whose parameters "
             "require gradients, in a floating dtype."
         )
+
+
+def run_backward(
+    trainings: Sequence[Training], untrained: Sequence[Training], loss: Tensor, **kwargs: Any
+) -> Sequence[Training]:
+    """Accumulate the gradients of `loss` in every model that it depends on, and count the micro-batch in their windows.
+
+    Args:
+        trainings: all models with an optimizer. If there are several, each watches for its gradients.
+        untrained: the models without an optimizer, through which gradients may pass.
+        loss: a scalar.
+        **kwargs: for `torch.autograd.backward`.
+
+    Returns:
+        The models of `trainings` that the loss depends on.
+
+    Raises:
+        LoopError: see `Window.backward`; or it is ambiguous which model the micro-batch belongs to.
+    """
+    if len(trainings) == 1:
+        trainings[0].window.backward(loss, **kwargs)
+        reached = trainings
+    else:
+        reached = _run_through_several(trainings, loss, **kwargs)
+    for training in untrained:
+        training.session.close_backward(reached=False)
+    return reached
+
+
+def run_plain_backward(windows: Sequence[Window], loss: Tensor, **kwargs: Any) -> None:
+    """Torch's own backward, where no model was prepared with its optimizer.
+
+    Args:
+        windows: the default window, by whose micro-batches the loss is divided, and those of the waiting optimizers. If
+            there are none of these, backwards outside `accumulate()` are not counted.
+        loss: a scalar.
+        **kwargs: for `torch.autograd.backward`.
+    """
+    for window in windows:
+        if len(windows) > 1 or window.in_context:
+            window.count_backward()
+    divisor = windows[0].divisor
+    torch.autograd.backward(loss if divisor == 1 else loss / divisor, **kwargs)
+    for window in windows:
+        window.note_backward()
+
+
+def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: Any) -> Sequence[Training]:
+    _share_loss_scale(trainings)
+    steps = trainings[0].window.steps
+    for training in trainings:
+        training.reached = False
+        training.window.open_backward(loss, ends_window=training.window.next_backward_ends)
+    try:
+        scaled = trainings[0].session.scale_loss(loss)
+        torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)
+    except BaseException as error:
+        for training in trainings:
+            training.window.abandon_backward(reached=training.reached)
+        for training in trainings:
+            if (explained := training.session.explain(error)) is not None:
+                raise explained from error
+        raise
+    for training in trainings:
+        training.window.close_backward(reached=training.reached)
+    reached = [training for training in trainings if training.reached]
+    _count(trainings, reached, steps)
+    return reached
+
+
+def _count(trainings: Sequence[Training], reached: Sequence[Training], steps: int) -> None:
+    if not reached:
+        raise LoopError("the loss of this backward() depends on no parameter of the prepared models that are trained.")
+    by_hand = not any(training.window.in_context for training in trainings)
+    if by_hand and steps > 1 and len(reached) > 1:
+        raise LoopError(
+            f"the loss of this backward() reaches {_names(reached)}, and gradient_accumulation_steps is {steps}: "
+            "without accumulate() it is ambiguous which model the micro-batch belongs to.\n"
+            "If gradients only pass through a model, freeze it: model.requires_grad_(False) before the forward. If the "
+            "loss trains all of them, wrap each micro-batch in `with accelerator.accumulate(one, other):`."
+        )
+    for training in reached:
+        if by_hand or training.window.in_context:
+            training.window.count_backward()
+        else:
+            training.window.count_foreign_backward()
+
+
+def _share_loss_scale(trainings: Sequence[Training]) -> None:
+    """Under fp16, set the loss scale of all models to the smallest one: a loss is multiplied by one scale only."""
+    if trainings[0].resolved.precision != "fp16":
+        return
+    scales = [training.session.loss_scale for training in trainings]
+    for training, scale in zip(trainings, scales, strict=True):
+        if scale != min(scales):
+            training.window.set_loss_scale(min(scales))
+
+
+def _names(trainings: Sequence[Training]) -> str:
+    names = [type(training.session.module).__name__ for training in trainings]
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,4 +1,4 @@
-"""Runs a backward through the prepared models, and checks the first backwards for mistakes in the training loop."""
+"""`FirstSteps`: checks the first backwards of a training for mistakes in the loop."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -19,112 +18,11 @@ from torch.nn.modules.module import (
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
-from zero_plugin.loop.window import Epoch, Window
+from zero_plugin.loop.window import Epoch
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.tensors.wrappers import find_leaves
 
 _log = logging.getLogger(__name__)
-
-
-def run_backward(
-    trainings: Sequence[Training], untrained: Sequence[Training], loss: Tensor, **kwargs: Any
-) -> Sequence[Training]:
-    """Accumulate the gradients of `loss` in every model that it depends on, and count the micro-batch in their windows.
-
-    Args:
-        trainings: all models with an optimizer. If there are several, each watches for its gradients.
-        untrained: the models without an optimizer, through which gradients may pass.
-        loss: a scalar.
-        **kwargs: for `torch.autograd.backward`.
-
-    Returns:
-        The models of `trainings` that the loss depends on.
-
-    Raises:
-        LoopError: see `Window.backward`; or it is ambiguous which model the micro-batch belongs to.
-    """
-    if len(trainings) == 1:
-        trainings[0].window.backward(loss, **kwargs)
-        reached = trainings
-    else:
-        reached = _run_through_several(trainings, loss, **kwargs)
-    for training in untrained:
-        training.session.close_backward(reached=False)
-    return reached
-
-
-def run_plain_backward(windows: Sequence[Window], loss: Tensor, **kwargs: Any) -> None:
-    """Torch's own backward, where no model was prepared with its optimizer.
-
-    Args:
-        windows: the default window, by whose micro-batches the loss is divided, and those of the waiting optimizers. If
-            there are none of these, backwards outside `accumulate()` are not counted.
-        loss: a scalar.
-        **kwargs: for `torch.autograd.backward`.
-    """
-    for window in windows:
-        if len(windows) > 1 or window.in_context:
-            window.count_backward()
-    divisor = windows[0].divisor
-    torch.autograd.backward(loss if divisor == 1 else loss / divisor, **kwargs)
-    for window in windows:
-        window.note_backward()
-
-
-def _run_through_several(trainings: Sequence[Training], loss: Tensor, **kwargs: Any) -> Sequence[Training]:
-    _share_loss_scale(trainings)
-    steps = trainings[0].window.steps
-    for training in trainings:
-        training.reached = False
-        training.window.open_backward(loss, ends_window=training.window.next_backward_ends)
-    try:
-        scaled = trainings[0].session.scale_loss(loss)
-        torch.autograd.backward(scaled if steps == 1 else scaled / steps, **kwargs)
-    except BaseException as error:
-        for training in trainings:
-            training.window.abandon_backward(reached=training.reached)
-        for training in trainings:
-            if (explained := training.session.explain(error)) is not None:
-                raise explained from error
-        raise
-    for training in trainings:
-        training.window.close_backward(reached=training.reached)
-    reached = [training for training in trainings if training.reached]
-    _count(trainings, reached, steps)
-    return reached
-
-
-def _count(trainings: Sequence[Training], reached: Sequence[Training], steps: int) -> None:
-    if not reached:
-        raise LoopError("the loss of this backward() depends on no parameter of the prepared models that are trained.")
-    by_hand = not any(training.window.in_context for training in trainings)
-    if by_hand and steps > 1 and len(reached) > 1:
-        raise LoopError(
-            f"the loss of this backward() reaches {_names(reached)}, and gradient_accumulation_steps is {steps}: "
-            "without accumulate() it is ambiguous which model the micro-batch belongs to.\n"
-            "If gradients only pass through a model, freeze it: model.requires_grad_(False) before the forward. If the "
-            "loss trains all of them, wrap each micro-batch in `with accelerator.accumulate(one, other):`."
-        )
-    for training in reached:
-        if by_hand or training.window.in_context:
-            training.window.count_backward()
-        else:
-            training.window.count_foreign_backward()
-
-
-def _share_loss_scale(trainings: Sequence[Training]) -> None:
-    """Under fp16, set the loss scale of all models to the smallest one: a loss is multiplied by one scale only."""
-    if trainings[0].resolved.precision != "fp16":
-        return
-    scales = [training.session.loss_scale for training in trainings]
-    for training, scale in zip(trainings, scales, strict=True):
-        if scale != min(scales):
-            training.window.set_loss_scale(min(scales))
-
-
-def _names(trainings: Sequence[Training]) -> str:
-    names = [type(training.session.module).__name__ for training in trainings]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 # Walking the graph takes up to milliseconds, so only the first backwards of each model, and one in a hundred, are.
