@@ -24,7 +24,7 @@ from paths import (
     running,
     weights,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -246,6 +246,32 @@ def check_sparse_gradients(path: str) -> None:
             model, optimizer = accelerator.prepare(net, sgd)
             accelerator.backward(model(torch.tensor([1, 2])).square().mean())
             optimizer.step()
+            assert optimizer.applied_steps == 1
+
+
+def check_sparse_gradients_of_a_function(path: str) -> None:
+    """Those of `embedding(…, sparse=True)` are seen in the training only: an error that says so, where they fail."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.net = nn.Parameter(torch.ones(10, 8)), make_net()
+
+        def forward(self, numbers: Tensor) -> Tensor:
+            return self.net(nn.functional.embedding(numbers, self.table, sparse=True))
+
+    with running(path) as accelerator:
+        net = Table()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def train() -> None:
+            accelerator.backward(model(torch.tensor([1, 2])).square().mean())
+            optimizer.step()
+
+        if (is_zero(path) and path != "zero0") or path == "ddp":
+            raised(LoopError, "Table", "sparse tensor", "sparse=False", by=train)
+        else:
+            train()
             assert optimizer.applied_steps == 1
 
 

@@ -81,7 +81,7 @@ def test_most_skips_reach_the_smallest_scale(section: dict[str, Any]) -> None:
 def test_stage_0_is_scaled_once(forgets: bool) -> None:
     """Its fp16 optimizers run on GPUs only: whether or not a release of DeepSpeed scales for them."""
     session = object.__new__(EngineSession)
-    session._scales = True
+    session.scales_loss = True
     optimizer = SimpleNamespace(loss_scale=8.0)
     session.engine = SimpleNamespace(
         optimizer=optimizer,

@@ -447,8 +447,7 @@ class Window:
             torch.autograd.backward(session.scale_loss(loss), **kwargs)
         except BaseException as error:
             self.abandon_backward(reached=True)
-            if (explained := session.explain(error)) is not None:
-                raise explained from error
+            _raise_explained(session, error)
             raise
         reached = session.has_reached(loss, is_first=is_first)
         self.close_backward(reached=reached)
@@ -491,8 +490,9 @@ class Window:
                 self._measured = Measured()
             else:
                 raise LoopError(LATE_BACKWARD)
-        except BaseException:
+        except BaseException as error:
             self._enter(Phase.FAILED)
+            _raise_explained(session, error)
             raise
 
     def abandon_backward(self, *, reached: bool) -> None:
@@ -558,8 +558,9 @@ class Window:
             self._complete()
             try:
                 applied = self.session.step(self._measured, clips=self.phase is not Phase.CLIPPED)
-            except BaseException:
+            except BaseException as error:
                 self._enter(Phase.FAILED)
+                _raise_explained(self.session, error)
                 raise
             self._kept = None
         self._enter(Phase.APPLIED)
@@ -622,8 +623,9 @@ class Window:
             if self.phase is Phase.ACCUMULATED and self.correction != 1.0:
                 self.session.scale_gradients(self.correction)
             self._measured = self.session.complete_gradients()
-        except BaseException:
+        except BaseException as error:
             self._enter(Phase.FAILED)
+            _raise_explained(self.session, error)
             raise
         self._enter(Phase.COMPLETE)
 
@@ -636,6 +638,12 @@ class Window:
         self.phase = phase
         if phase not in (Phase.COMPLETE, Phase.CLIPPED):
             self._measured = Measured()
+
+
+def _raise_explained(session: Session | UnpreparedOptimizer, error: BaseException) -> None:
+    """Raise a clearer error in place of `error`, if the session knows one."""
+    if (explained := session.explain(error)) is not None:
+        raise explained from error
 
 
 def _failing(reference: weakref.ref[Window]) -> Callable[[], None]:

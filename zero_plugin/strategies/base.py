@@ -123,7 +123,7 @@ class Session(ABC):
     last_norm: Tensor | float | None = None
 
     def explain(self, error: BaseException) -> LoopError | None:  # noqa: ARG002
-        """A clearer error to raise in place of `error` in a backward; None to raise that one."""
+        """A clearer error to raise in place of `error` in a backward or a step; None to raise that one."""
         return None
 
     @abstractmethod

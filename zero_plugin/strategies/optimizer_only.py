@@ -56,6 +56,10 @@ class UnpreparedOptimizer:
         """Step: the script may have called `loss.backward()` itself."""
         self.step(Measured(), clips=False)
 
+    def explain(self, error: BaseException) -> None:  # noqa: ARG002
+        """See `Session.explain`; plain torch's own errors are raised."""
+        return
+
     def complete_gradients(self) -> Measured:
         return Measured()
 

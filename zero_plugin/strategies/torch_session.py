@@ -116,6 +116,15 @@ class TorchSession(Session):
             p for p in self._trained_parameters() if not p.requires_grad
         ]  # whose gradients cannot have hooks
 
+    def explain(self, error: BaseException) -> LoopError | None:
+        if self._reducer is None or "SparseTensorImpl" not in str(error):
+            return None
+        return LoopError(
+            f"a gradient of the {type(self.module).__name__} is a sparse tensor, and is not that of an "
+            "nn.Embedding(sparse=True): DDP averages dense gradients, and those of such layers.\n"
+            "Call torch.nn.functional.embedding with sparse=False, or use nn.Embedding(sparse=True)."
+        )
+
     def refuse_foreign_gradients(self) -> None:
         if self._has_any_grad():
             raise LoopError(DIRECT_BACKWARD)

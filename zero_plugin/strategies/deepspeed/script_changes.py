@@ -157,6 +157,19 @@ def explain_empty_weights(error: BaseException, module: nn.Module) -> LoopError 
     )
 
 
+def explain_sparse_gradients(error: BaseException, module: nn.Module) -> LoopError | None:
+    """A clearer error in place of torch's where DeepSpeed meets a sparse gradient; None for other errors."""
+    if not isinstance(error, RuntimeError) or "sparse" not in str(error).lower():
+        return None
+    names = [name for name, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse]
+    which = f"of {', '.join(names[:4])}" if names else "of a parameter"
+    return LoopError(
+        f"the gradient {which} of the {type(module).__name__} is a sparse tensor, and DeepSpeed partitions dense "
+        "ones.\nCall torch.nn.functional.embedding with sparse=False, or train without DeepSpeed "
+        "(distributed_type: MULTI_GPU)."
+    )
+
+
 def refuse_frozen(
     module: nn.Module, trained: Iterable[nn.Parameter], left_out: Iterable[nn.Parameter], gradients: EngineGradients
 ) -> None:

@@ -30,6 +30,7 @@ from zero_plugin.strategies.deepspeed.script_changes import (
     GradientWatch,
     WrittenWeights,
     explain_empty_weights,
+    explain_sparse_gradients,
     names_with_hooks,
     refuse_engine_backward,
     refuse_engine_step,
@@ -144,7 +145,9 @@ class EngineSession(Session):
             fill_states(self.blocks(changing=True), states)
 
     def explain(self, error: BaseException) -> LoopError | None:
-        return explain_empty_weights(error, self.module) if self._fetched else None
+        if self._fetched and (explained := explain_empty_weights(error, self.module)) is not None:
+            return explained
+        return explain_sparse_gradients(error, self.module)
 
     def refuse_foreign_gradients(self) -> None:
         """See `Session.refuse_foreign_gradients`: those that a script has set are refused by the step."""
