@@ -265,7 +265,7 @@ class Window:
             return self.ends_here
         if self._by_context and self.ends_here:
             return self.steps == 1 or self._progress.next_is_last  # of the window after this one
-        return self._is_end(self._batches + 1, is_epoch_end=self._progress.next_is_last)
+        return self._is_end(self._batches + 1, is_counted=False)
 
     @property
     def holds_gradients(self) -> bool:
@@ -394,10 +394,13 @@ class Window:
             self._size = min(self.steps, left + 1)
         self._batches += 1
         if not self.is_decided:
-            self.ends_here = self._is_end(self._batches, is_epoch_end=progress.is_last)
+            self.ends_here = self._is_end(self._batches, is_counted=True)
 
-    def _is_end(self, batches: int, *, is_epoch_end: bool) -> bool:
-        return batches >= self._most or is_epoch_end or (batches >= self._size and not self._progress.is_running)
+    def _is_end(self, batches: int, *, is_counted: bool) -> bool:
+        progress = self._progress
+        if batches >= self._most or (batches >= self._size and not progress.is_running):
+            return True
+        return progress.is_last if is_counted else progress.next_is_last
 
     def _describe_missing_step(self) -> str:
         n = self.steps
