@@ -175,7 +175,8 @@ class Prepared:
         loaders, models, optimizers, schedulers = self._sort(objects, ready)
         for optimizer in optimizers:
             refuse_other_steps(optimizer)
-        check_same_models(models, optimizers)
+        if self._run.processes.world_size > 1:
+            check_same_models(models, optimizers)
         self._prepare_loaders(loaders, ready, left)
         self._prepare_models(models, optimizers, schedulers, ready, left, only_evaluates=only_evaluates)
         for scheduler in schedulers:

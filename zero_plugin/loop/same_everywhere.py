@@ -18,7 +18,7 @@ from zero_plugin.config.packages import installed_version
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.tree import Tree, dotted
 from zero_plugin.distributed.collective_check import collective, exchange
-from zero_plugin.distributed.collectives import num_processes, process_index
+from zero_plugin.distributed.collectives import process_index
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.strategies.optimizer_states import describe_states
@@ -77,8 +77,6 @@ def check_same_models(models: Sequence[nn.Module], optimizers: Sequence[Optimize
         LoopError: the parameters differ in name, shape, dtype or `requires_grad`, or the optimizers differ; the error
             lists each value and the ranks that have it.
     """
-    if num_processes() == 1:
-        return
     own: dict[str, str] = {}
     for number, model in enumerate(models, 1):
         prefix = f"model {number}: " if len(models) > 1 else ""
