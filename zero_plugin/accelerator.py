@@ -43,7 +43,7 @@ from zero_plugin.data.loader import DataLoaderAdapter, skip_first_batches
 from zero_plugin.data.stream import ShardIterable
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import Reduction, any_process
-from zero_plugin.distributed.process_calls import Function
+from zero_plugin.distributed.processes import Function
 from zero_plugin.loop.arguments import (
     Options,
     choose_accumulation,
