@@ -22,9 +22,9 @@ from zero_plugin.data.batch_sampler import (
 )
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
 from zero_plugin.data.loader import DataLoaderAdapter, DataLoaderShard, Delivery, SkipDataLoader, report_dropped
-from zero_plugin.data.stream import ShardIterable, WorkerStart, generator_of, share_stream
+from zero_plugin.data.stream import ShardIterable, WorkerStart, share_stream
 from zero_plugin.distributed.collectives import gather_object, num_processes
-from zero_plugin.distributed.seeding import undisturbed
+from zero_plugin.distributed.seeding import generator_of, undisturbed
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
 

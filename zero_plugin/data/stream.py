@@ -23,7 +23,7 @@ from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 from zero_plugin.data.batch_sampler import Sharing, copy_loader, count_steps, share_batches, with_batches
 from zero_plugin.data.batches import Kept, Portion
 from zero_plugin.distributed.collectives import announce
-from zero_plugin.distributed.seeding import SameDraws
+from zero_plugin.distributed.seeding import SameDraws, generator_of
 from zero_plugin.tensors.nested import list_leaves
 
 ShardIterable = Literal["auto", "never"]
@@ -87,12 +87,6 @@ def share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIte
         return shared
     assert how.batch_size is not None, "a DataLoader over a stream batches by a number only"
     return with_batches(shared, BatchSampler(loader.sampler, how.batch_size, loader.drop_last))
-
-
-def generator_of(dataset: Any) -> torch.Generator | None:
-    """The generator that a stream draws from, where it shows one."""
-    generator = getattr(dataset, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
 
 
 class Drawn(NamedTuple):

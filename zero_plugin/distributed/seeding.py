@@ -6,7 +6,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import chain, compress, islice
@@ -95,12 +95,12 @@ _GENERATORS = (
 )
 
 
-def _states(generators: Iterable[_Generator] | None = None) -> list[Any]:
-    return [generator.get() for generator in (_GENERATORS if generators is None else generators)]
+def _states(generators: Iterable[_Generator] = _GENERATORS) -> list[Any]:
+    return [generator.get() for generator in generators]
 
 
-def _restore(states: list[Any], generators: Iterable[_Generator] | None = None) -> None:
-    for generator, state in zip(_GENERATORS if generators is None else generators, states, strict=True):
+def _restore(states: list[Any], generators: Iterable[_Generator] = _GENERATORS) -> None:
+    for generator, state in zip(generators, states, strict=True):
         generator.set(state)
 
 
@@ -126,7 +126,8 @@ class SameDraws:
     """
 
     def __init__(self, seed: int) -> None:
-        self._used: list[_Generator] | None = None  # unknown before the first time
+        self._used: Sequence[_Generator] = _GENERATORS
+        self._is_known = False  # what is used: only after the first time
         with undisturbed():
             for generator in _GENERATORS:
                 generator.seed(seed)
@@ -140,9 +141,16 @@ class SameDraws:
     def __exit__(self, *_: object) -> None:
         before, self._inside = self._inside, _states(self._used)
         _restore(self._outside, self._used)
-        if self._used is None:
+        if not self._is_known:
+            self._is_known = True
             drawn = [pickle.dumps(a) != pickle.dumps(b) for a, b in zip(before, self._inside, strict=True)]
             self._used, self._inside = list(compress(_GENERATORS, drawn)), list(compress(self._inside, drawn))
+
+
+def generator_of(source: Any) -> torch.Generator | None:
+    """The generator that a sampler or a dataset draws from, where it shows one."""
+    own = getattr(source, "generator", None)
+    return own if isinstance(own, torch.Generator) else None
 
 
 class Draws(NamedTuple):
@@ -159,7 +167,7 @@ class Draws(NamedTuple):
     @classmethod
     def of(cls, sampler: Any) -> Draws:
         """As they stand now."""
-        own = _own_generator(sampler)
+        own = generator_of(sampler)
         return cls(_states(), None if own is None else own.get_state())
 
     def begin(self, batches: Iterator[Any], sampler: Any) -> Iterator[Any]:
@@ -169,15 +177,10 @@ class Draws(NamedTuple):
         """
         if not self.shared:
             return batches
-        own = _own_generator(sampler)
+        own = generator_of(sampler)
         if own is not None and self.own is not None:
             own.set_state(self.own)
         with undisturbed():
             _restore(self.shared)
             first = list(islice(batches, 1))
         return chain(first, batches)
-
-
-def _own_generator(sampler: Any) -> torch.Generator | None:
-    own = getattr(sampler, "generator", None)
-    return own if isinstance(own, torch.Generator) else None
