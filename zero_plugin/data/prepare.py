@@ -28,37 +28,6 @@ from zero_plugin.distributed.seeding import generator_of, undisturbed
 from zero_plugin.errors import ConfigError, LoopError, Problem
 
 
-def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any:
-    """The loader's sampler or batch sampler that gives this process its own part, as DistributedSampler does; or None.
-
-    Raises:
-        LoopError: it was made for other processes than these.
-    """
-    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
-        parts, part = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-        if not isinstance(parts, int) or not isinstance(part, int) or parts == 1:
-            continue
-        if (parts, part) != (world, rank):
-            raise LoopError(
-                f"prepare: the loader's {type(sampler).__name__} takes part {part} of {parts}, but this is process "
-                f"{rank} of {world}; build it without num_replicas and rank, or leave it out: prepare() shares the data"
-            )
-        return sampler
-    return None
-
-
-def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
-    """How many of the samples that `sampler` gives this process, from the front, are not repeated to make all even.
-
-    None where that is not known: of all but torch's own DistributedSampler in its own order.
-    """
-    if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        return None
-    # Process r gets numbers r, r + world, … of the dataset's permutation, repeated from its beginning.
-    unrepeated = -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas)  # type: ignore[arg-type]
-    return min(sampler.num_samples, max(0, unrepeated))
-
-
 def prepare_loader(
     loader: Any,
     *,
@@ -189,25 +158,6 @@ def _give_part(
     return part
 
 
-def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """The loader with a SeedableRandomSampler in place of torch's RandomSampler; as it is where there is none."""
-    batches = batches_of(loader)
-    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
-        return loader
-    seedable = SeedableRandomSampler(
-        sampler.data_source,
-        sampler.replacement,
-        sampler._num_samples,  # what was requested: the dataset may grow
-        data_seed=data_seed,
-    )
-    if batches is None:
-        return copy_loader(loader, sampler=seedable)
-    seeded = copy.copy(batches)
-    seeded.sampler = seedable
-    return with_batches(loader, seeded, sampler=seedable)
-
-
 def _check_loader(loader: Any, world_size: int) -> None:
     if isinstance(loader, SkipDataLoader):
         raise LoopError("prepare: the loader skips batches already; prepare the whole one, then skip_first_batches")
@@ -238,6 +188,56 @@ def _split_size(batch_size: int | None, world_size: int) -> int:
         fix = f"give it a batch_size that is a multiple of {world_size}, or write split_batches: false"
         raise ConfigError([Problem("prepare(DataLoader)", "split_batches", message, fix)])
     return batch_size // world_size
+
+
+def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
+    """The loader with a SeedableRandomSampler in place of torch's RandomSampler; as it is where there is none."""
+    batches = batches_of(loader)
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
+        return loader
+    seedable = SeedableRandomSampler(
+        sampler.data_source,
+        sampler.replacement,
+        sampler._num_samples,  # what was requested: the dataset may grow
+        data_seed=data_seed,
+    )
+    if batches is None:
+        return copy_loader(loader, sampler=seedable)
+    seeded = copy.copy(batches)
+    seeded.sampler = seedable
+    return with_batches(loader, seeded, sampler=seedable)
+
+
+def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any:
+    """The loader's sampler or batch sampler that gives this process its own part, as DistributedSampler does; or None.
+
+    Raises:
+        LoopError: it was made for other processes than these.
+    """
+    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
+        parts, part = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+        if not isinstance(parts, int) or not isinstance(part, int) or parts == 1:
+            continue
+        if (parts, part) != (world, rank):
+            raise LoopError(
+                f"prepare: the loader's {type(sampler).__name__} takes part {part} of {parts}, but this is process "
+                f"{rank} of {world}; build it without num_replicas and rank, or leave it out: prepare() shares the data"
+            )
+        return sampler
+    return None
+
+
+def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
+    """How many of the samples that `sampler` gives this process, from the front, are not repeated to make all even.
+
+    None where that is not known: of all but torch's own DistributedSampler in its own order.
+    """
+    if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        return None
+    # Process r gets numbers r, r + world, … of the dataset's permutation, repeated from its beginning.
+    unrepeated = -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas)  # type: ignore[arg-type]
+    return min(sampler.num_samples, max(0, unrepeated))
 
 
 _SAMPLES: Final = 8  # spread over the dataset: where batches are padded, the longest of them counts

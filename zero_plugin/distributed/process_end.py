@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 class StopHandler:
     """A handler of SIGTERM that records it for who listens; where nobody does, it ends the process.
 
+    Signals reach the main thread alone. Where the launcher runs scripts in other threads, its main thread has installed
+    the handler before.
+
     Attributes:
         received: whether it has come.
         listened: whether somebody looks at `received`.
