@@ -165,6 +165,18 @@ def lines_of() -> Callable[[Iterable[str]], Iterator[str]]:
     return lambda lines: (line for line in lines if "[Gloo]" not in line and " peer ranks" not in line and line.strip())
 
 
+@pytest.fixture
+def ends_processes() -> Iterator[None]:
+    """For tests that leave an `Accelerator` to itself: its process group would be the next test's of this process."""
+    yield
+    from zero_plugin.state import AcceleratorState, PartialState
+
+    if PartialState._shared_state:
+        PartialState().destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()
+
+
 class StandStill:
     """Tells when processes have done nothing for so long: a limit that a busy machine, six times slower, does not meet.
 

@@ -37,14 +37,13 @@ from zero_plugin.config.plugins import (
 )
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.data.active import RUNNING
-from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.batches import gather_for_metrics
 from zero_plugin.data.dispatch import SliceFunction
-from zero_plugin.data.loader import skip_first_batches
-from zero_plugin.data.metrics import gather_for_metrics
-from zero_plugin.data.prepare import ShardIterable
+from zero_plugin.data.loader import DataLoaderAdapter, skip_first_batches
+from zero_plugin.data.stream import ShardIterable
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import Reduction, any_process
-from zero_plugin.distributed.process_calls import Function
+from zero_plugin.distributed.processes import Function
 from zero_plugin.loop.arguments import (
     Options,
     choose_accumulation,

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from zero_plugin.data.active import DataLoaderStateMixin as DataLoaderStateMixin
-from zero_plugin.data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from zero_plugin.data.batch_sampler import BatchSamplerShard as BatchSamplerShard
+from zero_plugin.data.batch_sampler import SeedableRandomSampler as SeedableRandomSampler
 from zero_plugin.data.batch_sampler import SkipBatchSampler as SkipBatchSampler
 from zero_plugin.data.batch_sampler import batches_of
 from zero_plugin.data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from zero_plugin.data.dispatch import SliceFunction
-from zero_plugin.data.division import SeedableRandomSampler as SeedableRandomSampler
+from zero_plugin.data.loader import DataLoaderAdapter as DataLoaderAdapter
 from zero_plugin.data.loader import DataLoaderShard as DataLoaderShard
 from zero_plugin.data.loader import SkipDataLoader as SkipDataLoader
 from zero_plugin.data.loader import refuse_mesh

@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from zero_plugin import Accelerator, cpu_offload, dispatch_model, init_empty_weights
 from zero_plugin.errors import LoopError
 
+pytestmark = pytest.mark.usefixtures("ends_processes")
+
 
 def test_saving(make, tmp_path) -> None:
     """Writes all values, tied weights once; what has none is named."""

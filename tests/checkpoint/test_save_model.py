@@ -216,6 +216,7 @@ def test_a_type_without_a_place_in_the_format_is_refused(tmp_path: Path) -> None
         write(lambda: [("a", torch.ones(1, dtype=torch.complex128))], tmp_path)
 
 
+@pytest.mark.usefixtures("ends_processes")
 def test_a_model_that_is_not_prepared(tmp_path: Path) -> None:
     """It is converted and thinned out as a prepared one: floating parameters alone change their type."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).requires_grad_(False)

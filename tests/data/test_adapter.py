@@ -19,8 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from zero_plugin.data.adapter import DataLoaderAdapter
-from zero_plugin.data.loader import skip_first_batches
+from zero_plugin.data.loader import DataLoaderAdapter, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
-from zero_plugin.data.prepare import cut_batches, prepare_loader, smaller_cut
+from zero_plugin.data.batch_sampler import cut_batches, smaller_cut
+from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import LoopError
 
 DATA = TensorDataset(torch.arange(22))

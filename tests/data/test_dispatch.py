@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from zero_plugin.data.batches import gather_for_metrics
 from zero_plugin.data.dispatch import DataLoaderDispatcher
 from zero_plugin.data.loader import skip_first_batches
-from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.distributed.collectives import barrier, gather_object, num_processes, process_index
 from zero_plugin.errors import LoopError

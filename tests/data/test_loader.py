@@ -22,10 +22,9 @@ from torch.utils.data import (
 from zero_plugin.accelerator import Accelerator
 from zero_plugin.config.plugins import DataLoaderConfiguration
 from zero_plugin.data.active import RUNNING
+from zero_plugin.data.batches import gather_for_metrics, move_batch
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
-from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.data.read_ahead import move_batch
 from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.loop.window import LoaderProgress, Window
 
@@ -658,7 +657,7 @@ def test_copies_wait_or_not_as_asked(non_blocking: bool) -> None:
 def test_metrics_outside_a_loop_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a running loader nothing says what is padding; alone there is none."""
     assert gather_for_metrics({"a": torch.ones(2), "b": ["x"]}, None)["b"] == ["x"]
-    monkeypatch.setattr("zero_plugin.data.metrics.num_processes", lambda: 2)
+    monkeypatch.setattr("zero_plugin.data.batches.num_processes", lambda: 2)
     with pytest.raises(LoopError, match="inside `for batch in loader:`"):
         gather_for_metrics(torch.ones(2), None)
 

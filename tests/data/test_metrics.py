@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from zero_plugin.data.batches import gather_for_metrics
 from zero_plugin.data.loader import DataLoaderShard
-from zero_plugin.data.metrics import gather_for_metrics
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.distributed.collectives import barrier, num_processes, process_index
 from zero_plugin.errors import LoopError

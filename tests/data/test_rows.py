@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_plugin.data.dispatch import count_rows, cut_rows, join_rows
+from zero_plugin.data.batches import count_rows, cut_rows, join_rows
+from zero_plugin.errors import LoopError
 
 BATCH = {
     "ids": torch.arange(6).reshape(3, 2),
@@ -42,5 +43,5 @@ def test_joining_is_the_opposite_of_cutting() -> None:
         key: BATCH[key] for key in ("names", "kind", "classes")
     }
     assert (whole["pairs"][0].tolist(), whole["pairs"][1]) == ([0, 1, 2], ("x", "y", "z"))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(LoopError, match="differ beyond their first dimension"):
         join_rows([torch.ones(2, 3), torch.ones(2, 4)])

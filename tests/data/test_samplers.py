@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_plugin.data.division import SeedableRandomSampler
+from zero_plugin.data.batch_sampler import SeedableRandomSampler
 
 
 def test_seed_and_epoch_decide_the_order() -> None:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from zero_plugin.data.division import SameDraws
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.distributed.collectives import barrier, gather_object, num_processes, process_index
+from zero_plugin.distributed.seeding import SameDraws
 from zero_plugin.errors import LoopError
 
 WORKERS = 3

@@ -1,7 +1,7 @@
 """Training scripts of two processes that do not agree: FOLDER PATH:HOW… SECONDS.
 
-Python and torch start once; every process of every script is forked off there. The output of each goes to
-FOLDER/PATH-HOW-RANK.log, the exit codes to FOLDER/codes.json.
+Python starts once, and imports there what training imports when it begins; every process of every script is forked off.
+The output of each goes to FOLDER/PATH-HOW-RANK.log, the exit codes to FOLDER/codes.json.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
     elif how == "overdue":
         if first:
             accelerator.get_state_dict(model)
-        time.sleep(25)
+        while "LoopError" not in (folder / f"{path}-{how}-0.log").read_text():
+            time.sleep(0.1)
     elif how == "late":
         for call in (lambda: accelerator.get_state_dict(model), gather):
             if not first:
@@ -132,8 +133,8 @@ def script(folder: Path, path: str, how: str, rank: int) -> None:
         os.fsync = lambda _: time.sleep(pauses.pop() if pauses else 0)  # the save goes on when the mistake is found
         accelerator.save_state(folder / "behind", asynchronous=True)
         gather_alone()
-    elif how == "healthy":
-        for step in (sends, own_group, uneven, goes_first, imports, saves, compiles, stops):
+    elif how in HEALTHY:
+        for step in HEALTHY[how]:
             print(f"== {step.__name__}", file=sys.stderr, flush=True)
             todo = step(accelerator, model, folder)
             next(todo, None)
@@ -241,6 +242,9 @@ def stops(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> Ite
     yield
 
 
+HEALTHY = {"healthy": (sends, own_group, uneven, goes_first), "busy": (imports, saves, compiles, stops)}
+
+
 def gathered(model: torch.nn.Module) -> AbstractContextManager[None]:
     """All parameters of a model at stage 3, as DeepSpeed offers it to scripts."""
     import deepspeed
@@ -288,6 +292,8 @@ def fork(folder: Path, path: str, how: str, rank: int) -> int:
 
 def main() -> None:
     """Start all, wait for all, and end whatever is left when the time is over."""
+    for module in ("cpuinfo", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
+        importlib.import_module(module)  # takes seconds, which every process would need
     folder, deadline = Path(sys.argv[1]), time.monotonic() + float(sys.argv[-1])
     scripts = sorted(sys.argv[2:-1], key=lambda name: not name.endswith(":overdue"))
     running = {}

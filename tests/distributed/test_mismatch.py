@@ -8,8 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from zero_plugin.distributed.collective_check import Patience
-from zero_plugin.distributed.mismatch import Call, RankProgress, Waiting, begin_progress, describe_late, find_mismatch
+from zero_plugin.distributed.collective_check import (
+    Call,
+    Patience,
+    RankProgress,
+    Waiting,
+    begin_progress,
+    describe_late,
+    find_mismatch,
+)
 
 CALL = Call(number=5, name="gather", passes=2)
 HERE = replace(begin_progress(), calls=4, call="gather", left=4, passes=2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,12 +13,8 @@ from zero_plugin.loop.state import AcceleratorState
 
 
 @pytest.fixture(autouse=True)
-def _ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch, ends_processes: None) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    yield
-    if (end := AcceleratorState._shared_state.get("_end")) is not None:
-        end()
-    gc.collect()
 
 
 def _product_type(accelerator: Accelerator) -> torch.dtype:

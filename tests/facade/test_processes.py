@@ -12,7 +12,7 @@ import torch
 
 from zero_plugin import Accelerator
 from zero_plugin.config.choices import DistributedType
-from zero_plugin.distributed.process_calls import ProcessCalls
+from zero_plugin.distributed.processes import ProcessCalls
 from zero_plugin.loop.state import PartialState
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero_plugin.distributed.process_calls import split
+from zero_plugin.distributed.processes import split
 from zero_plugin.errors import LoopError
 
 CPU = torch.device("cpu")

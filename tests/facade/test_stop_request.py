@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.distributed.stop_request import StopRequest, find_stop_handler, install_stop_handler
+from zero_plugin.distributed.process_end import StopRequest, find_stop_handler, install_stop_handler
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ END = "tests/strategies/test_end.py"
 ROWS = [
     Row(
         "a process that vanished",
-        "distributed/mismatch.py",
+        "distributed/collective_check.py",
         'return self.gone or (not self.ended and self.process_state == "gone")',
         "return self.gone",
         (f"{AGREEMENT}::test_a_process_that_ended_without_a_word[ddp:vanishes]",),
@@ -28,7 +28,7 @@ ROWS = [
     ),
     Row(
         "last calls before a process is ended",
-        "distributed/collective_check.py",
+        "distributed/process_end.py",
         "    make_last_calls()\n    sys.stdout",
         "    sys.stdout",
         (f"{AGREEMENT}::test_what_can_be_kept_is_kept[ddp:flushes]",),
@@ -37,7 +37,7 @@ ROWS = [
     ),
     Row(
         "a process in a different call",
-        "distributed/mismatch.py",
+        "distributed/collective_check.py",
         "        if progress.calls == call.number and progress.call != call.name:",
         "        if False:",
         (f"{AGREEMENT}::test_different_long_calls[ddp:long_calls]",),
@@ -46,7 +46,7 @@ ROWS = [
     ),
     Row(
         "a process that has ended",
-        "distributed/mismatch.py",
+        "distributed/collective_check.py",
         "            return _gone(call, rank, progress)\n",
         "            pass\n",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
@@ -64,7 +64,7 @@ ROWS = [
     ),
     Row(
         "a collective call on one process alone",
-        "distributed/mismatch.py",
+        "distributed/collective_check.py",
         "        if progress.calls == call.number - 1 and progress.passes > call.passes:",
         "        if False:",
         (f"{AGREEMENT}::test_a_long_call_on_one_process_is_an_error_of_the_script[ddp:save_alone-save_model]",),
@@ -82,7 +82,7 @@ ROWS = [
     ),
     Row(
         "a late process is no error",
-        "distributed/mismatch.py",
+        "distributed/collective_check.py",
         " and progress.passes > call.passes:",
         ":",
         (f"{AGREEMENT}::test_a_late_process_is_named_and_waited_for[ddp:late]",),
@@ -118,7 +118,7 @@ ROWS = [
     ),
     Row(
         "an error on one process does not wait for the others",
-        "distributed/processes.py",
+        "distributed/process_end.py",
         '        if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:',
         "        if True:",
         (f"{AGREEMENT}::test_a_process_that_failed[ddp:fails]",),
@@ -136,7 +136,7 @@ ROWS = [
     ),
     Row(
         "a script's end ends the process group",
-        "distributed/processes.py",
+        "distributed/process_end.py",
         "    atexit.register(leave)\n",
         "",
         (f"{END}::test_the_group_ends_after_all_that_holds_it",),

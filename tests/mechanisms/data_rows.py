@@ -17,7 +17,7 @@ RESUMED = f"{ADAPTER}::test_an_interrupted_epoch_goes_on_where_it_was[<lambda>0-
 ROWS = [
     Row(
         "each process has its own batches",
-        "data/division.py",
+        "data/batch_sampler.py",
         "            own = step[how.rank]\n            yield",
         "            own = step[0]\n            yield",
         (f"{BATCHES}::test_each_step_is_consecutive_batches_of_one_process_s_loader[2]", PROCESSES),
@@ -41,7 +41,7 @@ ROWS = [
     ),
     Row(
         "reading ahead overwrites nothing",
-        "data/read_ahead.py",
+        "data/batches.py",
         "            if id(leaf) in made if copy is None else not _is_equal(leaf, copy):",
         "            if False:",
         (f"{LOADER}::test_a_batch_that_reading_ahead_would_overwrite_is_an_error[tensor-device0]",),
@@ -51,16 +51,16 @@ ROWS = [
     Row(
         "each worker has its own steps of a stream",
         "data/stream.py",
-        "            if turn == worker:",
-        "            if True:",
+        "in islice(shares, worker, None, workers):",
+        "in shares:",
         (TWO, f"{STREAMS}::test_a_stream_on_one_process[check_a_file_is_read_once]"),
         "nothing twice",
     ),
     Row(
         "each process has its own part of a stream's steps",
         "data/stream.py",
-        "yield from drawn[rank * how.batch_size : (rank + 1) * how.batch_size]",
-        "yield from drawn[: how.batch_size]",
+        "replace(how, rank=rank, world=world, split=False), None)",
+        "replace(how, rank=0, world=world, split=False), None)",
         (TWO,),
         "nothing twice",
     ),
@@ -82,7 +82,7 @@ ROWS = [
     ),
     Row(
         "libraries that divide streams are known",
-        "data/prepare.py",
+        "data/stream.py",
         '    return any(kind.__module__.split(".")[0] in _DIVIDING_LIBRARIES for kind in type(dataset).__mro__)',
         "    return False",
         (f"{RECOGNISED}[webdataset.compat-attributes0-False]",),
@@ -91,7 +91,7 @@ ROWS = [
     ),
     Row(
         "a split stream of datasets is known",
-        "data/prepare.py",
+        "data/stream.py",
         '    if getattr(dataset, "_distributed", None) is not None:',
         "    if False:",
         (f"{RECOGNISED}[datasets-attributes1-False]",),
@@ -100,7 +100,7 @@ ROWS = [
     ),
     Row(
         "a stream is asked for its shard",
-        "data/prepare.py",
+        "data/stream.py",
         '    if not callable(shard) or not {"num_shards", "index"} <= inspect.signature(shard).parameters.keys():',
         "    if True:",
         (TWO,),
@@ -148,7 +148,7 @@ ROWS = [
     ),
     Row(
         "even batches are completed",
-        "data/division.py",
+        "data/batch_sampler.py",
         "        own = [*real, *islice(filler, max(0, how.batch_size - len(real)))]",
         "        own = list(real)",
         (f"{BATCHES}::test_even_batches_complete_the_last_step_from_the_first_samples[2-whole]",),
@@ -157,7 +157,7 @@ ROWS = [
     ),
     Row(
         "uneven batches stop together",
-        "data/division.py",
+        "data/batch_sampler.py",
         "(how.rank < len(step) and report_dropped is None and not how.drop_last)",
         "how.rank < len(step)",
         (f"{BATCHES}::test_uneven_batches_stop_together_and_tell_what_is_left_out[2-whole]",),
@@ -166,7 +166,7 @@ ROWS = [
     ),
     Row(
         "streams of different length end together",
-        "data/adapter.py",
+        "data/loader.py",
         "        self._ends_unknown = ends_unknown and how.world > 1",
         "        self._ends_unknown = False",
         (PROCESSES,),
@@ -174,7 +174,7 @@ ROWS = [
     ),
     Row(
         "the last batch is known",
-        "data/adapter.py",
+        "data/loader.py",
         "                    self._is_last = place.is_end\n",
         "                    self._is_last = False\n",
         (f"{LOADER}::test_batches_left_counts_down", PROCESSES),
@@ -182,7 +182,7 @@ ROWS = [
     ),
     Row(
         "metrics leave out what completes a batch",
-        "data/metrics.py",
+        "data/batches.py",
         "    return column if real is None else column[:real]",
         "    return column",
         (f"{METRICS}[2]", f"{METRICS}[3]"),
@@ -191,7 +191,7 @@ ROWS = [
     ),
     Row(
         "a process of repeats only has no value for the batch",
-        "data/metrics.py",
+        "data/batches.py",
         "        return one[: 0 if real == 0 else 1]",
         "        return one",
         (f"{METRICS}[2]",),
@@ -215,7 +215,7 @@ ROWS = [
     ),
     Row(
         "repeats that nobody sees are refused",
-        "data/metrics.py",
+        "data/batches.py",
         "    if loader.repeats_unseen is not None:",
         "    if False:",
         (f"{METRICS}[2]",),
@@ -223,7 +223,7 @@ ROWS = [
     ),
     Row(
         "an epoch goes on at its batch",
-        "data/adapter.py",
+        "data/loader.py",
         "        return max(self._skip, batches)",
         "        return self._skip",
         (RESUMED,),
@@ -232,7 +232,7 @@ ROWS = [
     ),
     Row(
         "an epoch goes on in its order",
-        "data/adapter.py",
+        "data/loader.py",
         "            self._shard.draw_from(draws)\n",
         "            pass\n",
         (RESUMED,),
@@ -241,7 +241,7 @@ ROWS = [
     ),
     Row(
         "a position is one in samples",
-        "data/adapter.py",
+        "data/loader.py",
         "            batches = batches * then // self.total_batch_size\n",
         "            pass\n",
         (f"{ADAPTER}::test_a_position_counts_samples_of_all_processes",),
@@ -250,7 +250,7 @@ ROWS = [
     ),
     Row(
         "what is skipped is not read",
-        "data/adapter.py",
+        "data/loader.py",
         "        if skip:\n            shard = shard.skipping(skip)\n",
         "        if skip:\n            shard = shard.skipping(0)\n",
         (f"{LOADER}::test_skipping_reads_nothing_it_skips", PROCESSES),

@@ -42,7 +42,7 @@ def fail_last() -> None:
 
 def save_when_stopped() -> None:
     """Each replica takes a second to end when it is asked to."""
-    from zero_plugin.distributed.stop_request import StopRequest
+    from zero_plugin.distributed.process_end import StopRequest
 
     request = StopRequest()
     request.listen()

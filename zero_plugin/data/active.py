@@ -1,16 +1,12 @@
-"""Which loaders' loops are running in this process, and how batches reach them."""
+"""Which loaders' loops are running in this process, and which of them ends accumulation windows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from itertools import count
 from typing import Any, ClassVar, Protocol
 
-import torch
-
 from zero_plugin.distributed.collectives import announce
-from zero_plugin.distributed.seeding import synchronize_rng_states
 from zero_plugin.errors import LoopError
 
 _LOOPS = count(1)
@@ -190,28 +186,6 @@ def _describe(loader: Any) -> str:
     length = loader.epoch_length
     data = type(getattr(loader, "dataset", loader)).__name__
     return f"the loader over {data} ({'of unknown length' if length is None else f'{length} batches'})"
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """How batches reach the loop.
-
-    Attributes:
-        device: where they go; None leaves them where the loader makes them.
-        non_blocking: do not wait for the copy; on CUDA it never is.
-        rng_types: random states that every process gets from process 0 at the start of each epoch.
-        generator: what `generator` among them means: the dataset's own.
-    """
-
-    device: torch.device | None = None
-    non_blocking: bool = False
-    rng_types: tuple[str | Enum, ...] = ()
-    generator: torch.Generator | None = None
-
-    def begin_epoch(self) -> None:
-        """Give every process the random states of process 0; collective if there are any."""
-        known = [kind for kind in self.rng_types if self.generator is not None or str(kind) != "generator"]
-        synchronize_rng_states(known, self.generator)
 
 
 class _Accumulating(Protocol):

@@ -1,4 +1,4 @@
-"""Batch samplers that give one process its part, cut batches into smaller ones, or leave out the first.
+"""Which samples a process gets of map-style data: batches of indices, divided among processes, cut and skipped.
 
 And loaders with other batch samplers.
 """
@@ -8,25 +8,177 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from zero_plugin.data.division import Draws, SeedableRandomSampler, Sharing, share_batches
 from zero_plugin.distributed.collectives import broadcast_object_list, process_index
+from zero_plugin.distributed.seeding import Draws
+from zero_plugin.errors import LoopError
+
+
+class Share(NamedTuple):
+    """One process's part of one step.
+
+    Attributes:
+        indices: what the dataset is asked for.
+        real: how many of them, from the front, are not repeated to make the step even.
+    """
+
+    indices: list[Any]
+    real: int
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has, repeated ones included."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How batches are shared.
+
+    Attributes:
+        rank, world: this process among how many.
+        batch_size: samples in a full batch of one process; None where batches have no common size.
+        even: complete the last step from the first samples of the epoch, so that every process has a full batch.
+        split: each of the loader's batches is cut into one piece per process, instead of dealt out whole.
+        drop_last: an incomplete last step is left out, as the loader was configured.
+        batched: False where the loader does not batch: then an item of its sampler or stream is a batch by itself, of
+            unknown size, and counts here as one sample.
+        cut: into how many batches each of the user's was cut before.
+    """
+
+    rank: int
+    world: int
+    batch_size: int | None
+    even: bool = True
+    split: bool = False
+    drop_last: bool = False
+    batched: bool = True
+    cut: int = 1
+
+
+def share_batches(
+    batches: Iterable[list[Any]], how: Sharing, report_dropped: Callable[[int], None] | None
+) -> Iterator[Share]:
+    """This process's shares, one per step.
+
+    At step k the processes' shares, in the order of ranks, are the batches k·world … (k+1)·world-1 of `batches`, or
+    with `split` the pieces of batch k. Only the last step can be incomplete. It is then completed from the epoch's
+    first samples (`even`), or left out on every process where some process would have nothing (`report_dropped` gets
+    the number of samples lost, unless `drop_last` requested it). Without `report_dropped` each process goes on as far
+    as its own shares reach, and the first ones may have one more than the last.
+
+    Raises:
+        LoopError: with `split`, a batch that is not the last does not hold world × batch_size samples.
+    """
+    steps = _cut(batches, how) if how.split and how.world > 1 else _deal(batches, how.world)
+    step = first = next(steps, None)
+    while step is not None:
+        # Whether it is the last matters only where it is incomplete, and the batches may depend on when they are drawn.
+        is_full = _is_full(step, how)
+        following = None if is_full else next(steps, None)
+        if len(step) > how.world or (following is not None and len(step) < how.world):
+            raise LoopError(
+                f"split_batches: the batch sampler gave {sum(map(len, step))} samples; every batch but the last must "
+                f"hold {how.world} × {how.batch_size}. Use split_batches=False with batches of varying size"
+            )
+        if following is None and not is_full and how.even and not how.drop_last:
+            assert first is not None
+            yield _complete(step, first, how)
+        elif len(step) == how.world or (how.rank < len(step) and report_dropped is None and not how.drop_last):
+            own = step[how.rank]
+            yield Share(own, len(own))
+        elif not how.drop_last and report_dropped is not None:
+            report_dropped(sum(map(len, step)))
+        step = next(steps, None) if is_full else following
+
+
+def count_steps(samples: int, how: Sharing) -> int:
+    """In how many steps all processes have a batch of so many samples, which are batched alike."""
+    assert how.batch_size is not None
+    full, tail = divmod(samples, how.world * how.batch_size)
+    needed = 1 if how.even else (how.world - 1) * how.batch_size + 1  # below it, some process has nothing
+    return full + (tail >= needed and not how.drop_last)
+
+
+def _is_full(step: list[list[Any]], how: Sharing) -> bool:
+    """Whether every process surely has its share of it as it is."""
+    if len(step) != how.world:
+        return False
+    return not how.even or how.drop_last or all(len(batch) == (how.batch_size or len(batch)) for batch in step)
+
+
+def _deal(batches: Iterable[list[Any]], world: int) -> Iterator[list[list[Any]]]:
+    iterator = iter(batches)
+    while step := [batch if hasattr(batch, "__len__") else list(batch) for batch in islice(iterator, world)]:
+        yield step
+
+
+def _cut(batches: Iterable[list[Any]], how: Sharing) -> Iterator[list[list[Any]]]:
+    size = how.batch_size
+    assert size is not None
+    for batch in map(list, batches):
+        yield [batch[start : start + size] for start in range(0, len(batch), size)]
+
+
+def _complete(step: list[list[Any]], first: list[list[Any]], how: Sharing) -> Share:
+    """This process's share of the last step, filled up from the first step's samples, round and round."""
+    if how.batch_size is None:  # nothing says what a full batch is: missing ones are the first ones over again
+        missing = how.rank - len(step)
+        return Share(step[how.rank], len(step[how.rank])) if missing < 0 else Share(first[missing % len(first)], 0)
+    filler = cycle(chain.from_iterable(first))
+    for real in [*step, *[[]] * how.world][: how.rank + 1]:
+        own = [*real, *islice(filler, max(0, how.batch_size - len(real)))]
+    return Share(own, len(real))
+
+
+class SeedableRandomSampler(RandomSampler):
+    """torch's RandomSampler, with its generator seeded by `initial_seed + epoch` at the start of each epoch.
+
+    Each whole iteration ends an epoch, unless `set_epoch` says otherwise.
+
+    Attributes:
+        initial_seed: `data_seed`, or torch's seed when the sampler was made.
+        epoch: the next one.
+
+    Args:
+        *args: of `torch.utils.data.RandomSampler`, as the other keyword arguments.
+        data_seed: None takes torch's current seed.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with this epoch at the next start."""
+        self.epoch = epoch
+
 
 _BATCHES_PER_BROADCAST = 1024
-
 # What they draw depends on nothing that happens in the loop, and their length is right. A subclass may do anything.
 _TORCHS_OWN = (
     DistributedSampler,
@@ -307,3 +459,52 @@ def shard_of(loader: DataLoader[Any]) -> BatchSamplerShard | None:
     """The part of the batches that the loader reads; None for a stream, or where nobody counts."""
     shard = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     return shard if isinstance(shard, BatchSamplerShard) else None
+
+
+def smaller_cut(micro_batch: int) -> int:
+    """The least number of equal pieces that a micro-batch can be cut into: 2, or what else divides it.
+
+    Args:
+        micro_batch: its samples.
+
+    Returns:
+        0 where it is one sample.
+    """
+    return next((n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 0)
+
+
+def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> DataLoader[Any]:
+    """The loader with each of its batches cut into `cut` of one size.
+
+    It gives what it would if it had been built with that batch size, except that `drop_last` still leaves out what it
+    would have left out; of a stream, which ends unforeseen, only what does not fill a smaller batch. One that is only
+    evaluated with stays as it is where it cannot be cut so.
+
+    Args:
+        loader: as the script made it.
+        cut: into how many.
+        split_among: processes among which each batch is split; 1 where each gets whole ones.
+
+    Raises:
+        LoopError: it shuffles, so that it trains, and its batches cannot be cut into so many of one size.
+    """
+    if cut == 1:
+        return loader
+    batches = batches_of(loader)
+    size = getattr(batches, "batch_size", None)
+    if size is None and isinstance(batches, list | tuple) and batches:
+        size = len(batches[0])
+    if not isinstance(size, int) or size % (cut * split_among):
+        if isinstance(loader.sampler, SequentialSampler):
+            return loader
+        raise LoopError(
+            f"memory ran out before, so that each of the loader's batches comes as {cut} micro-batches; this one has "
+            f"{'no stated batch size' if size is None else f'batch_size={size}'}, which cannot be cut so.\n"
+            f"Give it a batch_size that is a multiple of {cut * split_among}, or write a smaller one yourself."
+        )
+    smaller = size // cut
+    if isinstance(loader.dataset, IterableDataset) or (type(batches) is BatchSampler and not batches.drop_last):
+        cutter = BatchSampler(batches.sampler, smaller, batches.drop_last)
+    else:
+        cutter = CutBatchSampler(batches, smaller, cut)
+    return with_batches(loader, cutter, batch_size=None if loader.batch_size is None else smaller)

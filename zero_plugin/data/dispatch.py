@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -10,91 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterDataPipe
 
-from zero_plugin.data.active import Delivery
-from zero_plugin.data.adapter import DataLoaderAdapter
-from zero_plugin.data.division import Portion, Sharing
-from zero_plugin.data.loader import refuse_mesh
-from zero_plugin.data.read_ahead import Kept, move_batch
+from zero_plugin.data.batch_sampler import Sharing
+from zero_plugin.data.batches import Kept, Portion, count_rows, cut_rows, join_rows, map_tensors, move_batch
+from zero_plugin.data.loader import DataLoaderAdapter, Delivery, refuse_mesh
 from zero_plugin.distributed.collectives import broadcast, broadcast_object_list, num_processes, process_index
 from zero_plugin.errors import LoopError
-from zero_plugin.tensors.nested import list_leaves, map_leaves
-
-
-def count_rows(batch: Any) -> int | None:
-    """Samples in a batch: rows of its first tensor, else members of its first list without tensors; None without both.
-
-    Tensors without a dimension, which hold one value for the whole batch, do not count.
-    """
-    rows = next((leaf.shape[0] for leaf in list_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), None)
-    columns = filter(is_object_column, list_leaves(batch, is_object_column))
-    return next(map(len, columns), None) if rows is None else rows
-
-
-def cut_rows(batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """The batch with some of its samples.
-
-    Tensors and lists with one row per sample are cut; what has another length, or none, belongs to the batch as a whole
-    and stays.
-
-    Args:
-        batch: collated.
-        rows: of every tensor, and of every list without tensors.
-        process_index: not used here; a function of the user's that stands in for this one may want to know.
-        num_processes: likewise.
-    """
-    del process_index, num_processes
-    count = count_rows(batch)
-
-    def cut(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            return node[rows] if node.ndim and node.shape[0] == count else node
-        return node[rows] if is_object_column(node) and len(node) == count else node
-
-    return map_leaves(cut, batch, is_leaf=is_object_column)
-
-
-def join_rows(batches: Sequence[Any]) -> Any:
-    """Batches of one structure as one, one's samples after the other's.
-
-    What belongs to a batch as a whole is taken from the first.
-
-    Raises:
-        RuntimeError: tensors that differ beyond their first dimension.
-    """
-    first, count = batches[0], count_rows(batches[0])
-    if len(batches) == 1:
-        return first
-    parts = [iter(list_leaves(batch, is_object_column)) for batch in batches]
-
-    def join(node: Any) -> Any:
-        members = [next(part) for part in parts]
-        if isinstance(node, Tensor):
-            return torch.cat(members) if node.ndim and node.shape[0] == count else node
-        if is_object_column(node) and len(node) == count:
-            return type(node)(member for column in members for member in column)
-        return node
-
-    return map_leaves(join, first, is_leaf=is_object_column)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The batch with `function(tensor)` in place of every tensor."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def is_object_column(node: Any, *, with_tensors: bool = False) -> bool:
-    """Whether it is a list, or a plain tuple of anything but containers, of one object per sample.
-
-    Args:
-        node: part of a batch, or of what a loop made of it.
-        with_tensors: an object may be a tensor, or hold some; else a list of tensors is a container.
-    """
-    if type(node) is tuple and any(isinstance(member, list | tuple | Mapping) for member in node):
-        return False
-    if type(node) not in (list, tuple):
-        return False
-    return with_tensors or not any(isinstance(leaf, Tensor) for leaf in list_leaves(node))
-
+from zero_plugin.tensors.nested import list_leaves
 
 SliceFunction = Callable[..., Any]
 
@@ -181,7 +102,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                 first = map_tensors(Tensor.clone, cut_rows(step, slice(0, how.world)))
             part, rest = divmod(samples, how.world)
             if rest and how.even:
-                step = _join([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
+                step = join_rows([step, *[first] * -(-(how.world - rest) // (count_rows(first) or 1))])
                 part, rest = part + 1, 0
             elif part == 0:
                 self._report_dropped(samples)
@@ -218,7 +139,7 @@ class DataLoaderDispatcher(DataLoaderAdapter):
                 one.check()
             if not step or (len(step) < needed and self._how.drop_last):
                 return
-            yield _join(step)
+            yield join_rows(step)
 
     def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
         """As process 0 does, which alone needs to have the data."""
@@ -237,13 +158,3 @@ class DataLoaderDispatcher(DataLoaderAdapter):
             return False
         samples = len(self.dataset if self._shard is None else self._shard.sampler)
         return 0 < samples % self.total_batch_size < self._how.world
-
-
-def _join(batches: list[Any]) -> Any:
-    try:
-        return join_rows(batches)
-    except RuntimeError as error:
-        raise LoopError(
-            "dispatch_batches: the batches of one step differ beyond their first dimension, so they cannot be joined; "
-            "write dispatch_batches=None, and each process reads its own, or pad all batches to one length"
-        ) from error

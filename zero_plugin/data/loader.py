@@ -1,21 +1,622 @@
-"""The loader that gives each process its part of a DataLoader, read by itself; and loaders that begin later."""
+"""The prepared loaders: a DataLoader around another, which knows the epoch's last batch when it comes."""
 
 from __future__ import annotations
 
+import copy
+import sys
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from zero_plugin.data.active import Delivery
-from zero_plugin.data.adapter import DataLoaderAdapter
-from zero_plugin.data.batch_sampler import SkipBatchSampler, batches_of, shard_of, with_batches
-from zero_plugin.data.division import Portion, Sharing
-from zero_plugin.data.stream import Division
-from zero_plugin.distributed.collectives import gather_object, start_sum
+from zero_plugin.data.active import DataLoaderStateMixin, GradientState
+from zero_plugin.data.batch_sampler import (
+    BatchSamplerShard,
+    Sharing,
+    SkipBatchSampler,
+    batches_of,
+    is_torchs_own,
+    shard_of,
+    with_batches,
+)
+from zero_plugin.data.batches import Kept, Portion, move_batch
+from zero_plugin.data.stream import Division, StreamShard
+from zero_plugin.distributed.collectives import announce, broadcast, gather_object, num_processes, start_sum
+from zero_plugin.distributed.seeding import Draws, synchronize_rng_states, undisturbed
 from zero_plugin.errors import LoopError
+from zero_plugin.tensors.nested import list_leaves
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How batches reach the loop.
+
+    Attributes:
+        device: where they go; None leaves them where the loader makes them.
+        non_blocking: do not wait for the copy; on CUDA it never is.
+        rng_types: random states that every process gets from process 0 at the start of each epoch.
+        generator: what `generator` among them means: the dataset's own.
+    """
+
+    device: torch.device | None = None
+    non_blocking: bool = False
+    rng_types: tuple[str | Enum, ...] = ()
+    generator: torch.Generator | None = None
+
+    def begin_epoch(self) -> None:
+        """Give every process the random states of process 0; collective if there are any."""
+        known = [kind for kind in self.rng_types if self.generator is not None or str(kind) != "generator"]
+        synchronize_rng_states(known, self.generator)
+
+
+class Epochs:
+    """The epochs of a loader.
+
+    What has a `set_epoch` gets the epoch that the loop sets. A loop that sets none gets the next one at each start,
+    so that shuffling differs from epoch to epoch; what the user has set by himself, on the object, is left as it is.
+
+    Args:
+        parts: the dataset, the batch sampler, the sampler, …
+
+    Attributes:
+        current: the running epoch; -1 before the first.
+    """
+
+    def __init__(self, parts: Iterable[Any]) -> None:
+        self.current = -1
+        self._chosen: int | None = None
+        self.follow(parts)
+
+    def follow(self, parts: Iterable[Any]) -> None:
+        """Tell these from now on, and no others."""
+        self._parts = [part for part in parts if hasattr(part, "set_epoch")]
+        self._seen: list[int | None] = []  # of each part, at the last start
+        if self._chosen is not None:
+            self.choose(self._chosen)
+
+    def choose(self, epoch: int) -> None:
+        """The coming start begins this one."""
+        self._chosen = epoch
+        for part in self._parts:
+            part.set_epoch(epoch)
+
+    def begin(self) -> None:
+        """An epoch starts."""
+        self.current = self.current + 1 if self._chosen is None else self._chosen
+        if self._chosen is None:
+            for part, seen in zip(self._parts, self._seen, strict=False):
+                if seen is not None and _epoch_of(part) == seen:
+                    part.set_epoch(self.current)
+        self._chosen = None
+        self._seen = [_epoch_of(part) for part in self._parts]
+
+    def of(self, part: Any) -> int | None:
+        """The epoch that `part` is at; None where it does not count them."""
+        if not any(part is known for known in self._parts):
+            return None
+        epoch = _epoch_of(part)
+        return self.current if epoch is None else epoch
+
+
+def _epoch_of(part: Any) -> int | None:
+    epoch = getattr(part, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
+_SEEDS = 2**62
+_BEGINS_AGAIN = (
+    "this process's part of the data ended after {} batches, before another's; it begins again, and gather_for_metrics "
+    "leaves the repeats out. even_batches: false stops all at the shortest"
+)
+_READS_AHEAD = (
+    "{}: while gradients accumulate, a batch is drawn before the loop has done with the one before, to know which is "
+    "the epoch's last. For a sampler that learns from the loop, write "
+    "GradientAccumulationPlugin(sync_with_dataloader=False): windows then go on over its end"
+)
+_Adapter = TypeVar("_Adapter", bound="DataLoaderAdapter")
+
+
+@dataclass
+class _Place:
+    """Where the running epoch is, or was last; a loader and its copies that skip batches share it.
+
+    Attributes:
+        batches: that the loop has had, the skipped ones too.
+        is_end: whether these are all.
+        shard: draws them; None where nobody counts.
+        resumed: the batches to skip, and what the order is drawn from, in the coming loop.
+    """
+
+    batches: int = 0
+    is_end: bool = False
+    shard: BatchSamplerShard | None = None
+    resumed: tuple[int, Draws | None] | None = None
+
+
+class LogOnce:
+    """A line about a number or a name, which is logged the first time only.
+
+    Args:
+        line: with `{}` for it; an empty one is never logged.
+        by_each: each process logs its own.
+    """
+
+    def __init__(self, line: str, *, by_each: bool = False) -> None:
+        self._line = line
+        self._by_each = by_each
+
+    def __call__(self, found: object) -> None:
+        """Log it, the first time."""
+        line, self._line = self._line, ""
+        if line:
+            announce(line.format(found), by_each=self._by_each)
+
+
+def report_dropped(how: Sharing, *, is_least: bool = False) -> LogOnce:
+    """What is called with the number of samples that all processes leave out at an epoch's end.
+
+    Args:
+        how: how the loader is shared.
+        is_least: whether the number is what is known, and more may be left out.
+    """
+    what, least = "samples" if how.batched else "batches", "at least " if is_least else ""
+    line = (
+        f"{what} left out: {least}{{}} at the end of each epoch, so that all {how.world} processes stop together; "
+        "even_batches: true repeats samples instead"
+    )
+    return LogOnce(line if how.rank == 0 else "")
+
+
+class Reading:
+    """One loop's reading of an epoch, at most one batch beyond the one that the loop has.
+
+    Args:
+        portions: those of this process; each is read when it is asked for.
+        refills: whether what reads them may write into memory that it gave before.
+    """
+
+    def __init__(self, portions: Iterable[Portion] = (), *, refills: bool = False) -> None:
+        self._portions = iter(portions)
+        self._refills = refills
+        self._following: list[Portion | None] = []  # what was read beyond, None for the end
+        self._held: list[Any] = []  # of the loop's batch, what is still where the loader made it
+
+    def take(self) -> Portion | None:
+        """The next batch, for the loop; None at the end."""
+        self._held = []
+        return self._following.pop() if self._following else next(self._portions, None)
+
+    def hold(self, made: Any, given: Any) -> None:
+        """The loop is given a batch.
+
+        Args:
+            made: as the loader made it.
+            given: as the loop gets it: moved to the device, in containers of its own.
+        """
+        if self._refills:
+            unmoved = {id(leaf) for leaf in list_leaves(made)}
+            self._held = [leaf for leaf in list_leaves(given) if id(leaf) in unmoved]
+
+    def is_last(self) -> bool:
+        """Whether no batch follows the one that the loop has; reads the following one, if that was not done before.
+
+        Raises:
+            LoopError: reading has changed the batch that the loop has.
+        """
+        if not self._following:
+            kept = Kept(self._held)
+            following = next(self._portions, None)
+            self._following.append(following)
+            kept.check(following)
+            self._held = []
+        return self._following[0] is None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reading, ()  # a copied loader has read nothing
+
+
+class DataLoaderAdapter(DataLoader[Any], DataLoaderStateMixin):
+    """A DataLoader around another; iterate it, as often as there are epochs.
+
+    Whether a batch is the epoch's last is known with it. Over map-style data with torch's own samplers the length
+    tells. Of a stream one batch is read ahead, after the one before was moved to the device. With any other sampler,
+    which may give what it has learnt from the loop, one is read ahead where somebody asks for `end_of_dataloader` or
+    `batches_left`, as an accumulation window of several batches does; with several processes all have to ask.
+
+    What is not listed here (`num_workers`, `sampler`, `collate_fn`, …) is the wrapped DataLoader's.
+
+    Attributes:
+        base_dataloader: the wrapped one.
+        dataset: the user's dataset.
+        batch_size: samples per process and batch; None where batches have no common size.
+        total_batch_size: samples per step over all processes; None likewise.
+        drop_last: whether an incomplete last step is left out.
+        device: where batches go; None leaves them where they are.
+    """
+
+    _is_accelerate_prepared = True  # what libraries written for Accelerate ask
+    # DataLoader's own refuses to change what its constructor has set, which is not called here.
+    __setattr__ = object.__setattr__  # type: ignore[assignment]
+
+    @classmethod
+    def around(
+        cls: type[_Adapter], base: DataLoader[Any], how: Sharing, delivery: Delivery, **options: Any
+    ) -> _Adapter:
+        """Around a DataLoader that there is already; the options are `_wrap`'s."""
+        loader = cls.__new__(cls)
+        loader._wrap(base, how, delivery, **options)
+        return loader
+
+    def _wrap(
+        self,
+        base: DataLoader[Any],
+        how: Sharing,
+        delivery: Delivery,
+        *,
+        skip: int = 0,
+        epoch: int = 0,
+        ends_unknown: bool = False,
+        repeats_unseen: str | None = None,
+    ) -> None:
+        """Begin with these; DataLoader's constructor would make samplers of its own.
+
+        Args:
+            base: what is read. A map-style dataset is shared by its `BatchSamplerShard`, a stream is a `StreamShard`.
+            how: its batches are shared.
+            delivery: how they reach the loop.
+            skip: batches that are left out at the beginning of every epoch.
+            epoch: the first.
+            ends_unknown: the processes have to agree on the last step.
+            repeats_unseen: name of the user's sampler that shares the samples and may repeat some.
+        """
+        self.base_dataloader = base
+        self._how = how
+        self._delivery = delivery
+        self._stream: StreamShard | None = base.dataset if isinstance(base.dataset, StreamShard) else None
+        self.dataset: Any = base.dataset if self._stream is None else self._stream.dataset
+        self._is_stream = isinstance(self.dataset, IterableDataset)
+        self._ends_unknown = ends_unknown and how.world > 1
+        self.repeats_unseen = repeats_unseen
+        self._shard = shard_of(base)
+        self._place = _Place()
+        self._outer: Any = base.batch_sampler if self._shard is None else self._shard.batch_sampler
+        self._epochs = Epochs([self.dataset, self._outer, getattr(self._outer, "sampler", None)])
+        self._workers_epoch: int | None = None  # what lasting workers' copies of the dataset have got
+        self._skip = skip  # at the beginning of every epoch
+        self._batches: int | None = None  # of the running epoch, by its length
+        self._reading = Reading()
+        self._is_last: bool | None = False  # the batch that the loop has; None where nobody has looked
+        self._report_dropped = report_dropped(how, is_least=ends_unknown)
+        self._report_restart = LogOnce(_BEGINS_AGAIN, by_each=True)
+        self._report_reading_ahead = LogOnce(_READS_AHEAD)
+        self.batch_size = how.batch_size if how.batched else None
+        self.total_batch_size = None if self.batch_size is None else self.batch_size * how.world
+        self.drop_last = how.drop_last
+        self.device = delivery.device
+        self.remainder = -1
+        if epoch:
+            self.set_epoch(epoch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The state of the running loops, as Accelerate's scripts look it up."""
+        return GradientState()
+
+    @property  # type: ignore[misc]  # torch's can be set
+    def multiprocessing_context(self) -> Any:
+        """How workers are started."""
+        return self.base_dataloader.multiprocessing_context
+
+    def _count_steps(self) -> int:
+        """Batches of a whole epoch on this process; TypeError for a stream without a length."""
+        if self._stream is not None:
+            return self._stream.count_batches()
+        return len(self.base_dataloader if self._shard is None else self._shard)
+
+    def __len__(self) -> int:
+        """Batches per epoch on this process; TypeError for a stream without a length."""
+        return max(0, self._count_steps() - self._skip)
+
+    @property
+    def cut(self) -> int:
+        """Into how many batches each of the user's is cut."""
+        return self._how.cut
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset, over all processes; TypeError for a stream without a length."""
+        return len(self.dataset)
+
+    @property
+    def epoch_length(self) -> int | None:  # type: ignore[override]
+        """Batches of a whole epoch; None where that is not known, as of a stream."""
+        return self._count_batches(self._skip)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the epoch's last, on all processes."""
+        if self._is_last is None:
+            if not (self._is_stream or is_torchs_own(self._outer)):
+                self._report_reading_ahead(type(self.get_sampler() or self._outer).__name__)
+            self._is_last = self._place.is_end = self._reading.is_last()
+        return self._is_last
+
+    @end_of_dataloader.setter
+    def end_of_dataloader(self, is_last: bool) -> None:
+        self._is_last = is_last
+
+    @property
+    def batches_left(self) -> int | None:
+        """Batches to come in this epoch after the current one; None where that is not known before the last one.
+
+        A stream's own `__len__` is not relied on: worker processes and filters make it wrong.
+        """
+        if self.end_of_dataloader:
+            return 0
+        if self.position < 0:
+            return self._count_batches(self._skip)
+        return None if self._batches is None else max(1, self._batches - self.position - 1)
+
+    def skipping(self: _Adapter, count: int) -> _Adapter:
+        """What `skip_first_batches` returns."""
+        later = copy.copy(self)
+        later._skip = self._skip + count
+        return later
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's dataset, batch sampler and sampler the epoch that begins next, each where it wants to know.
+
+        A loop that never calls it gets the next epoch at each start.
+        """
+        self._epochs.choose(epoch)
+
+    @property
+    def iteration(self) -> int:
+        """The running epoch, or the last one; 0 before the first. Setting it is `set_epoch`."""
+        return max(0, self._epochs.current)
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def get_sampler(self) -> Any:
+        """The sampler that the batches are made of; None where there is none, as over a stream."""
+        return None if self._is_stream else getattr(self._outer, "sampler", None)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Make the batches of another sampler, from the next loop on.
+
+        Raises:
+            LoopError: they are made of none.
+        """
+        if self.get_sampler() is None:
+            raise LoopError(f"set_sampler() of a loader over {type(self.dataset).__name__}, which has no sampler.")
+        self._outer.sampler = sampler
+        self._epochs.follow([self.dataset, self._outer, sampler])
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        device, non_blocking, place = self.device, self._delivery.non_blocking, self._place
+        first = self._begin_epoch()
+        is_stream, is_sure, batches = self._know_end(first)
+        reading = self._reading = Reading(self._portions(first), refills=self._may_refill())
+        self._batches = batches
+        place.batches, place.is_end = first, False
+        self.begin()
+        try:
+            while (portion := reading.take()) is not None:
+                if is_sure and self.position + 1 == batches:
+                    raise LoopError(self._describe_wrong_length("more"))
+                made, self.batch_samples, self.real_samples, _ = portion
+                self.position += 1
+                place.batches += 1
+                place.is_end = self.position + 1 == batches
+                # In a list, so that nothing here keeps it from being freed when the loop drops it.
+                stays = device is None and is_sure
+                given = [made if stays else move_batch(made, device, non_blocking=non_blocking)]
+                if is_sure:
+                    self._is_last = place.is_end
+                else:
+                    reading.hold(made, given[0])
+                    self._is_last = None
+                    if is_stream:
+                        _ = self.end_of_dataloader
+                yield given.pop()
+            if is_sure and self.position + 1 != batches:
+                raise LoopError(self._describe_wrong_length("fewer"))
+            self._is_last = place.is_end = True
+        finally:
+            self.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, for `load_state_dict`.
+
+        The order of the samples is kept, as long as the sampler draws it with torch's or with global generators; random
+        numbers that the dataset draws while it is read are not.
+        """
+        place = self._place
+        draws = None if place.shard is None else place.shard.draws
+        return {
+            "epoch": self._epochs.current,
+            "batches": place.batches,
+            "total_batch_size": self.total_batch_size,
+            "draws": None if draws is None else draws._asdict(),
+            "_iterator_finished": place.is_end,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume, in the coming loop, where the loop was that `state_dict` was called in.
+
+        With another number of processes, it is the same sample; where that is within a batch, the batch is read again.
+        """
+        if state_dict["epoch"] < 0:
+            return
+        if state_dict["_iterator_finished"]:
+            self.set_epoch(state_dict["epoch"] + 1)
+            return
+        batches, then = state_dict["batches"], state_dict["total_batch_size"]
+        if then is not None and self.total_batch_size is not None:
+            batches = batches * then // self.total_batch_size
+        self.set_epoch(state_dict["epoch"])
+        draws = state_dict["draws"]
+        self._place.resumed = batches, None if draws is None else Draws(**draws)
+
+    def _begin_epoch(self) -> int:
+        """How many batches are skipped."""
+        self._delivery.begin_epoch()
+        self._epochs.begin()
+        epoch = self._epochs.of(self.dataset)
+        if self._stream is not None:
+            seed = torch.initial_seed() % _SEEDS
+            if self._how.world > 1:  # the copies of the dataset have to draw alike
+                seed = int(broadcast(torch.tensor(seed)))
+            self._stream.begin_epoch(seed + self._epochs.current, epoch)
+        elif epoch != self._workers_epoch and self.base_dataloader.__dict__.get("_iterator") is not None:
+            self.base_dataloader.__dict__["_iterator"] = None  # lasting workers have copies of the dataset: new ones
+        self._workers_epoch = epoch
+        resumed, self._place.resumed = self._place.resumed, None
+        if resumed is None:
+            return self._skip
+        batches, draws = resumed
+        if draws is not None and self._shard is not None:
+            self._shard.draw_from(draws)
+        return max(self._skip, batches)
+
+    def _know_end(self, skip: int) -> tuple[bool, bool, int | None]:
+        """Whether the coming epoch reads ahead, whether its length is sure, and its length without the first `skip`."""
+        # Subclasses of torch's may do anything.
+        is_torchs = type(self.base_dataloader) is DataLoader and is_torchs_own(self._outer)
+        is_sure = is_torchs and not (self._is_stream or self._ends_unknown)
+        return self._is_stream, is_sure, self._count_batches(skip)
+
+    def _may_refill(self) -> bool:
+        """Whether the wrapped loader may give a batch in memory that another one was in."""
+        base = self.base_dataloader
+        collate = getattr(base.collate_fn, "collate", base.collate_fn)
+        return base.num_workers == 0 and not (base.batch_sampler is not None and collate is default_collate)
+
+    def _describe_wrong_length(self, found: str) -> str:
+        return (
+            f"the loader gives {found} batches than the {self._batches} that its length says, though its sampler is "
+            f"torch's own: the length of the {type(self.dataset).__name__} changed in the epoch, or is another one on "
+            "process 0.\nLet it grow or shrink between epochs, on all processes alike."
+        )
+
+    def _count_batches(self, skip: int) -> int | None:
+        if self._stream is not None:
+            return None
+        try:
+            return max(0, self._count_steps() - skip)
+        except TypeError:  # a sampler without a length
+            return None
+
+    def _read(self, skip: int) -> Iterator[Portion]:
+        """The wrapped loader's batches, without the first `skip`, with their counts; map-style data are not read."""
+        base, shard = self.base_dataloader, self._shard
+        let_threads_settle(base.num_workers)
+        if shard is None:
+            for position, batch in enumerate(base):
+                if position >= skip:
+                    yield batch if isinstance(batch, Portion) else Portion(batch, None, None)
+            return
+        if skip:
+            shard = shard.skipping(skip)
+            base = with_batches(base, shard)
+        self._place.shard = shard
+        # An iterator draws a seed for its workers. The interrupted epoch's has been drawn.
+        with undisturbed() if shard.resumes else nullcontext():
+            iterator = iter(base)
+        counts, batched = shard.counts, self._how.batched
+        counted = base.in_order  # else nobody knows which batch came first
+        for batch in iterator:
+            try:
+                samples, real = counts.popleft()
+            except IndexError:
+                raise LoopError(
+                    f"the {type(base).__name__} gives batches that its batch sampler did not draw, so they "
+                    "cannot be shared among the processes; prepare a torch.utils.data.DataLoader over the same dataset"
+                ) from None
+            if batched:
+                yield Portion(batch, samples if counted else None, real if counted else None)
+            else:
+                yield Portion(batch, None, 0 if real == 0 else None)
+
+    def _portions(self, skip: int) -> Iterator[Portion]:
+        """This process's batches of an epoch, without the first `skip`."""
+        return self._keep_together(skip) if self._ends_unknown else self._read(skip)
+
+    def _keep_together(self, skip: int) -> Iterator[Portion]:
+        """This process's portions, for as long as the processes go on together; every process must iterate it.
+
+        Each portion costs one sum over the processes, of two integers. Nothing is read before it is asked for. A stream
+        that divides itself is read again (`even`) by a process that is through with its part, whose portions are then
+        repeats, until the last one is. Else all stop with the first.
+
+        Raises:
+            LoopError: the processes' streams are to be the same, and are not.
+        """
+        how = self._how
+        begins_again = self._stream is not None and self._stream.division is not Division.BY_SKIPPING
+        begins_again = begins_again and how.even and not how.drop_last
+        portions, again = self._read(skip), iter(list[Portion]())
+        last: Portion | None = None
+        steps = 0
+        portion = next(portions, None)
+        _check_same(portion)
+        while True:
+            # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
+            going, samples = start_sum([portion is not None, 0 if portion is None else portion.samples or 1])()
+            if going == 0 or (going < how.world and (last is None or not begins_again)):
+                if samples:
+                    self._report_dropped(samples)
+                return
+            if portion is None:
+                assert last is not None
+                portion = next(again, None)
+                if portion is None:
+                    self._report_restart(steps)
+                    again = self._read(skip)
+                    portion = next(again, last)  # a stream that can be read once has nothing more
+                portion = portion._replace(real=0)
+            last = portion
+            steps += 1
+            yield portion
+            portion = next(portions, None)
+
+
+_SETTLED_SECONDS = 0.01
+
+
+def let_threads_settle(workers: int) -> None:
+    """Wait a moment before a loader forks its workers, if a collective may just have ended.
+
+    The communication threads enter Python then, to free tensors. Where one is about to when the process forks, the
+    child waits for it for ever; Python 3.12 no longer does.
+    """
+    if workers and sys.version_info < (3, 12) and num_processes() > 1:
+        time.sleep(_SETTLED_SECONDS)
+
+
+def _check_same(first: Portion | None) -> None:
+    """All processes share out one stream: that it is the same everywhere shows in its beginning."""
+    found = gather_object([None if first is None else first.fingerprint])
+    if len({fingerprint for fingerprint in found if fingerprint is not None}) > 1:
+        raise LoopError(
+            "the iterable dataset begins with other samples on each process, but prepare() shares out one stream.\n"
+            "If it shuffles or augments, let it draw from a generator seeded alike on all processes, or from the "
+            "global ones of Python, NumPy and torch, which prepare() makes equal for it. Only if it divides the data "
+            "itself (by RANK, a hostname, …), write Accelerator(shard_iterable='never'): each process then takes all "
+            "that its own copy gives."
+        )
 
 
 class DataLoaderShard(DataLoaderAdapter):
@@ -61,59 +662,25 @@ class DataLoaderShard(DataLoaderAdapter):
         delivery = Delivery(device, _non_blocking, tuple(rng_types or ()), synchronized_generator)
         self._wrap(base, describe_alone(base, _drop_last), delivery, skip=skip_batches, epoch=iteration)
 
-    def _portions(self, skip: int) -> Iterator[Portion]:
-        return self._keep_together(skip) if self._ends_unknown else self._read(skip)
 
-    def _keep_together(self, skip: int) -> Iterator[Portion]:
-        """This process's portions, for as long as the processes go on together; every process must iterate it.
+class SkipDataLoader(DataLoaderAdapter):
+    """A DataLoader, not shared among processes, without its first batches, in every epoch; they are read.
 
-        Each portion costs one sum over the processes, of two integers. Nothing is read before it is asked for. A stream
-        that divides itself is read again (`even`) by a process that is through with its part, whose portions are then
-        repeats, until the last one is. Else all stop with the first.
+    Args:
+        dataset: for the DataLoader.
+        skip_batches: how many batches are left out.
+        use_stateful_dataloader: no difference: `state_dict` is always there.
+        **kwargs: for the DataLoader.
+    """
 
-        Raises:
-            LoopError: the processes' streams are to be the same, and are not.
-        """
-        how = self._how
-        begins_again = self._stream is not None and self._stream.division is not Division.BY_SKIPPING
-        begins_again = begins_again and how.even and not how.drop_last
-        portions, again = self._read(skip), iter(list[Portion]())
-        last: Portion | None = None
-        steps = 0
-        portion = next(portions, None)
-        _check_same(portion)
-        while True:
-            # On the CPU, even where batches go to a GPU: there it would have to wait for all that is queued.
-            going, samples = start_sum([portion is not None, 0 if portion is None else portion.samples or 1])()
-            if going == 0 or (going < how.world and (last is None or not begins_again)):
-                if samples:
-                    self._report_dropped(samples)
-                return
-            if portion is None:
-                assert last is not None
-                portion = next(again, None)
-                if portion is None:
-                    self._report_restart(steps)
-                    again = self._read(skip)
-                    portion = next(again, last)  # a stream that can be read once has nothing more
-                portion = portion._replace(real=0)
-            last = portion
-            steps += 1
-            yield portion
-            portion = next(portions, None)
+    _is_accelerate_prepared = False
 
-
-def _check_same(first: Portion | None) -> None:
-    """All processes share out one stream: that it is the same everywhere shows in its beginning."""
-    found = gather_object([None if first is None else first.fingerprint])
-    if len({fingerprint for fingerprint in found if fingerprint is not None}) > 1:
-        raise LoopError(
-            "the iterable dataset begins with other samples on each process, but prepare() shares out one stream.\n"
-            "If it shuffles or augments, let it draw from a generator seeded alike on all processes, or from the "
-            "global ones of Python, NumPy and torch, which prepare() makes equal for it. Only if it divides the data "
-            "itself (by RANK, a hostname, …), write Accelerator(shard_iterable='never'): each process then takes all "
-            "that its own copy gives."
-        )
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        del use_stateful_dataloader
+        base: DataLoader[Any] = DataLoader(dataset, **kwargs)
+        self._wrap(base, describe_alone(base), Delivery(), skip=skip_batches)
 
 
 def describe_alone(base: DataLoader[Any], drop_last: bool = False) -> Sharing:
@@ -145,29 +712,6 @@ def refuse_mesh(mesh: Any) -> None:
             f"torch_device_mesh: the dimensions {', '.join(sorted(foreign))} would give several processes the same "
             "batches, which the loaders here cannot; every process gets its own"
         )
-
-
-class SkipDataLoader(DataLoaderAdapter):
-    """A DataLoader, not shared among processes, without its first batches, in every epoch; they are read.
-
-    Args:
-        dataset: for the DataLoader.
-        skip_batches: how many batches are left out.
-        use_stateful_dataloader: no difference: `state_dict` is always there.
-        **kwargs: for the DataLoader.
-    """
-
-    _is_accelerate_prepared = False
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        del use_stateful_dataloader
-        base: DataLoader[Any] = DataLoader(dataset, **kwargs)
-        self._wrap(base, describe_alone(base), Delivery(), skip=skip_batches)
-
-    def _portions(self, skip: int) -> Iterator[Portion]:
-        return self._read(skip)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

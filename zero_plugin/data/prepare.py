@@ -3,140 +3,29 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    IterDataPipe,
-    RandomSampler,
-    SequentialSampler,
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from zero_plugin.data.batch_sampler import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    Sharing,
+    batches_of,
+    copy_loader,
+    cut_batches,
+    with_batches,
 )
-from torch.utils.data.graph import traverse_dps
-from torch.utils.data.graph_settings import get_all_graph_pipes
-
-from zero_plugin.data.active import Delivery
-from zero_plugin.data.adapter import DataLoaderAdapter, report_dropped
-from zero_plugin.data.batch_sampler import BatchSamplerShard, CutBatchSampler, batches_of, copy_loader, with_batches
 from zero_plugin.data.dispatch import DataLoaderDispatcher, SliceFunction
-from zero_plugin.data.division import SeedableRandomSampler, Sharing, undisturbed
-from zero_plugin.data.loader import DataLoaderShard, SkipDataLoader
-from zero_plugin.data.stream import CountingCollate, Division, StreamShard, WorkerStart
-from zero_plugin.distributed.collectives import announce, gather_object, num_processes
+from zero_plugin.data.loader import DataLoaderAdapter, DataLoaderShard, Delivery, SkipDataLoader, report_dropped
+from zero_plugin.data.stream import ShardIterable, WorkerStart, share_stream
+from zero_plugin.distributed.collectives import gather_object, num_processes
+from zero_plugin.distributed.seeding import generator_of, undisturbed
 from zero_plugin.errors import ConfigError, LoopError, Problem
-
-
-def smaller_cut(micro_batch: int) -> int:
-    """The least number of equal pieces that a micro-batch can be cut into: 2, or what else divides it.
-
-    Args:
-        micro_batch: its samples.
-
-    Returns:
-        0 where it is one sample.
-    """
-    return next((n for n in range(2, micro_batch + 1) if micro_batch % n == 0), 0)
-
-
-def cut_batches(loader: DataLoader[Any], cut: int, *, split_among: int = 1) -> DataLoader[Any]:
-    """The loader with each of its batches cut into `cut` of one size.
-
-    It gives what it would if it had been built with that batch size, except that `drop_last` still leaves out what it
-    would have left out; of a stream, which ends unforeseen, only what does not fill a smaller batch. One that is only
-    evaluated with stays as it is where it cannot be cut so.
-
-    Args:
-        loader: as the script made it.
-        cut: into how many.
-        split_among: processes among which each batch is split; 1 where each gets whole ones.
-
-    Raises:
-        LoopError: it shuffles, so that it trains, and its batches cannot be cut into so many of one size.
-    """
-    if cut == 1:
-        return loader
-    batches = batches_of(loader)
-    size = getattr(batches, "batch_size", None)
-    if size is None and isinstance(batches, list | tuple) and batches:
-        size = len(batches[0])
-    if not isinstance(size, int) or size % (cut * split_among):
-        if isinstance(loader.sampler, SequentialSampler):
-            return loader
-        raise LoopError(
-            f"memory ran out before, so that each of the loader's batches comes as {cut} micro-batches; this one has "
-            f"{'no stated batch size' if size is None else f'batch_size={size}'}, which cannot be cut so.\n"
-            f"Give it a batch_size that is a multiple of {cut * split_among}, or write a smaller one yourself."
-        )
-    smaller = size // cut
-    if isinstance(loader.dataset, IterableDataset) or (type(batches) is BatchSampler and not batches.drop_last):
-        cutter = BatchSampler(batches.sampler, smaller, batches.drop_last)
-    else:
-        cutter = CutBatchSampler(batches, smaller, cut)
-    return with_batches(loader, cutter, batch_size=None if loader.batch_size is None else smaller)
-
-
-# Their datasets read the rank and the worker themselves, from the environment or the process group.
-_DIVIDING_LIBRARIES = frozenset({"litdata", "streaming", "torchdata", "webdataset"})
-
-
-def divides_itself(dataset: Any) -> bool:
-    """Whether an iterable dataset surely gives each process and worker its own samples."""
-    if isinstance(dataset, IterDataPipe):
-        pipes = get_all_graph_pipes(traverse_dps(dataset))
-        return any(hasattr(pipe, "is_shardable") and pipe.is_shardable() for pipe in pipes)
-    if getattr(dataset, "_distributed", None) is not None:  # datasets.distributed.split_dataset_by_node was here
-        return True
-    return any(kind.__module__.split(".")[0] in _DIVIDING_LIBRARIES for kind in type(dataset).__mro__)
-
-
-def can_be_asked_for_its_shard(dataset: Any, world: int) -> bool:
-    """Whether `dataset.shard(num_shards=world, index=rank)` gives equally many of its files to every process."""
-    shard = getattr(dataset, "shard", None)
-    if not callable(shard) or not {"num_shards", "index"} <= inspect.signature(shard).parameters.keys():
-        return False
-    pieces = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
-    return not isinstance(pieces, int) or (pieces > 0 and pieces % world == 0)
-
-
-def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any:
-    """The loader's sampler or batch sampler that gives this process its own part, as DistributedSampler does; or None.
-
-    Raises:
-        LoopError: it was made for other processes than these.
-    """
-    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
-        parts, part = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
-        if not isinstance(parts, int) or not isinstance(part, int) or parts == 1:
-            continue
-        if (parts, part) != (world, rank):
-            raise LoopError(
-                f"prepare: the loader's {type(sampler).__name__} takes part {part} of {parts}, but this is process "
-                f"{rank} of {world}; build it without num_replicas and rank, or leave it out: prepare() shares the data"
-            )
-        return sampler
-    return None
-
-
-def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
-    """How many of the samples that `sampler` gives this process, from the front, are not repeated to make all even.
-
-    None where that is not known: of all but torch's own DistributedSampler in its own order.
-    """
-    if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        return None
-    # Process r gets numbers r, r + world, … of the dataset's permutation, repeated from its beginning.
-    unrepeated = -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas)  # type: ignore[arg-type]
-    return min(sampler.num_samples, max(0, unrepeated))
-
-
-ShardIterable = Literal["auto", "never"]
 
 
 def prepare_loader(
@@ -213,7 +102,7 @@ def prepare_loader(
         batched=batched,
         cut=1 if loader is whole else cut,
     )
-    delivery = Delivery(device, non_blocking, tuple(rng_types), _generator_of(loader.dataset) if stream else None)
+    delivery = Delivery(device, non_blocking, tuple(rng_types), generator_of(loader.dataset) if stream else None)
     if dispatch_batches:
         alone = replace(how, rank=0, world=1, even=False, split=False, batch_size=batch_size)
         base = _give_part(loader, alone, shard_iterable)
@@ -250,7 +139,7 @@ def _give_part(
     """
     stream = isinstance(loader.dataset, IterableDataset)
     if stream:
-        part = _share_stream(loader, how, shard_iterable)
+        part = share_stream(loader, how, shard_iterable)
     else:
         rank, world = (0, 1) if is_divided else (how.rank, how.world)
         shard = BatchSamplerShard(
@@ -267,58 +156,6 @@ def _give_part(
     if loader.num_workers and (how.rank or (stream and loader.worker_init_fn is not None)):
         part = copy_loader(part, worker_init_fn=WorkerStart(how.rank, loader.worker_init_fn, stream=stream))
     return part
-
-
-def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
-    """The loader with a SeedableRandomSampler in place of torch's RandomSampler; as it is where there is none."""
-    batches = batches_of(loader)
-    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
-        return loader
-    seedable = SeedableRandomSampler(
-        sampler.data_source,
-        sampler.replacement,
-        sampler._num_samples,  # what was requested: the dataset may grow
-        data_seed=data_seed,
-    )
-    if batches is None:
-        return copy_loader(loader, sampler=seedable)
-    seeded = copy.copy(batches)
-    seeded.sampler = seedable
-    return with_batches(loader, seeded, sampler=seedable)
-
-
-def _generator_of(dataset: Any) -> torch.Generator | None:
-    """The generator that a stream draws from, where it shows one."""
-    generator = getattr(dataset, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
-
-
-def _share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIterable) -> DataLoader[Any]:
-    """The loader over this process's samples of its stream."""
-    dataset: Any = loader.dataset
-    if shard_iterable == "never" or divides_itself(dataset):
-        division = Division.BY_ITSELF
-    elif how.world > 1 and can_be_asked_for_its_shard(dataset, how.world):
-        division = Division.BY_SHARD_METHOD
-    else:
-        division = Division.BY_SKIPPING
-    if division is Division.BY_SKIPPING and how.rank == 0 and (how.world > 1 or loader.num_workers > 1):
-        announce(
-            f"{type(dataset).__name__}: each of {how.world} processes with {max(1, loader.num_workers)} loader workers "
-            "reads all of the data and keeps its part; if the dataset gives each process and worker its own samples, "
-            "write Accelerator(shard_iterable='never')"
-        )
-    batched = loader.batch_sampler is not None
-    shared = copy_loader(
-        loader,
-        dataset=StreamShard(dataset, how, division, lasting_workers=loader.persistent_workers),
-        collate_fn=CountingCollate(loader.collate_fn, batched),
-    )
-    if not batched:
-        return shared
-    assert how.batch_size is not None, "a DataLoader over a stream batches by a number only"
-    return with_batches(shared, BatchSampler(loader.sampler, how.batch_size, loader.drop_last))
 
 
 def _check_loader(loader: Any, world_size: int) -> None:
@@ -351,6 +188,56 @@ def _split_size(batch_size: int | None, world_size: int) -> int:
         fix = f"give it a batch_size that is a multiple of {world_size}, or write split_batches: false"
         raise ConfigError([Problem("prepare(DataLoader)", "split_batches", message, fix)])
     return batch_size // world_size
+
+
+def _seed_sampler(loader: DataLoader[Any], data_seed: int | None) -> DataLoader[Any]:
+    """The loader with a SeedableRandomSampler in place of torch's RandomSampler; as it is where there is none."""
+    batches = batches_of(loader)
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
+        return loader
+    seedable = SeedableRandomSampler(
+        sampler.data_source,
+        sampler.replacement,
+        sampler._num_samples,  # what was requested: the dataset may grow
+        data_seed=data_seed,
+    )
+    if batches is None:
+        return copy_loader(loader, sampler=seedable)
+    seeded = copy.copy(batches)
+    seeded.sampler = seedable
+    return with_batches(loader, seeded, sampler=seedable)
+
+
+def find_dividing_sampler(loader: DataLoader[Any], rank: int, world: int) -> Any:
+    """The loader's sampler or batch sampler that gives this process its own part, as DistributedSampler does; or None.
+
+    Raises:
+        LoopError: it was made for other processes than these.
+    """
+    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None), loader.sampler):
+        parts, part = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+        if not isinstance(parts, int) or not isinstance(part, int) or parts == 1:
+            continue
+        if (parts, part) != (world, rank):
+            raise LoopError(
+                f"prepare: the loader's {type(sampler).__name__} takes part {part} of {parts}, but this is process "
+                f"{rank} of {world}; build it without num_replicas and rank, or leave it out: prepare() shares the data"
+            )
+        return sampler
+    return None
+
+
+def count_real_samples(loader: DataLoader[Any], sampler: Any) -> int | None:
+    """How many of the samples that `sampler` gives this process, from the front, are not repeated to make all even.
+
+    None where that is not known: of all but torch's own DistributedSampler in its own order.
+    """
+    if type(sampler) is not DistributedSampler or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        return None
+    # Process r gets numbers r, r + world, … of the dataset's permutation, repeated from its beginning.
+    unrepeated = -(-(len(sampler.dataset) - sampler.rank) // sampler.num_replicas)  # type: ignore[arg-type]
+    return min(sampler.num_samples, max(0, unrepeated))
 
 
 _SAMPLES: Final = 8  # spread over the dataset: where batches are padded, the longest of them counts

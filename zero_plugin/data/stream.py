@@ -2,111 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import random
-import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from enum import Enum
-from itertools import cycle, islice
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data.graph_settings import apply_sharding
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
-from zero_plugin.data.division import Portion, SameDraws, Sharing
-from zero_plugin.data.read_ahead import Kept
-from zero_plugin.distributed.collectives import num_processes
+from zero_plugin.data.batch_sampler import Sharing, copy_loader, count_steps, share_batches, with_batches
+from zero_plugin.data.batches import Kept, Portion
+from zero_plugin.distributed.collectives import announce
+from zero_plugin.distributed.seeding import SameDraws, generator_of
 from zero_plugin.tensors.nested import list_leaves
 
-_SETTLED_SECONDS = 0.01
-
-
-def let_threads_settle(workers: int) -> None:
-    """Wait a moment before a loader forks its workers, if a collective may just have ended.
-
-    The communication threads enter Python then, to free tensors. Where one is about to when the process forks, the
-    child waits for it for ever; Python 3.12 no longer does.
-    """
-    if workers and sys.version_info < (3, 12) and num_processes() > 1:
-        time.sleep(_SETTLED_SECONDS)
-
-
-class WorkerWatch:
-    """Stands for torch's worker info while somebody's code runs, and notes what that code reads of it.
-
-    Attributes:
-        asked: whether one of the watched names was read.
-    """
-
-    def __init__(self, info: Any, names: frozenset[str]) -> None:
-        self.asked = False
-        self._info = info
-        self._names = names
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._names:
-            self.asked = True
-        return getattr(self._info, name)
-
-
-@contextmanager
-def watch_worker(*names: str) -> Iterator[WorkerWatch]:
-    """Watch what the code inside reads of `torch.utils.data.get_worker_info()`; in the main process it is None."""
-    info: Any = get_worker_info()
-    watch = WorkerWatch(info, frozenset(names))
-    if info is None:
-        yield watch
-        return
-    torch_worker._worker_info = watch  # type: ignore[assignment]  # there is no public way to be asked
-    try:
-        yield watch
-    finally:
-        torch_worker._worker_info = info
-
-
-class WorkerStart:
-    """The `worker_init_fn` of a prepared loader, around the user's own.
-
-    torch seeds worker w with the main process's draw plus w: seeded alike, the processes would have workers with the
-    same random numbers. Here worker w of process r gets that plus r × workers + w. Process 0's are as in plain torch.
-
-    Args:
-        rank: this process.
-        user_start: the user's `worker_init_fn`.
-        stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info, and if
-            it takes it to divide the data, the `StreamShard` gets to know.
-    """
-
-    def __init__(self, rank: int, user_start: Callable[[int], Any] | None, *, stream: bool) -> None:
-        self._rank = rank
-        self._user_start = user_start
-        self._stream = stream
-
-    def __call__(self, worker: int) -> None:
-        """Run first in worker number `worker`."""
-        info: Any = get_worker_info()
-        if self._rank:
-            seed = info.seed + self._rank * info.num_workers
-            object.__setattr__(info, "seed", seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-        if self._user_start is None:
-            return
-        shard = info.dataset
-        if self._stream:
-            object.__setattr__(info, "dataset", shard.dataset)
-        with watch_worker("dataset") as watch:
-            self._user_start(worker)
-        if self._stream:
-            shard.is_divided = watch.asked
-
+ShardIterable = Literal["auto", "never"]
 
 _FINGERPRINTED_BYTES = 4096  # of each leaf
 
@@ -117,6 +37,56 @@ class Division(Enum):
     BY_SKIPPING = "each process reads all of it and keeps its part"
     BY_SHARD_METHOD = "the dataset, asked for its shard"
     BY_ITSELF = "the dataset, from rank and worker"
+
+
+# Their datasets read the rank and the worker themselves, from the environment or the process group.
+_DIVIDING_LIBRARIES = frozenset({"litdata", "streaming", "torchdata", "webdataset"})
+
+
+def divides_itself(dataset: Any) -> bool:
+    """Whether an iterable dataset surely gives each process and worker its own samples."""
+    if isinstance(dataset, IterDataPipe):
+        pipes = get_all_graph_pipes(traverse_dps(dataset))
+        return any(hasattr(pipe, "is_shardable") and pipe.is_shardable() for pipe in pipes)
+    if getattr(dataset, "_distributed", None) is not None:  # datasets.distributed.split_dataset_by_node was here
+        return True
+    return any(kind.__module__.split(".")[0] in _DIVIDING_LIBRARIES for kind in type(dataset).__mro__)
+
+
+def can_be_asked_for_its_shard(dataset: Any, world: int) -> bool:
+    """Whether `dataset.shard(num_shards=world, index=rank)` gives equally many of its files to every process."""
+    shard = getattr(dataset, "shard", None)
+    if not callable(shard) or not {"num_shards", "index"} <= inspect.signature(shard).parameters.keys():
+        return False
+    pieces = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
+    return not isinstance(pieces, int) or (pieces > 0 and pieces % world == 0)
+
+
+def share_stream(loader: DataLoader[Any], how: Sharing, shard_iterable: ShardIterable) -> DataLoader[Any]:
+    """The loader over this process's samples of its stream."""
+    dataset: Any = loader.dataset
+    if shard_iterable == "never" or divides_itself(dataset):
+        division = Division.BY_ITSELF
+    elif how.world > 1 and can_be_asked_for_its_shard(dataset, how.world):
+        division = Division.BY_SHARD_METHOD
+    else:
+        division = Division.BY_SKIPPING
+    if division is Division.BY_SKIPPING and how.rank == 0 and (how.world > 1 or loader.num_workers > 1):
+        announce(
+            f"{type(dataset).__name__}: each of {how.world} processes with {max(1, loader.num_workers)} loader workers "
+            "reads all of the data and keeps its part; if the dataset gives each process and worker its own samples, "
+            "write Accelerator(shard_iterable='never')"
+        )
+    batched = loader.batch_sampler is not None
+    shared = copy_loader(
+        loader,
+        dataset=StreamShard(dataset, how, division, lasting_workers=loader.persistent_workers),
+        collate_fn=CountingCollate(loader.collate_fn, batched),
+    )
+    if not batched:
+        return shared
+    assert how.batch_size is not None, "a DataLoader over a stream batches by a number only"
+    return with_batches(shared, BatchSampler(loader.sampler, how.batch_size, loader.drop_last))
 
 
 class Drawn(NamedTuple):
@@ -168,53 +138,55 @@ class StreamShard:
             for sample in dataset:
                 yield Drawn(sample, True, None)
             return
-        assert how.batch_size is not None
-        size = world * how.batch_size
         same: AbstractContextManager[None] = nullcontext()
         if world * workers > 1 or isinstance(dataset, IterDataPipe):
             same = SameDraws(int(self._clock[0]))
-        with same, watch_worker("id", "num_workers", "seed") as watch:
+        with same, WorkerWatch("id", "num_workers", "seed") as watch:
             samples = iter(dataset)
-            step = self._read_step(samples, size)
+            first = self._read_step(samples)
         if watch.asked:
             workers, worker = 1, 0
-        fingerprint = _fingerprint(step) if world > 1 and step else None
-        first = [Drawn(sample, False, fingerprint) for sample in step]
-        kept = Kept(step if how.even and not how.drop_last else None)
-        turn = 0
-        while step and not (len(step) < size and how.drop_last):
-            if turn == worker:
-                drawn = [Drawn(sample, True, fingerprint) for sample in step]
-                if how.even and len(step) < size:
-                    kept.check()
-                    drawn += islice(cycle(first), size - len(step))
-                yield from drawn[rank * how.batch_size : (rank + 1) * how.batch_size]
+        fingerprint = _fingerprint(first) if world > 1 and first else None
+        batches = self._batches(first, samples, same)
+        shares = share_batches(batches, replace(how, rank=rank, world=world, split=False), None)
+        for share in islice(shares, worker, None, workers):
+            for place, sample in enumerate(share.indices):
+                yield Drawn(sample, place < share.real, fingerprint)
+
+    def _batches(
+        self, first: list[Any], samples: Iterator[Any], same: AbstractContextManager[None]
+    ) -> Iterator[list[Any]]:
+        """The batches of all processes, a step read at a time; an incomplete last one is completed from the first."""
+        how, step = self._how, first
+        assert how.batch_size is not None
+        size = self._place()[1] * how.batch_size
+        kept = Kept(first if how.even and not how.drop_last else None)
+        while step:
+            if len(step) < size:
+                if how.drop_last:
+                    return
+                kept.check()
+            yield from (step[start : start + how.batch_size] for start in range(0, len(step), how.batch_size))
             if len(step) < size:
                 return
-            turn = (turn + 1) % workers
             with same:
-                step = self._read_step(samples, size)
+                step = self._read_step(samples)
 
-    def _read_step(self, samples: Iterator[Any], size: int) -> list[Any]:
+    def _read_step(self, samples: Iterator[Any]) -> list[Any]:
         """The next samples of all processes; reading the others' must not change this one's."""
-        rank, world = self._place()
+        own, (rank, world) = self._how.batch_size, self._place()
+        assert own is not None
         if world == 1:
-            return list(islice(samples, size))
-        own = size // world
+            return list(islice(samples, own))
         step = list(islice(samples, (rank + 1) * own))
         kept = Kept(step[rank * own :])
-        step += islice(samples, size - len(step))
+        step += islice(samples, world * own - len(step))
         kept.check()
         return step
 
     def count_batches(self) -> int:
         """Steps in an epoch, where the dataset knows its length; TypeError where it does not."""
-        how, (_, world) = self._how, self._place()
-        assert how.batch_size is not None
-        samples = len(self._dataset_now(1, 0))
-        full, tail = divmod(samples, world * how.batch_size)
-        needed = 1 if how.even else (world - 1) * how.batch_size + 1  # below it, some process has nothing
-        return full + (tail >= needed and not how.drop_last)
+        return count_steps(len(self._dataset_now(1, 0)), replace(self._how, world=self._place()[1]))
 
     def _place(self) -> tuple[int, int]:
         """This process's place among those that skip each other's samples."""
@@ -232,6 +204,109 @@ class StreamShard:
         if isinstance(epoch, int) and epoch >= 0 and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         return dataset
+
+
+class CountingCollate:
+    """The user's collate function, for samples that come with whether they are real.
+
+    It makes a `Portion`, so that the counts travel with the batch through worker processes and pinning.
+
+    Attributes:
+        collate: the user's.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
+        self.collate = collate
+        self._batched = batched  # False: each sample of the stream is a batch by itself
+
+    def __call__(self, drawn: Any) -> Portion:
+        """Collate what was drawn; one sample where the loader does not batch."""
+        if not self._batched:
+            return Portion(self.collate(drawn.sample), None, None if drawn.real else 0, drawn.fingerprint)
+        real = sum(one.real for one in drawn)
+        return Portion(self.collate([one.sample for one in drawn]), len(drawn), real, drawn[0].fingerprint)
+
+
+def _fingerprint(samples: list[Any]) -> int:
+    """Of tensors, numbers and text; other objects may print their address."""
+    checksum = len(samples)
+    for leaf in list_leaves(samples):
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
+            start = leaf.detach().flatten()[: _FINGERPRINTED_BYTES // leaf.element_size()]
+            checksum = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+        elif hasattr(leaf, "tobytes"):  # NumPy's arrays and numbers
+            checksum = zlib.crc32(leaf.tobytes()[:_FINGERPRINTED_BYTES], checksum)
+        elif isinstance(leaf, str | bytes | int | float | bool):
+            checksum = zlib.crc32(repr(leaf).encode()[:_FINGERPRINTED_BYTES], checksum)
+    return checksum
+
+
+class WorkerWatch:
+    """A context in which it stands for torch's worker info, and notes what the code inside reads of it.
+
+    Args:
+        *names: what is watched of `torch.utils.data.get_worker_info()`; in the main process that is None.
+
+    Attributes:
+        asked: whether one of the names was read.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.asked = False
+        self._names = names
+        self._info: Any = get_worker_info()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            self.asked = True
+        return getattr(self._info, name)
+
+    def __enter__(self) -> WorkerWatch:
+        if self._info is not None:
+            torch_worker._worker_info = self  # type: ignore[assignment]  # there is no public way to be asked
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._info is not None:
+            torch_worker._worker_info = self._info
+
+
+class WorkerStart:
+    """The `worker_init_fn` of a prepared loader, around the user's own.
+
+    torch seeds worker w with the main process's draw plus w: seeded alike, the processes would have workers with the
+    same random numbers. Here worker w of process r gets that plus r × workers + w. Process 0's are as in plain torch.
+
+    Args:
+        rank: this process.
+        user_start: the user's `worker_init_fn`.
+        stream: the loader reads a `StreamShard`. The user's function finds its own dataset in the worker info, and if
+            it takes it to divide the data, the `StreamShard` gets to know.
+    """
+
+    def __init__(self, rank: int, user_start: Callable[[int], Any] | None, *, stream: bool) -> None:
+        self._rank = rank
+        self._user_start = user_start
+        self._stream = stream
+
+    def __call__(self, worker: int) -> None:
+        """Run first in worker number `worker`."""
+        info: Any = get_worker_info()
+        if self._rank:
+            seed = info.seed + self._rank * info.num_workers
+            object.__setattr__(info, "seed", seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+        if self._user_start is None:
+            return
+        shard = info.dataset
+        if self._stream:
+            object.__setattr__(info, "dataset", shard.dataset)
+        with WorkerWatch("dataset") as watch:
+            self._user_start(worker)
+        if self._stream:
+            shard.is_divided = watch.asked
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -275,6 +350,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.epoch = 0
         self._own = batch_size // num_processes if split_batches else batch_size  # samples of a step
+        self._how = Sharing(process_index, num_processes, self._own, drop_last=drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset, if it wants to know; one with a generator instead gets that seeded by the epoch."""
@@ -284,54 +360,11 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Samples of this process; TypeError where the dataset has no length."""
-        samples, step = len(self.dataset), self._own * self.num_processes
-        return (samples // step if self.drop_last else -(-samples // step)) * self._own
+        return count_steps(len(self.dataset), self._how) * self._own
 
     def __iter__(self) -> Iterator[Any]:
-        generator = getattr(self.dataset, "generator", None)
-        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+        generator = generator_of(self.dataset)
+        if generator is not None and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
-        samples, first, step = iter(self.dataset), list[Any](), self._own * self.num_processes
-        mine = slice(self.process_index * self._own, (self.process_index + 1) * self._own)
-        while drawn := list(islice(samples, step)):
-            first = first or drawn
-            if len(drawn) < step:
-                if self.drop_last:
-                    return
-                drawn += islice(cycle(list(first)), step - len(drawn))
-            yield from drawn[mine]
-
-
-class CountingCollate:
-    """The user's collate function, for samples that come with whether they are real.
-
-    It makes a `Portion`, so that the counts travel with the batch through worker processes and pinning.
-
-    Attributes:
-        collate: the user's.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any], batched: bool) -> None:
-        self.collate = collate
-        self._batched = batched  # False: each sample of the stream is a batch by itself
-
-    def __call__(self, drawn: Any) -> Portion:
-        """Collate what was drawn; one sample where the loader does not batch."""
-        if not self._batched:
-            return Portion(self.collate(drawn.sample), None, None if drawn.real else 0, drawn.fingerprint)
-        real = sum(one.real for one in drawn)
-        return Portion(self.collate([one.sample for one in drawn]), len(drawn), real, drawn[0].fingerprint)
-
-
-def _fingerprint(samples: list[Any]) -> int:
-    """Of tensors, numbers and text; other objects may print their address."""
-    checksum = len(samples)
-    for leaf in list_leaves(samples):
-        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided:
-            start = leaf.detach().flatten()[: _FINGERPRINTED_BYTES // leaf.element_size()]
-            checksum = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
-        elif hasattr(leaf, "tobytes"):  # NumPy's arrays and numbers
-            checksum = zlib.crc32(leaf.tobytes()[:_FINGERPRINTED_BYTES], checksum)
-        elif isinstance(leaf, str | bytes | int | float | bool):
-            checksum = zlib.crc32(repr(leaf).encode()[:_FINGERPRINTED_BYTES], checksum)
-    return checksum
+        for share in share_batches(BatchSampler(self.dataset, self._own, self.drop_last), self._how, None):
+            yield from share.indices

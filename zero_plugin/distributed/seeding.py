@@ -1,12 +1,16 @@
-"""Seed every random number generator that a training script draws from, and make the processes' alike."""
+"""Random numbers: seed every generator that a script draws from, make processes draw alike, and keep the states."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from itertools import chain, compress, islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,3 +79,108 @@ def synchronize_rng_states(rng_types: Iterable[str | Enum], generator: torch.Gen
     """`synchronize_rng_state` for each of several."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
+
+
+class _Generator(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    seed: Callable[[int], Any]
+
+
+_GENERATORS = (
+    _Generator(random.getstate, random.setstate, random.seed),
+    _Generator(np.random.get_state, np.random.set_state, lambda seed: np.random.seed(seed % 2**32)),
+    # torch.manual_seed would reseed the GPUs too
+    _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
+)
+
+
+def _states(generators: Iterable[_Generator] = _GENERATORS) -> list[Any]:
+    return [generator.get() for generator in generators]
+
+
+def _restore(states: list[Any], generators: Iterable[_Generator] = _GENERATORS) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set(state)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Python's, NumPy's and torch's global generators go on afterwards as if nothing had been drawn inside."""
+    outside = _states()
+    try:
+        yield
+    finally:
+        _restore(outside)
+
+
+class SameDraws:
+    """A context in which Python's, NumPy's and torch's global generators go on from where it was last left.
+
+    Wherever it began with the same seed, what is drawn inside is the same; outside, the generators are as if it had
+    never been entered. A generator that the first time inside draws nothing from is left alone afterwards, since
+    exchanging NumPy's takes longer than reading a small sample.
+
+    Args:
+        seed: where the generators begin.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._used: Sequence[_Generator] = _GENERATORS
+        self._is_known = False  # what is used: only after the first time
+        with undisturbed():
+            for generator in _GENERATORS:
+                generator.seed(seed)
+            self._inside = _states()
+        self._outside: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._outside = _states(self._used)
+        _restore(self._inside, self._used)
+
+    def __exit__(self, *_: object) -> None:
+        before, self._inside = self._inside, _states(self._used)
+        _restore(self._outside, self._used)
+        if not self._is_known:
+            self._is_known = True
+            drawn = [pickle.dumps(a) != pickle.dumps(b) for a, b in zip(before, self._inside, strict=True)]
+            self._used, self._inside = list(compress(_GENERATORS, drawn)), list(compress(self._inside, drawn))
+
+
+def generator_of(source: Any) -> torch.Generator | None:
+    """The generator that a sampler or a dataset draws from, where it shows one."""
+    own = getattr(source, "generator", None)
+    return own if isinstance(own, torch.Generator) else None
+
+
+class Draws(NamedTuple):
+    """What an epoch's order is drawn from.
+
+    Attributes:
+        shared: states of Python's, NumPy's and torch's global generators; none where the order is not drawn at all.
+        own: state of the sampler's own generator; None without one.
+    """
+
+    shared: list[Any]
+    own: Any
+
+    @classmethod
+    def of(cls, sampler: Any) -> Draws:
+        """As they stand now."""
+        own = generator_of(sampler)
+        return cls(_states(), None if own is None else own.get_state())
+
+    def begin(self, batches: Iterator[Any], sampler: Any) -> Iterator[Any]:
+        """The batches of `sampler`, the first drawn from here; the global generators stay as they are.
+
+        torch's samplers draw all that they take of the global generators before their first batch.
+        """
+        if not self.shared:
+            return batches
+        own = generator_of(sampler)
+        if own is not None and self.own is not None:
+            own.set_state(self.own)
+        with undisturbed():
+            _restore(self.shared)
+            first = list(islice(batches, 1))
+        return chain(first, batches)

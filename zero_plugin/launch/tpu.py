@@ -31,7 +31,7 @@ from zero_plugin.config.launch_settings import (
     launch_settings,
 )
 from zero_plugin.config.tree import AUTO, Entry, Origin
-from zero_plugin.distributed.stop_request import install_stop_handler
+from zero_plugin.distributed.process_end import install_stop_handler
 from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.launch.command import foreign_variables
 from zero_plugin.launch.report import find_log_problems, find_program_problems

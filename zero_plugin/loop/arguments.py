@@ -22,7 +22,7 @@ from zero_plugin.config.plugins import (
     TorchDynamoPlugin,
 )
 from zero_plugin.config.tree import KeyPath
-from zero_plugin.data.prepare import ShardIterable
+from zero_plugin.data.stream import ShardIterable
 from zero_plugin.errors import ConfigError, Problem
 
 _SHARD: Final = (

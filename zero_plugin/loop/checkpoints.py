@@ -31,7 +31,7 @@ from zero_plugin.checkpoint.shared_folder import read_common_manifest
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.resolve.run_record import describe_run, write_record
-from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main, taken_out

@@ -18,8 +18,8 @@ from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
 from zero_plugin.config.tree import AUTO
 from zero_plugin.data.active import RUNNING, RunningLoops
-from zero_plugin.data.adapter import DataLoaderAdapter
 from zero_plugin.data.dispatch import SliceFunction
+from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.data.prepare import peek_batch, prepare_loader
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import LoopError

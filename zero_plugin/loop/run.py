@@ -24,10 +24,9 @@ from zero_plugin.config.messages import show_messages
 from zero_plugin.config.plugins import InitProcessGroupKwargs, ProfileKwargs
 from zero_plugin.config.resolve.training import expected_precision
 from zero_plugin.distributed import collectives
-from zero_plugin.distributed.collective_check import call_before_end, collective
-from zero_plugin.distributed.process_calls import ProcessCalls
-from zero_plugin.distributed.processes import Processes, call_at_exit, start_processes
-from zero_plugin.distributed.stop_request import StopRequest
+from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.process_end import StopRequest, call_at_exit, call_before_end
+from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
 from zero_plugin.loop.arguments import Options
 from zero_plugin.loop.fewer_processes import find_intended_processes
 from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut, explain_out_of_memory

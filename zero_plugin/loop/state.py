@@ -14,8 +14,7 @@ import torch.distributed as dist
 from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.plugins import TorchDynamoPlugin
 from zero_plugin.data.active import GradientState
-from zero_plugin.distributed.process_calls import ProcessCalls
-from zero_plugin.distributed.processes import Processes, start_processes
+from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.run import Run
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from zero_plugin.config.tree import AUTO
 from zero_plugin.data.active import RUNNING
-from zero_plugin.data.adapter import DataLoaderAdapter
+from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.errors import ConfigError, LoopError, Problem
 from zero_plugin.loop.fewer_processes import redistribute_steps
 from zero_plugin.loop.prepared import Prepared

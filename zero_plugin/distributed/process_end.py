@@ -1,0 +1,168 @@
+"""How a process ends: asked to stop by SIGTERM, at its exit with all others, or by an error that nothing can raise."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Final, NoReturn
+
+from zero_plugin.errors import LoopError, ZeroPluginError
+
+_log = logging.getLogger(__name__)
+
+
+class StopHandler:
+    """A handler of SIGTERM that records it for who listens; where nobody does, it ends the process.
+
+    Signals reach the main thread alone. Where the launcher runs scripts in other threads, its main thread has installed
+    the handler before.
+
+    Attributes:
+        received: whether it has come.
+        listened: whether somebody looks at `received`.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self.listened = False
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        """Record the signal."""
+        self.received = True
+        if not self.listened:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def install_stop_handler() -> None:
+    """Have SIGTERM recorded from now on; nothing happens outside the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, StopHandler())
+
+
+def find_stop_handler() -> StopHandler | None:
+    """What records SIGTERM in this process; None where nothing does."""
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler if isinstance(handler, StopHandler) else None
+
+
+class StopRequest:
+    """SIGTERM, once it is listened for."""
+
+    def __init__(self) -> None:
+        self._listens = False
+        self._before: Any = None
+        self._handler = StopHandler()
+
+    @property
+    def received(self) -> bool:
+        """Whether it has come."""
+        return self._handler.received
+
+    def listen(self) -> None:
+        """From now on SIGTERM is only recorded, and handed on to the handler that the script has set before.
+
+        Raises:
+            LoopError: this is not the main thread.
+        """
+        if self._listens:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            if (handler := find_stop_handler()) is not None:  # the launcher's, for threads
+                handler.listened = True
+                self._handler = handler
+                return
+            raise LoopError("stop_requested() waits for a signal, which only the main thread gets: call it there.")
+        self._handler.listened = True
+        self._before = signal.signal(signal.SIGTERM, self._hear)
+        self._listens = True
+
+    def forget(self) -> None:
+        """SIGTERM does again what it did before."""
+        if self._handler is find_stop_handler():  # of a thread: the launcher's stays, and ends the process again
+            self._handler.listened = False
+        if self._listens and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._hear:
+                signal.signal(signal.SIGTERM, self._before)
+            self._listens = False
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._handler(number, frame)
+        if callable(self._before):
+            self._before(number, frame)
+
+
+_LAST_CALLS_S: Final = 10.0
+_last_calls: Final[list[weakref.WeakMethod[Callable[[], None]]]] = []
+
+
+def call_before_end(method: Callable[[], None]) -> None:
+    """Have a bound method called before this process ends by an error; it is not kept alive, and may take seconds."""
+    _last_calls[:] = [known for known in _last_calls if known() is not None]
+    _last_calls.append(weakref.WeakMethod(method))
+
+
+def make_last_calls() -> None:
+    """Call what was given to `call_before_end`, at the same time, and wait for ten seconds at most."""
+    calls = [call for given in _last_calls if (call := given()) is not None]
+    _last_calls.clear()
+    within(_LAST_CALLS_S, *calls)
+
+
+def end_process(message: str) -> NoReturn:
+    """End this process with exit code 1, from any thread, after its last calls."""
+    _log.error(message)
+    make_last_calls()
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def within(seconds: float, *calls: Callable[[], None]) -> bool:
+    """Whether all calls returned in time, each in a thread of its own."""
+    threads = [threading.Thread(target=call, name="zero_plugin call in time", daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
+    """Call `end`, which is collective, when the process ends without an error; returns what `atexit` is given.
+
+    Whatever it raises (another process is not at its end, a save in the background or a tracker has failed) ends the
+    process with exit code 1, where Python by itself would print it and exit with 0. After an error of the script the
+    other processes will not come to a barrier; they are ended by the launcher. What has to be called before such an
+    end is called (`call_before_end`).
+    """
+
+    def leave() -> None:
+        if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
+            try:
+                end()
+            except BaseException as error:  # noqa: BLE001 - the outermost frame
+                with suppress(OSError, ValueError):  # a stream that nobody reads any more
+                    sys.stdout.flush()
+                    if isinstance(error, ZeroPluginError):
+                        _log.error(error)
+                    else:
+                        traceback.print_exception(error)
+                        sys.stderr.flush()
+                make_last_calls()
+                os._exit(1)
+        else:
+            make_last_calls()
+
+    atexit.register(leave)
+    return leave
