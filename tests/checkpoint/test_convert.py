@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from zero_plugin.checkpoint.convert.open_source import open_source, plain_groups
 from zero_plugin.checkpoint.convert.write import write_checkpoint, write_model, write_single_file, write_universal
+from zero_plugin.checkpoint.folders import find_damage, read_manifest
 from zero_plugin.checkpoint.load import find_differences
-from zero_plugin.checkpoint.manifest import find_damage, read_manifest
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.fragments import MASTER, WEIGHT
@@ -353,7 +353,7 @@ from zero_plugin.checkpoint.convert.open_source import plain_groups, open_source
 from zero_plugin.checkpoint.convert.write import write_checkpoint
 from zero_plugin.checkpoint.convert.write import write_model
 from zero_plugin.checkpoint.convert.write import write_universal
-from zero_plugin.checkpoint.manifest import read_manifest
+from zero_plugin.checkpoint.folders import read_manifest
 from zero_plugin.checkpoint.load import find_differences
 
 def anonymous():

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from zero_plugin.checkpoint.convert.open_source import open_source
-from zero_plugin.checkpoint.manifest import find_damage, read_manifest
+from zero_plugin.checkpoint.folders import find_damage, read_manifest
 from zero_plugin.tensors.fragments import MASTER, WEIGHT
 
 WORKER = Path(__file__).parent / "convert_worker.py"

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from zero_plugin.checkpoint.folders import offer_previous
-from zero_plugin.checkpoint.layout import session_fragments
-from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
-from zero_plugin.checkpoint.ranges import open_reader
+from zero_plugin.checkpoint.folders import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredModel,
+    checksum_of_file,
+    offer_previous,
+    read_manifest,
+)
+from zero_plugin.checkpoint.tensor_files import open_reader, session_fragments
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
@@ -215,3 +221,29 @@ def _stored_states(stored: StoredModel) -> Mapping[str, Mapping[str, tuple[tuple
         if kind not in (WEIGHT, MASTER):
             states.setdefault(name, {})[kind] = (place.shape, place.dtype)
     return states
+
+
+def read_common_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint that the main process has found. Collective.
+
+    Raises:
+        CheckpointError: on every process; which processes have none, or another one, in their folder of that name.
+    """
+    sums = collectives.gather_object([_manifest_sum(folder)])
+    for what, ranks in (
+        ("no checkpoint", [rank for rank, checksum in enumerate(sums) if checksum is None]),
+        ("another checkpoint", [rank for rank, checksum in enumerate(sums) if checksum not in (None, sums[0])]),
+    ):
+        if ranks and sums[0] is not None:
+            raise CheckpointError(
+                f"processes {ranks} see {what} in {folder}, where process 0 has found one: all processes have to read "
+                "the same.\nPut it on a file system that all machines share, or a copy on each."
+            )
+    return all_or_none(lambda: read_manifest(folder))
+
+
+def _manifest_sum(folder: Path) -> int | None:
+    try:
+        return zlib.crc32((folder / MANIFEST_NAME).read_bytes())
+    except OSError:
+        return None

@@ -1,11 +1,10 @@
 """Writes a model's weights as a Hugging Face model folder: every process its own ranges, no process all of them.
 
-And what transformers and PEFT models need for `from_pretrained` beside, or instead of, their weights.
+Or, of a model with PEFT adapters, what PEFT stores.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.checkpoint.folders import discard_draft, open_draft
-from zero_plugin.checkpoint.layout import Description, Layout, describe, is_weight_file, plan_layout
-from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps, write_fragments
-from zero_plugin.checkpoint.shared_folder import is_one_folder
+from zero_plugin.checkpoint.save import agree_on, is_one_folder
+from zero_plugin.checkpoint.tensor_files import (
+    Description,
+    Layout,
+    create_files,
+    describe,
+    is_weight_file,
+    plan_layout,
+    refuse_gaps,
+    write_fragments,
+)
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, announce, on_main
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
@@ -26,7 +33,7 @@ from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.fragments import WEIGHT, Fragment
 from zero_plugin.tensors.model_folder import INDEX_NAME
-from zero_plugin.tensors.modules import as_pretrained, persistent_tensors, shared_names
+from zero_plugin.tensors.modules import persistent_tensors, shared_names
 
 _CONVERTED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMED: Final[Mapping[object, torch.dtype]] = {
@@ -290,21 +297,3 @@ def adapter_names(module: Any) -> frozenset[str]:
     }
     trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     return frozenset(name for name, stand_in in stand_ins.items() if id(stand_in) in stored or name in trained)
-
-
-def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write the configuration files of a transformers model; nothing for any other module.
-
-    Args:
-        module: the user's own.
-        folder: where its weights are.
-        dtype: that they are stored in; None for the model's own.
-    """
-    if as_pretrained(module) is None:
-        return
-    config = copy.deepcopy(module.config)
-    config.architectures = [type(module).__name__]
-    config.dtype = str(dtype or module.dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
-    if module.can_generate():
-        module.generation_config.save_pretrained(folder)

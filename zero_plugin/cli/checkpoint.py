@@ -13,15 +13,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from zero_plugin.checkpoint.manifest import (
+from zero_plugin.checkpoint.folders import find_damage, find_wrong_files, read_manifest
+from zero_plugin.checkpoint.summary import (
     KINDS,
     Kind,
     ModelSummary,
     Summary,
-    find_damage,
     find_deepspeed,
-    find_wrong_files,
-    read_manifest,
     recognise,
     several_checkpoints,
     summarise,

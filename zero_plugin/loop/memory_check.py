@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from zero_plugin.checkpoint.layout import described_fragments
+from zero_plugin.checkpoint.tensor_files import described_fragments
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import dropped_zero, launch_settings

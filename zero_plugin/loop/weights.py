@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.big_models.align import stored_values
-from zero_plugin.checkpoint.layout import session_fragments
 from zero_plugin.checkpoint.load_weights import WeightsReport, find_weights, initialize_tensors, match_weights
 from zero_plugin.checkpoint.objects import write_object
-from zero_plugin.checkpoint.ranges import open_reader
+from zero_plugin.checkpoint.save import write_configuration
 from zero_plugin.checkpoint.save_model import (
     SavedWeights,
     adapter_names,
@@ -27,9 +26,9 @@ from zero_plugin.checkpoint.save_model import (
     weights_of_module,
     weights_of_session,
     whole_tensors,
-    write_configuration,
     write_model,
 )
+from zero_plugin.checkpoint.tensor_files import open_reader, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.config.tree import AUTO

@@ -24,9 +24,9 @@ from zero_plugin.checkpoint.convert.deepspeed_files import (
     trained_groups,
 )
 from zero_plugin.checkpoint.convert.source import Source, Stored, map_tensor
-from zero_plugin.checkpoint.folders import choose_checkpoint
-from zero_plugin.checkpoint.manifest import KINDS, find_deepspeed, read_manifest, recognise
+from zero_plugin.checkpoint.folders import choose_checkpoint, read_manifest
 from zero_plugin.checkpoint.objects import read_nested, tensor_storage
+from zero_plugin.checkpoint.summary import KINDS, find_deepspeed, recognise
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.optimizer_states import is_setting
 from zero_plugin.tensors.fragments import MASTER, WEIGHT

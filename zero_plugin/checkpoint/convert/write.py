@@ -20,10 +20,10 @@ from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
 from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
-from zero_plugin.checkpoint.layout import Description, Layout, plan_layout
-from zero_plugin.checkpoint.manifest import recognise
 from zero_plugin.checkpoint.objects import encode_nested
-from zero_plugin.checkpoint.save import complete_draft, create_files, write_fragments
+from zero_plugin.checkpoint.save import complete_draft
+from zero_plugin.checkpoint.summary import recognise
+from zero_plugin.checkpoint.tensor_files import Description, Layout, create_files, plan_layout, write_fragments
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import sync_file, sync_folder, write_text
 from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
