@@ -19,10 +19,10 @@ from zero_plugin.checkpoint.folders import (
     is_held,
     open_draft,
     publish_draft,
+    reserve,
     rotate_checkpoints,
 )
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import reserve
 
 
 def fill(folder: Path, content: str, run: str = "mine") -> None:

@@ -35,7 +35,7 @@ from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, anno
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.fragments import Fragment
+from zero_plugin.tensors.modules import Fragment
 
 _LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
 _CONNECT: Final = timedelta(seconds=60)

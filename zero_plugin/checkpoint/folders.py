@@ -1,11 +1,14 @@
 """The folders of checkpoints and their manifests: written aside, published by a rename, found, and rotated.
 
 The manifest of a checkpoint says what it holds, where, and how to tell that it is complete; it is its last file to be
-written. While one is written, a lock says so to other jobs, for as long as this process lives.
+written. While one is written, a lock says so to other jobs, for as long as this process lives. Also here: files and
+folders that the disk has when the call returns, and what the C library adds to Python's calls for them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -17,11 +20,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import exchange, make_folder, sync_folder, write_text
-from zero_plugin.tensors.model_folder import ITEM_BYTES, Place
+from zero_plugin.tensors.safetensors_files import TYPES, Place
 
 MANIFEST_NAME: Final = "manifest.json"
 NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
@@ -35,6 +37,12 @@ _AUTOMATIC: Final = "checkpoint_"
 #   .name.removing           going
 _ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
 _descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
+
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_SYNC_FILE_RANGE_WRITE: Final = 2
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,7 @@ def _decode_model(encoded: Mapping[str, Any]) -> StoredModel:
 
 
 def _known_type(name: str) -> str:
-    if name not in ITEM_BYTES:
+    if name not in TYPES:
         raise ValueError(f"a tensor of type {name}")
     return name
 
@@ -490,3 +498,79 @@ def _keep_other_files(old: Path, new: Path) -> None:
 
 def _beside(target: Path, state: str) -> Path:
     return target.with_name(f".{target.name}.{state}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the disk has a file's content, whoever wrote it here."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in `folder`."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, if it is missing, and those above it; wait until the disk has their names."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_folder(path.parent)
+
+
+def reserve(file: BinaryIO, size: int) -> None:
+    """Make a file that is opened for writing `size` bytes long, and give it the room where the file system can.
+
+    `os.posix_fallocate` is no substitute: where the file system cannot, it writes a byte into every block.
+
+    Raises:
+        OSError: there is no room.
+    """
+    file.truncate(size)
+    fallocate = getattr(_LIBC, "fallocate", None)  # Linux; fallocate(2)
+    if fallocate is None or size == 0:
+        return
+    if fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        error = ctypes.get_errno()
+        if error in _NO_ROOM:
+            raise OSError(error, os.strerror(error), file.name)
+
+
+def start_writing(descriptor: int, start: int, size: int) -> None:
+    """Have the disk begin with a part of a file that was written just now, so that a later fsync finds less to do."""
+    sync_file_range = getattr(_LIBC, "sync_file_range", None)  # Linux; sync_file_range(2)
+    if sync_file_range is not None:
+        sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders in one step; False where the system or the file system cannot (NFS, macOS).
+
+    Raises:
+        OSError: it can, and refuses these two.
+    """
+    renameat2 = getattr(_LIBC, "renameat2", None)  # Linux; rename(2)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -24,8 +24,8 @@ from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
-from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment, share_of
-from zero_plugin.tensors.model_folder import Place
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, partition_of
+from zero_plugin.tensors.safetensors_files import Place
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ def load_tensors(
 
         with open_reader(folder) as reader:
             for fragment in session_fragments(session, changing=True, prepare=prepare):
-                is_state = fragment.kind not in (WEIGHT, MASTER)
+                is_state = fragment.kind not in (WEIGHT, MASTER_WEIGHT)
                 if (is_state and not optimizer) or (not is_state and not weights):
                     continue
                 place = _source(fragment, stored)
@@ -125,7 +125,9 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
 
     def sums() -> torch.Tensor:
         with open_reader(folder) as reader:
-            parts = [reader.sums(place, share_of(math.prod(place.shape), rank, world_size)) for _, place, _ in places]
+            parts = [
+                reader.sums(place, partition_of(math.prod(place.shape), rank, world_size)) for _, place, _ in places
+            ]
         return torch.stack([torch.zeros(2, dtype=torch.int64), *parts])
 
     found = collectives.reduce(all_or_none(sums), "sum")[1:].tolist()
@@ -205,20 +207,22 @@ def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str
 
 def _source(fragment: Fragment, stored: StoredModel) -> Place | None:
     """Where to read a fragment from: of weight and master weight, the one of its own dtype, else the more precise."""
-    names = [fragment.name, stored.tied.get(fragment.name, fragment.name)]
-    if fragment.kind not in (WEIGHT, MASTER):
+    if fragment.kind not in (WEIGHT, MASTER_WEIGHT):
         return stored.places.get((fragment.kind, fragment.name))
-    weight = next((stored.places[WEIGHT, name] for name in names if (WEIGHT, name) in stored.places), None)
-    master = next((stored.places[MASTER, name] for name in names if (MASTER, name) in stored.places), None)
+    names = [fragment.name, stored.tied.get(fragment.name, fragment.name)]
+    weight, master_weight = (
+        next((place for name in names if (place := stored.places.get((kind, name)))), None)
+        for kind in (WEIGHT, MASTER_WEIGHT)
+    )
     if fragment.kind == WEIGHT and weight is not None and weight.dtype == fragment.values.dtype:
         return weight
-    return master or weight
+    return master_weight or weight
 
 
 def _stored_states(stored: StoredModel) -> Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
     states: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
     for (kind, name), place in stored.places.items():
-        if kind not in (WEIGHT, MASTER):
+        if kind not in (WEIGHT, MASTER_WEIGHT):
             states.setdefault(name, {})[kind] = (place.shape, place.dtype)
     return states
 

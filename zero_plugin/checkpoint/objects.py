@@ -26,11 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from zero_plugin.checkpoint.folders import write_text
 from zero_plugin.distributed.seeding import seed_torch
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import write_text
 from zero_plugin.tensors.nested import map_leaves
-from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, write_file
+from zero_plugin.tensors.safetensors_files import TYPE_NAMES, encode_header
 
 _logger = logging.getLogger(__name__)
 
@@ -143,7 +143,18 @@ class EncodedTree:
         """Write `stem`.json, and the tensors, if any, to `stem`.safetensors."""
         write_text(stem.with_name(f"{stem.name}.json"), self.text)
         if self.tensors:
-            write_file(stem.with_name(f"{stem.name}.safetensors"), self.tensors, {"format": "pt"})
+            write_tensors(stem.with_name(f"{stem.name}.safetensors"), self.tensors)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write CPU tensors as safetensors; the library's own writer builds all of the bytes in memory first."""
+    entries = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    header, ranges = encode_header(entries, {"format": "pt"})
+    with path.open("wb") as file:
+        file.write(header)
+        for tensor in map(tensors.__getitem__, ranges):
+            if tensor.numel():
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def encode_nested(tree: Any, *, what: str) -> EncodedTree:
@@ -216,7 +227,7 @@ def _encode_numpy(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _keep(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
+    if tensor.layout is not torch.strided or tensor.is_quantized or str(tensor.dtype) not in TYPE_NAMES:
         raise CheckpointError(
             f"{where} is a tensor of {tensor.layout}, {tensor.dtype}: safetensors files cannot hold it."
         )

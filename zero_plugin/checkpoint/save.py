@@ -20,6 +20,7 @@ from zero_plugin.checkpoint.folders import (
     discard_draft,
     open_draft,
     publish_draft,
+    sync_file,
 )
 from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
 from zero_plugin.checkpoint.tensor_files import (
@@ -34,10 +35,8 @@ from zero_plugin.checkpoint.tensor_files import (
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import sync_file
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.fragments import WEIGHT, Fragment
-from zero_plugin.tensors.modules import as_pretrained, shared_names
+from zero_plugin.tensors.modules import WEIGHT, Fragment, as_pretrained, shared_names
 
 _SMALL_BYTES = 2**24  # on the disk, for what is not a model's tensors
 _PROBE: Final = ".probe"

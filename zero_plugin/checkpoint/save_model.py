@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.checkpoint.folders import discard_draft, open_draft
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync_file, sync_folder
 from zero_plugin.checkpoint.save import agree_on, is_one_folder
 from zero_plugin.checkpoint.tensor_files import (
     Description,
@@ -29,11 +29,9 @@ from zero_plugin.checkpoint.tensor_files import (
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, announce, on_main
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
-from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.fragments import WEIGHT, Fragment
-from zero_plugin.tensors.model_folder import INDEX_NAME
-from zero_plugin.tensors.modules import persistent_tensors, shared_names
+from zero_plugin.tensors.modules import WEIGHT, Fragment, persistent_tensors, shared_names
+from zero_plugin.tensors.safetensors_files import INDEX_NAME
 
 _CONVERTED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMED: Final[Mapping[object, torch.dtype]] = {
@@ -221,7 +219,7 @@ def write_model(
             discard_draft(draft)
 
 
-def whole_tensors(weights: SavedWeights) -> dict[str, Tensor]:
+def unpartitioned_tensors(weights: SavedWeights) -> dict[str, Tensor]:
     """Copies in CPU memory, in the types that are stored, on the main process; for what is small. Collective."""
     types = {description.name: description.dtype for description in weights.descriptions}
     is_main = collectives.process_index() == 0

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from zero_plugin.checkpoint.folders import MANIFEST_NAME, NUMBERED, Manifest, StoredModel, find_damage, read_manifest
 from zero_plugin.config.resolve.run_record import RECORD_NAME
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.model_folder import Place, read_json
+from zero_plugin.tensors.safetensors_files import Place, read_json
 
 _AUTOMATIC_NAME: Final = re.compile(r"checkpoint_\d+")
 _WEIGHT: Final = "weight"

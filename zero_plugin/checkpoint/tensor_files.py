@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero_plugin.checkpoint.folders import reserve, start_writing, write_text
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import reserve, start_writing, write_text
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, state_fragments
-from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment, with_masters
-from zero_plugin.tensors.model_folder import INDEX_NAME, SINGLE_NAME, Place
-from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, encode_header, sort_key
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, with_master_weights
+from zero_plugin.tensors.safetensors_files import INDEX_NAME, SINGLE_NAME, TYPE_NAMES, Place, encode_header
 
 _SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _STAGING_BYTES: Final = 2**25  # what is on a GPU, of another dtype or not contiguous passes through so much CPU memory
@@ -74,7 +73,7 @@ def describe(fragments: Iterable[Fragment]) -> list[Description]:
     """The unpartitioned tensors that `fragments` are pieces of, each once."""
     found = {(f.kind, f.name): Description(f.kind, f.name, f.values.dtype, f.shape) for f in fragments}
     for description in found.values():
-        if description.dtype not in DTYPE_NAMES:
+        if str(description.dtype) not in TYPE_NAMES:
             raise CheckpointError(
                 f"{description.name} ({description.kind}) is {description.dtype}, which safetensors files cannot hold."
             )
@@ -116,7 +115,7 @@ def plan_layout(
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         layout.index = folder + INDEX_NAME, json.dumps(index, indent=2)
     for kind in sorted({description.kind for description in descriptions} - {WEIGHT}):
-        file = "masters" if kind == MASTER else kind
+        file = "masters" if kind == MASTER_WEIGHT else kind
         _add_file(layout, f"{folder}optimizer/{file}.safetensors", [d for d in descriptions if d.kind == kind], {})
     return layout
 
@@ -139,12 +138,11 @@ def _cut_into_shards(weights: Sequence[Description], limit: int) -> list[list[De
 
 
 def _add_file(layout: Layout, file: str, tensors: Sequence[Description], metadata: Mapping[str, str]) -> None:
-    ordered = sorted(tensors, key=lambda tensor: sort_key(tensor.name, tensor.dtype))
-    header, ranges = encode_header(((t.name, t.dtype, t.shape) for t in ordered), metadata)
+    header, ranges = encode_header(((t.name, t.dtype, t.shape) for t in tensors), metadata)
     layout.headers[file] = header
     layout.sizes[file] = max((end for _, end in ranges.values()), default=len(header))
     for tensor in tensors:
-        place = Place(file, DTYPE_NAMES[tensor.dtype], tensor.shape, ranges[tensor.name][0])
+        place = Place(file, TYPE_NAMES[str(tensor.dtype)], tensor.shape, ranges[tensor.name][0])
         layout.places[tensor.kind, tensor.name] = place
 
 
@@ -188,7 +186,7 @@ def placed_fragments(fragments: Iterable[Fragment], layout: Layout) -> Iterator[
 def _join(weights: dict[str, Fragment], pieces: list[OptimizedPiece]) -> Iterator[Fragment]:
     """What there is of the parameters that `pieces` are of, whose weights are taken out of `weights`."""
     trained = [weights.pop(piece.name) for piece in pieces if piece.name in weights]
-    yield from with_masters(trained, (piece.weight() for piece in pieces))
+    yield from with_master_weights(trained, (piece.weight() for piece in pieces))
     yield from state_fragments(pieces)
 
 

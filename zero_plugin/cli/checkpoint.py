@@ -27,7 +27,7 @@ from zero_plugin.checkpoint.summary import (
 from zero_plugin.cli.output import print_line, print_rows, progress_bar
 from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.model_folder import read_model_folder
+from zero_plugin.tensors.safetensors_files import read_model_folder
 
 # With a folder that is no checkpoint of this package.
 _WHAT_TO_DO: Final[Mapping[Kind, str]] = {

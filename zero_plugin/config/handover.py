@@ -2,19 +2,23 @@
 
 A document as one environment variable, from the launcher to its workers.
 
-What one attempt of a launch tells the next: that memory ran out.
+What one attempt of a launch tells the next: that memory ran out, and whose checkpoints it has resumed from.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from zero_plugin.config.document import Document
+from zero_plugin.config.files import replace_text
 from zero_plugin.config.tree import AUTO, Entry, Origin, Tree
 from zero_plugin.errors import ConfigError, Problem
 
@@ -107,7 +111,8 @@ def _decode(value: Any) -> Any:
 CUT_VARIABLE: Final = "ZERO_PLUGIN_MICRO_BATCH_CUT"  # set, to 1 at first, by a launcher that reads what workers leave
 
 _FILE: Final = "out_of_memory"  # in torchrun's folder of one attempt, where all its workers of a machine write
-ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+_ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+_ATTEMPT: Final = re.compile(r"attempt_\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +140,10 @@ def micro_batch_cut(environ: Mapping[str, str]) -> int:
 
 def leave_shortage(shortage: Shortage, environ: Mapping[str, str]) -> bool:
     """Leave it for the launcher; False where none reads it, so that it has to be said here."""
-    if CUT_VARIABLE not in environ or ERROR_FILE not in environ:
+    if CUT_VARIABLE not in environ or _ERROR_FILE not in environ:
         return False
     try:
-        Path(environ[ERROR_FILE]).parents[1].joinpath(_FILE).write_text(json.dumps(asdict(shortage)), encoding="utf-8")
+        Path(environ[_ERROR_FILE]).parents[1].joinpath(_FILE).write_text(json.dumps(asdict(shortage)), encoding="utf-8")
     except OSError:
         return False
     return True
@@ -155,3 +160,32 @@ def take_shortage(folder: Path) -> Shortage | None:
         file.unlink()
         return Shortage(**json.loads(text))
     return None
+
+
+def keep_run(folder: Path, run: str, environ: Mapping[str, str]) -> None:
+    """Tell the attempts to come that checkpoints in `folder` are this run's where they bear this id.
+
+    It is not a variable that the launcher sets, since it is known only when a checkpoint was chosen. Nothing happens
+    where no launcher starts workers again, or where its folder cannot be written.
+    """
+    if (note := _note_of_run(folder, environ)) is not None:
+        with suppress(OSError):
+            replace_text(note, run)
+
+
+def kept_run(folder: Path, environ: Mapping[str, str]) -> str | None:
+    """What `keep_run` has told, on this machine, in an earlier attempt of the same launch or in this one."""
+    note = _note_of_run(folder, environ)
+    try:
+        return None if note is None else note.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _note_of_run(folder: Path, environ: Mapping[str, str]) -> Path | None:
+    """A file in torchrun's folder of all attempts, or above it where our launcher begins a torchrun anew."""
+    error_file = Path(environ.get(_ERROR_FILE, ""))
+    if len(error_file.parents) < 4 or not _ATTEMPT.fullmatch(error_file.parents[1].name):
+        return None
+    launch = error_file.parents[3 if CUT_VARIABLE in environ else 2]
+    return launch / f"run_{zlib.crc32(str(folder).encode()):08x}"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -35,8 +32,7 @@ from zero_plugin.checkpoint.objects import random_state, read_nested, restore_ra
 from zero_plugin.checkpoint.save import Draft, open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
 from zero_plugin.config.amounts import require_bytes
-from zero_plugin.config.files import replace_text
-from zero_plugin.config.handover import CUT_VARIABLE, ERROR_FILE
+from zero_plugin.config.handover import keep_run, kept_run
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.data.adapter import DataLoaderAdapter
@@ -56,8 +52,6 @@ from zero_plugin.loop.training import (
 )
 
 _log = logging.getLogger(__name__)
-
-_ATTEMPT: Final = re.compile(r"attempt_\d+")  # torchrun's folder of one attempt
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Tensor]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -461,7 +455,7 @@ class _Lineages:
         """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
         folder = folder.resolve()
         if folder not in self._runs:
-            known = collectives.gather_object([_kept_run(folder)])
+            known = collectives.gather_object([kept_run(folder, os.environ)])
             if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
                 return None
             self.join(folder, run)
@@ -479,7 +473,7 @@ class _Lineages:
         """Join a run's checkpoints in `folder`, now and after restarts; called on every process."""
         folder = folder.resolve()
         self._runs[folder] = run
-        _keep_run(folder, run)
+        keep_run(folder, run, os.environ)
 
     def is_newest(self, path: Path, manifest: Manifest) -> bool:
         """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
@@ -507,32 +501,3 @@ class _Lineages:
             self._orders[key] = max((one.order for one in known_checkpoints(*key)), default=-1)
         self._orders[key] = max(number[1], self._orders[key] + 1)
         return self._orders[key]
-
-
-def _keep_run(folder: Path, run: str) -> None:
-    """Tell the attempts to come that checkpoints in `folder` are this run's where they bear this id.
-
-    It is not a variable that the launcher sets, since it is known only when a checkpoint was chosen. Nothing happens
-    where no launcher starts workers again, or where its folder cannot be written.
-    """
-    if (note := _note_of_run(folder)) is not None:
-        with suppress(OSError):
-            replace_text(note, run)
-
-
-def _kept_run(folder: Path) -> str | None:
-    """What `_keep_run` has told, on this machine, in an earlier attempt of the same launch or in this one."""
-    note = _note_of_run(folder)
-    try:
-        return None if note is None else note.read_text(encoding="utf-8")
-    except OSError:
-        return None
-
-
-def _note_of_run(folder: Path) -> Path | None:
-    """A file in torchrun's folder of all attempts, or above it where our launcher begins a torchrun anew."""
-    error_file = Path(os.environ.get(ERROR_FILE, ""))
-    if len(error_file.parents) < 4 or not _ATTEMPT.fullmatch(error_file.parents[1].name):
-        return None
-    launch = error_file.parents[3 if CUT_VARIABLE in os.environ else 2]
-    return launch / f"run_{zlib.crc32(str(folder).encode()):08x}"

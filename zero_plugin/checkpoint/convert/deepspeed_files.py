@@ -132,13 +132,13 @@ class TrainedGroup:
 
     Attributes:
         settings: as DeepSpeed has them: `lr`, `betas`, …
-        masters: parameter → what the optimizer steps.
+        master_weights: parameter → what the optimizer steps.
         states: parameter → state → tensor.
         scalars: parameter → state that is a number → its value.
     """
 
     settings: Mapping[str, Any]
-    masters: dict[str, Stored] = field(default_factory=dict)
+    master_weights: dict[str, Stored] = field(default_factory=dict)
     states: dict[str, dict[str, Stored]] = field(default_factory=dict)
     scalars: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ class TrainedGroup:
         pieces: Sequence[Piece],
     ) -> None:
         """Add a parameter: of each rank its flat buffer, and that buffer's states."""
-        self.masters[name] = join_pieces(name, shape, flats, pieces)
+        self.master_weights[name] = join_pieces(name, shape, flats, pieces)
         for key, first in states[0].items():
             if isinstance(first, Tensor) and first.ndim:
                 own = self.states.setdefault(name, {})

@@ -29,8 +29,8 @@ from zero_plugin.checkpoint.objects import read_nested, tensor_storage
 from zero_plugin.checkpoint.summary import KINDS, find_deepspeed, recognise
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.optimizer_states import is_setting
-from zero_plugin.tensors.fragments import MASTER, WEIGHT
-from zero_plugin.tensors.model_folder import read_model_folder
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
+from zero_plugin.tensors.safetensors_files import read_model_folder
 
 _EXTRA_STATE: Final = "_extra_state"
 
@@ -160,14 +160,14 @@ def _tensors(
     module = files.models[0]["module"]
     tensors: dict[tuple[str, str], Stored] = {}
     for group in groups:
-        for name, master in group.masters.items():
+        for name, master_weight in group.master_weights.items():
             weight: Tensor = module[name]
-            is_whole = weight.numel() == math.prod(master.shape)  # else partitioned, and nothing of it is here
-            if weight.dtype == master.dtype:
-                tensors[WEIGHT, name] = master
+            is_whole = weight.numel() == math.prod(master_weight.shape)  # else partitioned, and nothing of it is here
+            if weight.dtype == master_weight.dtype:
+                tensors[WEIGHT, name] = master_weight
             else:
-                tensors[WEIGHT, name] = Stored.of(weight) if is_whole else master.cast(weight.dtype)
-                tensors[MASTER, name] = master
+                tensors[WEIGHT, name] = Stored.of(weight) if is_whole else master_weight.cast(weight.dtype)
+                tensors[MASTER_WEIGHT, name] = master_weight
         for name, states in group.states.items():
             tensors |= {(key, name): state for key, state in states.items()}
     frozen = files.models[0].get("frozen_param_shapes") or {}
@@ -210,7 +210,7 @@ def _optimizer_record(files: DeepSpeedFiles, groups: list[TrainedGroup]) -> dict
         "algorithm": _algorithm(groups[0].settings, model.get("ds_config") or {}),
         "groups": [
             {
-                "params": list(group.masters),
+                "params": list(group.master_weights),
                 "settings": {key: value for key, value in group.settings.items() if is_setting(key, value)},
             }
             for group in groups
@@ -301,7 +301,7 @@ def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
         group = TrainedGroup(settings)
         for index in settings["params"]:
             name, tensor = names[index], parameters[names[index]]
-            group.masters[name] = Stored.of(tensor)
+            group.master_weights[name] = Stored.of(tensor)
             for key, value in saved["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and value.ndim and key != "step":
                     group.states.setdefault(name, {})[key] = Stored.of(value)

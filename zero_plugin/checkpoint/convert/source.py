@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.tensors.fragments import MASTER, WEIGHT
-from zero_plugin.tensors.model_folder import Place
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
+from zero_plugin.tensors.safetensors_files import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,15 @@ class Source:
         """The model's weights and buffers by name.
 
         Args:
-            dtype: of floating ones, taken from the 32-bit copies where the weights are of another type; None: as they
-                are.
+            dtype: of floating ones, taken from the fp32 master weights where the weights are of another type; None: as
+                they are.
         """
         found = {name: stored for (kind, name), stored in self.tensors.items() if kind == WEIGHT}
         if dtype is None:
             return found
-        masters = {name: stored for (kind, name), stored in self.tensors.items() if kind == MASTER}
+        master_weights = {name: stored for (kind, name), stored in self.tensors.items() if kind == MASTER_WEIGHT}
         return {
-            name: weight if weight.dtype == dtype else masters.get(name, weight).cast(dtype)
+            name: weight if weight.dtype == dtype else master_weights.get(name, weight).cast(dtype)
             for name, weight in found.items()
         }
 

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
-from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft, sync_file, sync_folder, write_text
 from zero_plugin.checkpoint.objects import encode_nested
 from zero_plugin.checkpoint.save import complete_draft
 from zero_plugin.checkpoint.summary import recognise
 from zero_plugin.checkpoint.tensor_files import Description, Layout, create_files, plan_layout, write_fragments
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import sync_file, sync_folder, write_text
-from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
-from zero_plugin.tensors.model_folder import SINGLE_NAME
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment
+from zero_plugin.tensors.safetensors_files import SINGLE_NAME
 
 Progress = Callable[[int], None]  # called with the bytes that were read since the last call
 
@@ -264,10 +263,10 @@ def write_universal(source: Source, target: Path, *, overwrite: bool, progress: 
 def _by_parameter(source: Source, record: Mapping[str, Any]) -> dict[str, dict[str, Stored]]:
     trained: dict[str, dict[str, Stored]] = {}
     for name in (name for group in record["groups"] for name in group["params"]):
-        master = source.tensors.get((MASTER, name)) or source.tensors[WEIGHT, name]
-        trained[name] = {"fp32": master.cast(torch.float32)}
+        master_weight = source.tensors.get((MASTER_WEIGHT, name)) or source.tensors[WEIGHT, name]
+        trained[name] = {"fp32": master_weight.cast(torch.float32)}
     for (kind, name), stored in source.tensors.items():
-        if kind not in (WEIGHT, MASTER) and name in trained:
+        if kind not in (WEIGHT, MASTER_WEIGHT) and name in trained:
             trained[name][kind] = stored
     return trained
 
