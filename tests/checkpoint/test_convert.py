@@ -17,7 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zero_plugin.checkpoint.convert.open_source import open_source, plain_groups
+from zero_plugin.checkpoint.convert import open_source
+from zero_plugin.checkpoint.convert.deepspeed_files import plain_groups
 from zero_plugin.checkpoint.convert.write import write_checkpoint, write_model, write_single_file, write_universal
 from zero_plugin.checkpoint.folders import find_damage, read_manifest
 from zero_plugin.checkpoint.load import find_differences
@@ -349,7 +350,8 @@ MEASURED = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
-from zero_plugin.checkpoint.convert.open_source import plain_groups, open_source
+from zero_plugin.checkpoint.convert import open_source
+from zero_plugin.checkpoint.convert.deepspeed_files import plain_groups
 from zero_plugin.checkpoint.convert.write import write_checkpoint
 from zero_plugin.checkpoint.convert.write import write_model
 from zero_plugin.checkpoint.convert.write import write_universal

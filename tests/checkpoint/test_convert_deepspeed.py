@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zero_plugin.checkpoint.convert.open_source import open_source
+from zero_plugin.checkpoint.convert import open_source
 from zero_plugin.checkpoint.folders import find_damage, read_manifest
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 

@@ -305,7 +305,7 @@ def export(
         )
     target, source_folder = out.expanduser().absolute(), _existing(folder)
 
-    from zero_plugin.checkpoint.convert.open_source import open_source
+    from zero_plugin.checkpoint.convert import open_source
     from zero_plugin.checkpoint.convert.write import write_model, write_single_file, write_universal
     from zero_plugin.checkpoint.save_model import parse_dtype
 
@@ -343,7 +343,7 @@ def import_(
     if recognise(folder) in ("checkpoint", "several"):
         raise CheckpointError(f"{folder} is {KINDS['checkpoint']} already: load_state() and load_weights() take it.")
 
-    from zero_plugin.checkpoint.convert.open_source import open_source
+    from zero_plugin.checkpoint.convert import open_source
     from zero_plugin.checkpoint.convert.write import write_checkpoint
 
     source = open_source(folder, trust_pickle=trust_pickle)
