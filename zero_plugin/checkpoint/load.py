@@ -18,7 +18,7 @@ from zero_plugin.checkpoint.folders import (
     offer_previous,
     read_manifest,
 )
-from zero_plugin.checkpoint.tensor_files import open_reader, session_fragments
+from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
@@ -94,7 +94,7 @@ def load_tensors(
             if optimizer:
                 create_states(pieces, states, scalars)
 
-        with open_reader(folder) as reader:
+        with RangeReader(folder) as reader:
             for fragment in session_fragments(session, changing=True, prepare=prepare):
                 is_state = fragment.kind not in (WEIGHT, MASTER_WEIGHT)
                 if (is_state and not optimizer) or (not is_state and not weights):
@@ -124,7 +124,7 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
     places = [(key, place, model) for model in manifest.models for key, place in model.places.items()]
 
     def sums() -> torch.Tensor:
-        with open_reader(folder) as reader:
+        with RangeReader(folder) as reader:
             parts = [
                 reader.sums(place, partition_of(math.prod(place.shape), rank, world_size)) for _, place, _ in places
             ]
@@ -155,7 +155,7 @@ def find_differences(
         progress: called with the bytes that were read since the last call.
         skipped: files that are not read, since they have other sizes.
     """
-    with open_reader(folder) as reader:
+    with RangeReader(folder) as reader:
         for model in manifest.models:
             for (kind, name), place in model.places.items():
                 if place.file not in skipped:

@@ -12,11 +12,11 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ _SHARD_NAME: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _STAGING_BYTES: Final = 2**25  # what is on a GPU, of another dtype or not contiguous passes through so much CPU memory
 _WORD: Final = 8  # bytes
 _PLACES: Final = np.arange(2**17, dtype=np.uint64)  # of words in a chunk of 1 MiB, which stays in the cache
+
+_Opened = TypeVar("_Opened", bound="_Files")
 
 ASK_TO_REPORT: Final = "This is a bug in zero_plugin; please report it with the configuration."
 
@@ -221,7 +223,7 @@ def write_fragments(
         written.
     """
     written = []
-    with open_writer(draft) as writer:
+    with RangeWriter(draft) as writer:
         for fragments, layout in parts:
             rows = {key: row for row, key in enumerate(layout.places)}
             table = torch.zeros(len(rows), 3, dtype=torch.int64)
@@ -282,12 +284,20 @@ def sum_words(flat: Tensor, first: int) -> Tensor:
 
 
 class _Files:
-    """The files of a checkpoint, each opened once."""
+    """The files below a folder, each opened once, inside `with`."""
 
-    def __init__(self, folder: Path, flags: int) -> None:
+    _flags = os.O_RDONLY
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._flags = flags
         self.open: dict[str, int] = {}
+
+    def __enter__(self: _Opened) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self.open.values():
+            os.close(descriptor)
 
     def descriptor(self, file: str) -> int:
         if file not in self.open:
@@ -309,14 +319,11 @@ class _Files:
             error.filename = str(self.folder / file)
             raise
 
-    def close(self) -> None:
-        for descriptor in self.open.values():
-            os.close(descriptor)
-        self.open.clear()
-
 
 class RangeWriter(_Files):
     """Writes into files that exist at full size."""
+
+    _flags = os.O_WRONLY
 
     def write(self, fragment: Fragment, place: Place, *, summed: bool = True) -> Tensor:
         """Write what of a fragment is this process' to write, in the dtype of `place`.
@@ -395,16 +402,6 @@ class RangeReader(_Files):
             if read == 0:
                 raise CheckpointError(f"{self.folder / place.file} ends before byte {offset + data.nbytes}.")
             data, offset = data[read:], offset + read
-
-
-def open_writer(folder: Path) -> closing[RangeWriter]:
-    """Writes into files below `folder` that exist at full size."""
-    return closing(RangeWriter(folder, os.O_WRONLY))
-
-
-def open_reader(folder: Path) -> closing[RangeReader]:
-    """Reads from files below `folder`."""
-    return closing(RangeReader(folder, os.O_RDONLY))
 
 
 def _bytes_of(flat: Tensor) -> memoryview:

@@ -28,7 +28,7 @@ from zero_plugin.checkpoint.save_model import (
     weights_of_session,
     write_model,
 )
-from zero_plugin.checkpoint.tensor_files import open_reader, session_fragments
+from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.config.tree import AUTO
@@ -248,7 +248,7 @@ class Weights:
         places, report = all_or_none(lambda: match_weights(module, stored, strict=strict))
 
         def read(fragments: Iterable[Fragment]) -> None:
-            with open_reader(stored.folder) as reader:
+            with RangeReader(stored.folder) as reader:
                 for fragment in fragments:
                     if fragment.kind in (WEIGHT, MASTER_WEIGHT) and fragment.name in places:
                         reader.read(places[fragment.name], fragment)

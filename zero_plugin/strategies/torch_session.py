@@ -36,8 +36,8 @@ from zero_plugin.strategies.precision import (
     dense,
     run_under_autocast,
 )
-from zero_plugin.tensors.compilation import compile_in_place
 from zero_plugin.tensors.modules import Fragment, persistent_tensors, unpartitioned_fragment
+from zero_plugin.tensors.wrappers import compile_in_place
 
 
 class Recorder(Protocol):

@@ -35,8 +35,8 @@ from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
 from zero_plugin.strategies.precision import cast_buffers, compute_in
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.tensors.compilation import compile_in_place
 from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned
+from zero_plugin.tensors.wrappers import compile_in_place
 
 _log = logging.getLogger(__name__)
 
