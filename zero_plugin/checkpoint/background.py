@@ -255,7 +255,7 @@ def _lack_of_memory(needed_bytes: int) -> str | None:
 
 
 class BackgroundWriter:
-    """Does one thing at a time while the script goes on. The end of the process waits for it.
+    """Does one thing at a time while the script continues. The end of the process waits for it.
 
     All calls are collective, from the script's thread.
 
@@ -315,7 +315,7 @@ class BackgroundWriter:
         """Wait until nothing is being written; the checkpoint that was, if any.
 
         Raises:
-            CheckpointError: on every process: it could not be written; it is said once.
+            CheckpointError: on every process: it could not be written; it is raised once.
         """
         if self.running is None:
             return None

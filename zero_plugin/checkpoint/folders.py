@@ -1,8 +1,8 @@
 """The folders of checkpoints and their manifests: written aside, published by a rename, found, and rotated.
 
 The manifest of a checkpoint says what it holds, where, and how to tell that it is complete; it is its last file to be
-written. While one is written, a lock says so to other jobs, for as long as this process lives. Also here: files and
-folders that the disk has when the call returns, and what the C library adds to Python's calls for them.
+written. While one is written, it is locked, which other jobs see, for as long as this process lives. Also here: files
+and folders that the disk has when the call returns, and what the C library adds to Python's calls for them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _known_type(name: str) -> str:
 
 
 def hold(folder: Path) -> None:
-    """Have `is_held` say so everywhere, also when the folder gets another name, until `let_go` or this process ends.
+    """Have `is_held` be true everywhere, also when the folder gets another name, until `let_go` or this process ends.
 
     Nothing happens where the file system cannot lock a folder (NFS).
     """

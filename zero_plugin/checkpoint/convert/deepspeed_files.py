@@ -50,7 +50,7 @@ _STAND_INS: Final[list[Any]] = [
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSpeedFiles:
+class _Files:
     """The files of one checkpoint, opened.
 
     Attributes:
@@ -64,66 +64,8 @@ class DeepSpeedFiles:
     optimizers: tuple[Mapping[str, Any], ...]
 
 
-def list_deepspeed_files(folder: Path, *, trust_pickle: bool) -> DeepSpeedFiles:
-    """Open all files of a checkpoint.
-
-    Raises:
-        CheckpointError: one is missing or damaged, or holds what is not read; or the model was split otherwise than by
-            ZeRO.
-    """
-    names = sorted(path.name for path in folder.iterdir())
-    if any(name.startswith("layer_") for name in names):
-        raise CheckpointError(f"{folder} is of a pipeline or of DeepSpeed's experts (layer_*): that is not imported.")
-    if (folder / "offloaded_tensors").is_dir():
-        raise CheckpointError(
-            f"{folder} keeps optimizer states in offloaded_tensors/, as NVMe offload left them: that is not imported."
-        )
-    models = {match[1] or "0": match for name in names if (match := _MODEL_FILE.fullmatch(name))}
-    optimizers = {match[1]: match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
-    split = {match[2] for match in (*models.values(), *optimizers.values())} - {"00"}
-    if split:
-        raise CheckpointError(f"{folder} is of a model split by tensor parallelism (mp_rank_{split.pop()}).")
-
-    def opened(found: Mapping[str, re.Match[str]], what: str) -> tuple[Mapping[str, Any], ...]:
-        for rank in range(len(found)):
-            if str(rank) not in found:
-                raise CheckpointError(f"{folder} has {len(found)} {what} files, and none of rank {rank}.")
-        return tuple(open_pickle(folder / found[str(rank)][0], trust_pickle=trust_pickle) for rank in range(len(found)))
-
-    return DeepSpeedFiles(folder, opened(models, "model"), opened(optimizers, "optimizer"))
-
-
-def open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
-    """What `torch.save` wrote, its tensors mapped from the file.
-
-    Args:
-        path: of the file.
-        trust_pickle: build whatever classes it names, which may run any code that it holds.
-
-    Raises:
-        CheckpointError: it is damaged, or names other classes than tensors, containers and DeepSpeed's own.
-    """
-    try:
-        with torch.serialization.safe_globals([*NUMPY_CLASSES, *_STAND_INS]):
-            unknown = [] if trust_pickle else torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-            if unknown:
-                names = ", ".join(sorted(unknown))
-                raise CheckpointError(f"{path} is a pickle that names {names}; reading it may run any code.\n{_TRUST}")
-            content = torch.load(str(path), "cpu", mmap=True, weights_only=not trust_pickle)
-    except pickle.UnpicklingError as error:
-        why = str(error).splitlines()[0]
-        raise CheckpointError(
-            f"{path} is a pickle that cannot be read without running what it says ({why}).\n{_TRUST}"
-        ) from error
-    except (OSError, RuntimeError, ValueError, EOFError, AttributeError, ImportError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, no dict: it is not DeepSpeed's.")
-    return content
-
-
 @dataclass(frozen=True, slots=True)
-class Piece:
+class _Piece:
     """A part of one parameter in the flat buffer of a rank: `count` elements from `start`."""
 
     rank: int
@@ -132,7 +74,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class TrainedGroup:
+class _TrainedGroup:
     """What one parameter group holds.
 
     Attributes:
@@ -153,132 +95,17 @@ class TrainedGroup:
         shape: tuple[int, ...],
         flats: Sequence[Tensor],
         states: Sequence[Mapping[str, Any]],
-        pieces: Sequence[Piece],
+        pieces: Sequence[_Piece],
     ) -> None:
         """Add a parameter: of each rank its flat buffer, and that buffer's states."""
-        self.master_weights[name] = join_pieces(name, shape, flats, pieces)
+        self.master_weights[name] = _join_pieces(name, shape, flats, pieces)
         for key, first in states[0].items():
             if isinstance(first, Tensor) and first.ndim:
                 own = self.states.setdefault(name, {})
-                own[key] = join_pieces(name, shape, [state[key] for state in states], pieces)
+                own[key] = _join_pieces(name, shape, [state[key] for state in states], pieces)
             elif isinstance(first, Tensor | int | float):
                 number = first.item() if isinstance(first, Tensor) else first
                 self.scalars.setdefault(name, {})[key] = number
-
-
-def trained_groups(files: DeepSpeedFiles) -> list[TrainedGroup]:
-    """The parameter groups of a checkpoint with ZeRO.
-
-    At stages 1 and 2 the parameters of a group lie one after another in a flat buffer, which is cut into equal parts,
-    one for each rank. At stage 3 a rank has a flat buffer for each sub-group, with an equal partition of one parameter
-    after another (DeepSpeed, `runtime/zero/stage_1_and_2.py` and `stage3.py`, `state_dict`).
-
-    Raises:
-        CheckpointError: files of ranks are missing, or do not make complete parameters.
-    """
-    saved = [file["optimizer_state_dict"] for file in files.optimizers]
-    counts = saved[0].get("partition_count", len(saved))
-    world_size = max(counts) if isinstance(counts, list | tuple) else counts
-    if len(saved) != world_size:
-        raise CheckpointError(
-            f"{files.folder} has the optimizer files of {len(saved)} of the {world_size} processes that wrote it."
-        )
-    if "fp32_flat_groups" in saved[0]:
-        return _partitioned_groups(files, saved)
-    if "single_partition_of_fp32_groups" in saved[0]:
-        return _flat_groups(files, saved)
-    raise CheckpointError(f"{files.folder} holds no 32-bit weights: its optimizer files are of an unknown layout.")
-
-
-def _flat_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]]) -> list[TrainedGroup]:
-    module, known = files.models[0]["module"], files.models[0].get("param_shapes")
-    base = [_base_states(entry["base_optimizer_state"]) for entry in saved]
-    groups = []
-    for index, settings in enumerate(base[0][1]):
-        group = TrainedGroup(settings)
-        flats = [entry["single_partition_of_fp32_groups"][index] for entry in saved]
-        states = [states.get(index, {}) for states, _ in base]
-        if known:
-            paddings = saved[0].get("param_alignment_paddings", [()] * (index + 1))[index]
-            placed = _in_order(known[index], paddings, [flat.numel() for flat in flats])
-        else:  # stage 0 in bf16
-            placed = _as_mapped([entry["param_slice_mappings"][index] for entry in saved], module)
-        for name, shape, pieces in placed:
-            group.add(name, shape, flats, states, pieces)
-        groups.append(group)
-    return groups
-
-
-def _in_order(
-    shapes: Mapping[str, Any], paddings: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
-    """Parameters one after another in a buffer that is cut into equal parts, of which the last ones may be shorter.
-
-    The slice mappings in the files do not serve: they know nothing of the order of `round_robin_gradients`.
-    """
-    begin = 0
-    for (name, shape), padding in zip(shapes.items(), chain(paddings, repeat(0)), strict=False):
-        end = begin + math.prod(shape)
-        pieces = []
-        for rank in range(len(sizes)):
-            first = rank * sizes[0]
-            start, stop = max(begin, first), min(end, first + sizes[rank])
-            if start < stop:
-                pieces.append(Piece(rank, start - first, stop - start))
-        yield name, tuple(shape), pieces
-        begin = end + padding
-
-
-def _as_mapped(
-    mappings: Sequence[Mapping[str, Any]], module: Mapping[str, Tensor]
-) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
-    """Parameters where each rank's file says that they are."""
-    for name in dict.fromkeys(name for mapping in mappings for name in mapping):
-        pieces = [
-            Piece(rank, mapping[name].start, mapping[name].numel)
-            for rank, mapping in enumerate(mappings)
-            if name in mapping
-        ]
-        yield name, tuple(module[name].shape), pieces
-
-
-def _partitioned_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]]) -> list[TrainedGroup]:
-    base = [_base_states(entry["optimizer_state_dict"]) for entry in saved]
-    groups = [TrainedGroup(settings) for settings in base[0][1]]
-    group_of = {index: group for group in groups for index in group.settings["params"]}
-    for index, shapes in enumerate(files.models[0]["param_shapes"]):
-        flats = [entry["fp32_flat_groups"][index] for entry in saved]
-        states = [states.get(index, {}) for states, _ in base]
-        for name, shape, pieces in equal_pieces(shapes, len(saved)):
-            group_of[index].add(name, shape, flats, states, pieces)
-    return groups
-
-
-def equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
-    """Parameters one after another, of each an equal piece in the buffer of every rank; the last ones are padded."""
-    offset = 0
-    for name, shape in shapes.items():
-        count = math.prod(shape)
-        size = -(-count // world_size)
-        pieces = [Piece(rank, offset, max(0, min(size, count - rank * size))) for rank in range(world_size)]
-        yield name, tuple(shape), pieces
-        offset += size
-
-
-def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """States by index, and groups; DeepSpeed's elastic form has the states alone."""
-    if isinstance(saved, list):
-        return dict(enumerate(saved)), [{} for _ in saved]
-    return saved["state"], saved["param_groups"]
-
-
-def join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Stored:
-    """The unpartitioned tensor; raises CheckpointError where elements are missing."""
-    parts = tuple(flats[piece.rank].detach().view(-1)[piece.start : piece.start + piece.count] for piece in pieces)
-    found, wanted = sum(part.numel() for part in parts), math.prod(shape)
-    if found != wanted:
-        raise CheckpointError(f"the ranks' files hold {found:,} elements of {name}, which has {wanted:,}.")
-    return Stored(shape, parts[0].dtype, parts)
 
 
 def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
@@ -294,12 +121,12 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
     found = find_deepspeed(folder)
     if found is None:
         raise CheckpointError(f"{folder} has no *_model_states.pt, so it is no checkpoint of DeepSpeed.")
-    files = list_deepspeed_files(found, trust_pickle=trust_pickle)
+    files = _open_files(found, trust_pickle=trust_pickle)
     model = files.models[0]
     if not isinstance(model.get("module"), Mapping):
         raise CheckpointError(f"{found} has no module in its model file: it is not of DeepSpeed's save_checkpoint.")
     notes: list[str] = []
-    groups = trained_groups(files) if files.optimizers else plain_groups(model, notes)
+    groups = _trained_groups(files) if files.optimizers else plain_groups(model, notes)
     tied = _tied_names(model)
     return Source(
         folder=found,
@@ -318,24 +145,22 @@ def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
             for name, state in model["module"].items()
             if name.split(".")[-1] == _EXTRA_STATE and not isinstance(state, Tensor)
         },
-        schedules=[_schedule(model["lr_scheduler"])] if model.get("lr_scheduler") else [],
+        scheduler_states=[_scheduler_state(model["lr_scheduler"])] if model.get("lr_scheduler") else [],
         notes=notes,
     )
 
 
-def _tensors(
-    files: DeepSpeedFiles, groups: Iterable[TrainedGroup], tied: Mapping[str, str]
-) -> dict[tuple[str, str], Stored]:
+def _tensors(files: _Files, groups: Iterable[_TrainedGroup], tied: Mapping[str, str]) -> dict[tuple[str, str], Stored]:
     module = files.models[0]["module"]
     tensors: dict[tuple[str, str], Stored] = {}
     for group in groups:
         for name, master_weight in group.master_weights.items():
             weight: Tensor = module[name]
-            is_whole = weight.numel() == math.prod(master_weight.shape)  # else partitioned, and nothing of it is here
+            is_complete = weight.numel() == math.prod(master_weight.shape)  # else partitioned, and not here
             if weight.dtype == master_weight.dtype:
                 tensors[WEIGHT, name] = master_weight
             else:
-                tensors[WEIGHT, name] = Stored.of(weight) if is_whole else master_weight.cast(weight.dtype)
+                tensors[WEIGHT, name] = Stored.of(weight) if is_complete else master_weight.cast(weight.dtype)
                 tensors[MASTER_WEIGHT, name] = master_weight
         for name, states in group.states.items():
             tensors |= {(key, name): state for key, state in states.items()}
@@ -344,15 +169,15 @@ def _tensors(
         if (WEIGHT, name) in tensors or name in tied or not isinstance(tensor, Tensor):
             continue
         shape = tuple(frozen.get(name, tensor.shape))
-        is_whole = tensor.numel() == math.prod(shape)
-        tensors[WEIGHT, name] = Stored.of(tensor) if is_whole else _frozen(files, name, shape)
+        is_complete = tensor.numel() == math.prod(shape)
+        tensors[WEIGHT, name] = Stored.of(tensor) if is_complete else _frozen(files, name, shape)
     return tensors
 
 
-def _frozen(files: DeepSpeedFiles, name: str, shape: tuple[int, ...]) -> Stored:
+def _frozen(files: _Files, name: str, shape: tuple[int, ...]) -> Stored:
     """A frozen parameter of stage 3."""
-    [(_, _, pieces)] = equal_pieces({name: shape}, len(files.models))
-    return join_pieces(name, shape, [model["frozen_param_fragments"][name] for model in files.models], pieces)
+    [(_, _, pieces)] = _equal_pieces({name: shape}, len(files.models))
+    return _join_pieces(name, shape, [model["frozen_param_fragments"][name] for model in files.models], pieces)
 
 
 def _tied_names(model: Mapping[str, Any]) -> dict[str, str]:
@@ -372,7 +197,7 @@ def _names_of_same_memory(module: Mapping[str, Any]) -> dict[str, str]:
     return tied
 
 
-def _optimizer_record(files: DeepSpeedFiles, groups: list[TrainedGroup]) -> dict[str, Any]:
+def _optimizer_record(files: _Files, groups: list[_TrainedGroup]) -> dict[str, Any]:
     model = files.models[0]
     saved = files.optimizers[0]["optimizer_state_dict"] if files.optimizers else model["optimizer"]
     return {
@@ -413,18 +238,192 @@ def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
+def _scheduler_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A learning-rate scheduler's state, for the torch one that replaces one of DeepSpeed's."""
     if "last_batch_iteration" in state and "last_epoch" not in state:
         return {"last_epoch": state["last_batch_iteration"] + 1}  # it counts from -1, torch from 0
     return dict(state)
 
 
-def _zero_stage(files: DeepSpeedFiles) -> int:
+def _zero_stage(files: _Files) -> int:
     return int(files.optimizers[0]["optimizer_state_dict"].get("zero_stage", 0)) if files.optimizers else 0
 
 
-def plain_groups(model: Mapping[str, Any], notes: list[str]) -> list[TrainedGroup]:
+def _open_files(folder: Path, *, trust_pickle: bool) -> _Files:
+    """Open all files of a checkpoint.
+
+    Raises:
+        CheckpointError: one is missing or damaged, or holds what is not read; or the model was split otherwise than by
+            ZeRO.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    if any(name.startswith("layer_") for name in names):
+        raise CheckpointError(f"{folder} is of a pipeline or of DeepSpeed's experts (layer_*): that is not imported.")
+    if (folder / "offloaded_tensors").is_dir():
+        raise CheckpointError(
+            f"{folder} keeps optimizer states in offloaded_tensors/, as NVMe offload left them: that is not imported."
+        )
+    models = {match[1] or "0": match for name in names if (match := _MODEL_FILE.fullmatch(name))}
+    optimizers = {match[1]: match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))}
+    split = {match[2] for match in (*models.values(), *optimizers.values())} - {"00"}
+    if split:
+        raise CheckpointError(f"{folder} is of a model split by tensor parallelism (mp_rank_{split.pop()}).")
+
+    def opened(found: Mapping[str, re.Match[str]], what: str) -> tuple[Mapping[str, Any], ...]:
+        for rank in range(len(found)):
+            if str(rank) not in found:
+                raise CheckpointError(f"{folder} has {len(found)} {what} files, and none of rank {rank}.")
+        names = [found[str(rank)][0] for rank in range(len(found))]
+        return tuple(_open_pickle(folder / name, trust_pickle=trust_pickle) for name in names)
+
+    return _Files(folder, opened(models, "model"), opened(optimizers, "optimizer"))
+
+
+def _open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
+    """What `torch.save` wrote, its tensors mapped from the file.
+
+    Args:
+        path: of the file.
+        trust_pickle: build whatever classes it names, which may run any code that it holds.
+
+    Raises:
+        CheckpointError: it is damaged, or names other classes than tensors, containers and DeepSpeed's own.
+    """
+    try:
+        with torch.serialization.safe_globals([*NUMPY_CLASSES, *_STAND_INS]):
+            unknown = [] if trust_pickle else torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+            if unknown:
+                names = ", ".join(sorted(unknown))
+                raise CheckpointError(f"{path} is a pickle that names {names}; reading it may run any code.\n{_TRUST}")
+            content = torch.load(str(path), "cpu", mmap=True, weights_only=not trust_pickle)
+    except pickle.UnpicklingError as error:
+        why = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{path} is a pickle that cannot be read without running what it says ({why}).\n{_TRUST}"
+        ) from error
+    except (OSError, RuntimeError, ValueError, EOFError, AttributeError, ImportError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, no dict: it is not DeepSpeed's.")
+    return content
+
+
+def _trained_groups(files: _Files) -> list[_TrainedGroup]:
+    """The parameter groups of a checkpoint with ZeRO.
+
+    At stages 1 and 2 the parameters of a group lie one after another in a flat buffer, which is cut into equal parts,
+    one for each rank. At stage 3 a rank has a flat buffer for each sub-group, with an equal partition of one parameter
+    after another (DeepSpeed, `runtime/zero/stage_1_and_2.py` and `stage3.py`, `state_dict`).
+
+    Raises:
+        CheckpointError: files of ranks are missing, or do not make complete parameters.
+    """
+    saved = [file["optimizer_state_dict"] for file in files.optimizers]
+    counts = saved[0].get("partition_count", len(saved))
+    world_size = max(counts) if isinstance(counts, list | tuple) else counts
+    if len(saved) != world_size:
+        raise CheckpointError(
+            f"{files.folder} has the optimizer files of {len(saved)} of the {world_size} processes that wrote it."
+        )
+    if "fp32_flat_groups" in saved[0]:
+        return _partitioned_groups(files, saved)
+    if "single_partition_of_fp32_groups" in saved[0]:
+        return _flat_groups(files, saved)
+    raise CheckpointError(f"{files.folder} holds no 32-bit weights: its optimizer files are of an unknown layout.")
+
+
+def _flat_groups(files: _Files, saved: Sequence[Mapping[str, Any]]) -> list[_TrainedGroup]:
+    module, known = files.models[0]["module"], files.models[0].get("param_shapes")
+    base = [_base_states(entry["base_optimizer_state"]) for entry in saved]
+    groups = []
+    for index, settings in enumerate(base[0][1]):
+        group = _TrainedGroup(settings)
+        flats = [entry["single_partition_of_fp32_groups"][index] for entry in saved]
+        states = [states.get(index, {}) for states, _ in base]
+        if known:
+            paddings = saved[0].get("param_alignment_paddings", [()] * (index + 1))[index]
+            placed = _in_order(known[index], paddings, [flat.numel() for flat in flats])
+        else:  # stage 0 in bf16
+            placed = _as_mapped([entry["param_slice_mappings"][index] for entry in saved], module)
+        for name, shape, pieces in placed:
+            group.add(name, shape, flats, states, pieces)
+        groups.append(group)
+    return groups
+
+
+def _in_order(
+    shapes: Mapping[str, Any], paddings: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
+    """Parameters one after another in a buffer that is cut into equal parts, of which the last ones may be shorter.
+
+    The slice mappings in the files do not serve: they know nothing of the order of `round_robin_gradients`.
+    """
+    begin = 0
+    for (name, shape), padding in zip(shapes.items(), chain(paddings, repeat(0)), strict=False):
+        end = begin + math.prod(shape)
+        pieces = []
+        for rank in range(len(sizes)):
+            first = rank * sizes[0]
+            start, stop = max(begin, first), min(end, first + sizes[rank])
+            if start < stop:
+                pieces.append(_Piece(rank, start - first, stop - start))
+        yield name, tuple(shape), pieces
+        begin = end + padding
+
+
+def _as_mapped(
+    mappings: Sequence[Mapping[str, Any]], module: Mapping[str, Tensor]
+) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
+    """Parameters where each rank's file says that they are."""
+    for name in dict.fromkeys(name for mapping in mappings for name in mapping):
+        pieces = [
+            _Piece(rank, mapping[name].start, mapping[name].numel)
+            for rank, mapping in enumerate(mappings)
+            if name in mapping
+        ]
+        yield name, tuple(module[name].shape), pieces
+
+
+def _partitioned_groups(files: _Files, saved: Sequence[Mapping[str, Any]]) -> list[_TrainedGroup]:
+    base = [_base_states(entry["optimizer_state_dict"]) for entry in saved]
+    groups = [_TrainedGroup(settings) for settings in base[0][1]]
+    group_of = {index: group for group in groups for index in group.settings["params"]}
+    for index, shapes in enumerate(files.models[0]["param_shapes"]):
+        flats = [entry["fp32_flat_groups"][index] for entry in saved]
+        states = [states.get(index, {}) for states, _ in base]
+        for name, shape, pieces in _equal_pieces(shapes, len(saved)):
+            group_of[index].add(name, shape, flats, states, pieces)
+    return groups
+
+
+def _equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
+    """Parameters one after another, of each an equal piece in the buffer of every rank; the last ones are padded."""
+    offset = 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        size = -(-count // world_size)
+        pieces = [_Piece(rank, offset, max(0, min(size, count - rank * size))) for rank in range(world_size)]
+        yield name, tuple(shape), pieces
+        offset += size
+
+
+def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """States by index, and groups; DeepSpeed's elastic form has the states alone."""
+    if isinstance(saved, list):
+        return dict(enumerate(saved)), [{} for _ in saved]
+    return saved["state"], saved["param_groups"]
+
+
+def _join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[_Piece]) -> Stored:
+    """The unpartitioned tensor; raises CheckpointError where elements are missing."""
+    parts = tuple(flats[piece.rank].detach().view(-1)[piece.start : piece.start + piece.count] for piece in pieces)
+    found, wanted = sum(part.numel() for part in parts), math.prod(shape)
+    if found != wanted:
+        raise CheckpointError(f"the ranks' files hold {found:,} elements of {name}, which has {wanted:,}.")
+    return Stored(shape, parts[0].dtype, parts)
+
+
+def plain_groups(model: Mapping[str, Any], notes: list[str]) -> list[_TrainedGroup]:
     """The parameter groups; none, and a note, where nobody can tell which states are whose.
 
     Args:
@@ -458,7 +457,7 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if name not in shared}
 
 
-def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[TrainedGroup] | None:
+def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[_TrainedGroup] | None:
     """A torch optimizer's own state: the weights that it steps are the module's."""
     indices = [index for settings in saved["param_groups"] for index in settings["params"]]
     shapes = {index: _shape_of(saved["state"].get(index, {})) for index in indices}
@@ -467,7 +466,7 @@ def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) ->
         return None
     groups = []
     for settings in saved["param_groups"]:
-        group = TrainedGroup(settings)
+        group = _TrainedGroup(settings)
         for index in settings["params"]:
             name, tensor = names[index], parameters[names[index]]
             group.master_weights[name] = Stored.of(tensor)
@@ -505,13 +504,13 @@ def _names_by_shape(
     return names
 
 
-def _copied_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[TrainedGroup] | None:
+def _copied_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[_TrainedGroup] | None:
     """32-bit copies: one flat buffer for each group, or one of each parameter. Rounded, they tell whose they are."""
     base = saved["optimizer_state_dict"]
     left = dict(parameters)
     groups = []
     for number, settings in enumerate(base["param_groups"]):
-        group = TrainedGroup(settings)
+        group = _TrainedGroup(settings)
         joined = saved["fp32_groups_flat"][number : number + 1] if "fp32_groups_flat" in saved else None
         for index, copy in zip(settings["params"], joined or saved["fp32_groups"][number], strict=True):
             flat = copy.detach().reshape(-1)
@@ -527,7 +526,7 @@ def _copied_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -
                 if name is None:
                     return None
                 tensor = left.pop(name)
-                group.add(name, tuple(tensor.shape), [flat], states, [Piece(0, offset, tensor.numel())])
+                group.add(name, tuple(tensor.shape), [flat], states, [_Piece(0, offset, tensor.numel())])
                 offset += tensor.numel()
         groups.append(group)
     return groups

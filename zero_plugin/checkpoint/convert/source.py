@@ -71,7 +71,7 @@ class Source:
         tied: name → the weight whose tensor it shares.
         optimizer: the record of `describe_training`; None for weights alone.
         extra_states: of modules that have such.
-        schedules: the state of each.
+        scheduler_states: of each learning-rate scheduler.
         origin: what it is, for the manifest of what is written.
         notes: what is in it and cannot be converted, a sentence each.
     """
@@ -83,7 +83,7 @@ class Source:
     origin: Mapping[str, Any]
     optimizer: Mapping[str, Any] | None = None
     extra_states: Mapping[str, Any] = field(default_factory=dict)
-    schedules: Sequence[Mapping[str, Any]] = ()
+    scheduler_states: Sequence[Mapping[str, Any]] = ()
     notes: list[str] = field(default_factory=list)
 
     def weights(self, dtype: torch.dtype | None) -> dict[str, Stored]:
@@ -154,7 +154,7 @@ def open_checkpoint(folder: Path, model: int | None = None) -> Source:
         origin={"format": "zero_plugin", "created": manifest.about.get("created")},
         optimizer=record["optimizer"],
         extra_states=record["extra_states"],
-        schedules=training["schedules"],
+        scheduler_states=training["schedules"],
         notes=[f"a newer checkpoint was passed over: {damage}" for damage in damages],
     )
 

@@ -196,7 +196,7 @@ def write_checkpoint(
     training = {
         "models": [model],
         "waiting_optimizers": [],
-        "schedules": list(source.schedules),
+        "schedules": list(source.scheduler_states),
         "loaders": [],
         "iteration": 0,
     }
@@ -282,15 +282,15 @@ def _optimizer_state(record: Mapping[str, Any], steps: Mapping[str, float]) -> d
 
 
 def _counters(source: Source, record: Mapping[str, Any]) -> dict[str, Any]:
-    schedule = dict(source.schedules[0]) if source.schedules else None
-    if schedule is not None and "last_epoch" in schedule:
-        schedule.setdefault("last_batch_iteration", schedule["last_epoch"] - 1)  # DeepSpeed's own count from -1
+    scheduler = dict(source.scheduler_states[0]) if source.scheduler_states else None
+    if scheduler is not None and "last_epoch" in scheduler:
+        scheduler.setdefault("last_batch_iteration", scheduler["last_epoch"] - 1)  # DeepSpeed's own count from -1
     return {
         "global_steps": record["applied_steps"],
         "skipped_steps": 0,
         "dp_world_size": 1,
         "mp_world_size": 1,
-        "lr_scheduler": schedule,
+        "lr_scheduler": scheduler,
         "ds_version": version("deepspeed"),
     }
 
@@ -301,8 +301,8 @@ def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str,
             f"{len(others)} frozen weights and buffers: DeepSpeed reads none from such a checkpoint. Load them with "
             f"model.load_state_dict(torch.load('{_MODEL_FILE}')['module'], strict=False)"
         )
-    if len(source.schedules) > 1:
-        source.notes.append(f"{len(source.schedules) - 1} more schedules: an engine has one")
+    if len(source.scheduler_states) > 1:
+        source.notes.append(f"{len(source.scheduler_states) - 1} more schedules: an engine has one")
     if record["loss_scale"]:
         source.notes.append("the loss scale: an engine begins with its configuration's")
     if len(record["groups"]) > 1:
