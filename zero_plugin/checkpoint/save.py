@@ -66,8 +66,7 @@ class OpenCheckpoint:
     Attributes:
         target: its folder in the end.
         draft: its folder until then.
-        models: class, folder and tied names of each.
-        layouts: where each one's tensors go.
+        layouts: where the tensors of each model go.
         replaces: whether a checkpoint that has the name of `target` in the end is replaced.
         about: for the manifest; on the main process.
         trees: file's path without ending → what goes into it; on the main process.
@@ -75,7 +74,6 @@ class OpenCheckpoint:
 
     target: Path
     draft: Path
-    models: Sequence[tuple[str, str, Mapping[str, str]]]
     layouts: Sequence[Layout]
     replaces: bool = True
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class OpenCheckpoint:
             discard_draft(self.draft)
 
     def _complete(self, written: Sequence[Tensor]) -> None:
-        complete_draft(self.draft, self.about, self.models, zip(self.layouts, written, strict=True), self.trees)
+        complete_draft(self.draft, self.about, zip(self.layouts, written, strict=True), self.trees)
         publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
@@ -133,23 +131,21 @@ def open_checkpoint(
     Raises:
         CheckpointError: on every process; nothing of it is left.
     """
-    models = [
-        (type(session.module).__name__, f"model_{index}/" if index else "", shared_names(session.module))
-        for index, session in enumerate(sessions)
-    ]
 
-    def plan(stored_by_hooks: Sequence[int]) -> list[Layout]:
-        layouts = []
-        for index, (session, (_, folder, tied)) in enumerate(zip(sessions, models, strict=True)):
-            found = describe(described_fragments(session))
-            found = [one for one in found if one.kind != WEIGHT or index not in stored_by_hooks]
-            layouts.append(plan_layout(found, folder, max_shard_bytes=max_shard_bytes, tied=tied))
-        return layouts
+    def plan(index: int, stored_by_hooks: Sequence[int] = ()) -> Layout:
+        found = describe(described_fragments(sessions[index]))
+        return plan_layout(
+            [one for one in found if one.kind != WEIGHT or index not in stored_by_hooks],
+            max_shard_bytes=max_shard_bytes,
+            tied=shared_names(sessions[index].module),
+            folder=f"model_{index}/" if index else "",
+            model_class=type(sessions[index].module).__name__,
+        )
 
-    layouts = all_or_none(lambda: plan(()))
+    layouts = all_or_none(lambda: [plan(index) for index in range(len(sessions))])
     agree_on(layouts)
     draft = on_main(lambda: open_draft(target, _needed_bytes(layouts)))
-    opened = OpenCheckpoint(target, draft, models, layouts, replaces)
+    opened = OpenCheckpoint(target, draft, layouts, replaces)
 
     def begin() -> None:
         create_files(draft, opened.layouts)
@@ -161,7 +157,7 @@ def open_checkpoint(
     try:
         refuse_separate_folders(draft)
         if stored_by_hooks := run_hooks(draft):
-            opened.layouts = all_or_none(lambda: plan(stored_by_hooks))
+            opened.layouts = all_or_none(lambda: [plan(index, stored_by_hooks) for index in range(len(sessions))])
         all_or_none(lambda: begin() if SCRIPT.is_main else None)
     except BaseException:
         opened.discard(SCRIPT)
@@ -192,7 +188,6 @@ def _needed_bytes(layouts: Sequence[Layout]) -> int:
 def complete_draft(
     draft: Path,
     about: Mapping[str, Any],
-    models: Sequence[tuple[str, str, Mapping[str, str]]],
     written: Iterable[tuple[Layout, Tensor]],
     trees: Mapping[str, EncodedTree],
 ) -> None:
@@ -201,7 +196,6 @@ def complete_draft(
     Args:
         draft: the folder.
         about: for the manifest.
-        models: class, folder and tied names of each.
         written: of each model, its layout and what all processes wrote, as `write_fragments` returns it.
         trees: file's path without ending → what goes into it.
 
@@ -210,10 +204,10 @@ def complete_draft(
     """
     stored = []
     sizes: dict[str, int] = {}
-    for (kind, folder, tied), (layout, table) in zip(models, written, strict=True):
+    for layout, table in written:
         refuse_gaps(layout, table[:, 2])
         sums = {key: (plain, placed) for key, (plain, placed, _) in zip(layout.places, table.tolist(), strict=True)}
-        stored.append(StoredModel(kind, folder, tied, layout.places, sums))
+        stored.append(StoredModel(layout.model_class, layout.folder, layout.tied, layout.places, sums))
         sizes |= layout.sizes
     for stem, tree in trees.items():
         tree.write(draft / stem)

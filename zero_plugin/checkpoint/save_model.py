@@ -237,7 +237,7 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
             f"save_model: {empty[0].name!r} has no elements (shape {empty[0].shape}), and a saved model without its "
             "values looks like a whole one.\nIf it is meant to be empty, make it a buffer with persistent=False."
         )
-    return plan_layout(weights.descriptions, "", max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
+    return plan_layout(weights.descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
 def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout) -> Tensor:

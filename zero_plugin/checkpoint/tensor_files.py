@@ -59,12 +59,18 @@ class Layout:
     """The tensor files of one model.
 
     Attributes:
+        model_class: its name.
+        folder: below the checkpoint's, with a slash at its end, or empty.
+        tied: name → the weight whose tensor it shares.
         places: (kind, name) → place.
         headers: file → its first bytes.
         sizes: file → bytes.
         index: path and text of the weights' index file; None where one file holds all.
     """
 
+    model_class: str
+    folder: str
+    tied: Mapping[str, str]
     places: dict[tuple[str, str], Place] = field(default_factory=dict)
     headers: dict[str, bytes] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -84,10 +90,11 @@ def describe(fragments: Iterable[Fragment]) -> list[Description]:
 
 def plan_layout(
     descriptions: Sequence[Description],
-    folder: str,
     *,
     max_shard_bytes: int,
     tied: Mapping[str, str],
+    folder: str = "",
+    model_class: str = "",
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """Places for one model's tensors.
@@ -97,12 +104,13 @@ def plan_layout(
 
     Args:
         descriptions: the same on every process.
-        folder: of the model below the checkpoint's, with a slash at its end, or empty.
         max_shard_bytes: of a weight file; a larger tensor has one to itself.
-        tied: name → the weight whose tensor it shares, kept in the files' metadata.
+        tied: see `Layout`; kept in the files' metadata too.
+        folder: see `Layout`.
+        model_class: see `Layout`.
         notes: further metadata of the weight files.
     """
-    layout = Layout()
+    layout = Layout(model_class, folder, tied)
     shards = _cut_into_shards([d for d in descriptions if d.kind == WEIGHT], max_shard_bytes)
     total = len(shards)
     weight_map: dict[str, str] = {}

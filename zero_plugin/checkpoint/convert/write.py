@@ -90,9 +90,10 @@ def refuse_existing(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def _plan(tensors: Mapping[tuple[str, str], Stored], tied: Mapping[str, str], max_shard_bytes: int) -> Layout:
+def _plan(source: Source, tensors: Mapping[tuple[str, str], Stored], max_shard_bytes: int) -> Layout:
     described = [Description(kind, name, stored.dtype, stored.shape) for (kind, name), stored in tensors.items()]
-    return plan_layout(described, "", max_shard_bytes=max_shard_bytes, tied=tied)
+    tied, kind = source.tied, source.model_class
+    return plan_layout(described, max_shard_bytes=max_shard_bytes, tied=tied, model_class=kind)
 
 
 def _write_tensors(
@@ -143,7 +144,7 @@ def write_model(
         CheckpointError: see `new_folder`.
     """
     tensors = {(WEIGHT, name): stored for name, stored in source.weights(dtype).items()}
-    layout = _plan(tensors, source.tied, max_shard_bytes)
+    layout = _plan(source, tensors, max_shard_bytes)
     with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
         _write_tensors(draft, layout, tensors, progress, summed=False)
         copy_configuration(source.folder, draft)
@@ -191,7 +192,7 @@ def write_checkpoint(
     Raises:
         CheckpointError: see `new_folder`.
     """
-    layout = _plan(source.tensors, source.tied, max_shard_bytes)
+    layout = _plan(source, source.tensors, max_shard_bytes)
     model = {"class": source.model_class, "extra_states": source.extra_states, "optimizer": source.optimizer}
     training = {
         "models": [model],
@@ -210,7 +211,7 @@ def write_checkpoint(
         }
         trees: dict[str, Any] = {"training": training, "random": [], "objects": None}
         encoded = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
-        complete_draft(draft, about, [(source.model_class, "", source.tied)], [(layout, written)], encoded)
+        complete_draft(draft, about, [(layout, written)], encoded)
 
 
 def write_universal(source: Source, target: Path, *, overwrite: bool, progress: Progress) -> None:
