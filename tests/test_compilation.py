@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zero_plugin.tensors.compilation import compile_regions, has_compiled_regions, is_compiled_module
+from zero_plugin.tensors.wrappers import compile_regions, has_compiled_regions, is_compiled_module
 
 
 class Blocks(nn.Module):

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.tensors.compilation import compile_regions
-from zero_plugin.tensors.wrappers import extract_model
+from zero_plugin.tensors.wrappers import compile_regions, extract_model
 
 
 class Doubling(nn.Linear):

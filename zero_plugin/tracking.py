@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_plugin.trackers.choose import get_available_trackers as get_available_trackers
+from zero_plugin.trackers.running import get_available_trackers as get_available_trackers
 from zero_plugin.trackers.trackers import GeneralTracker as GeneralTracker
 from zero_plugin.trackers.trackers import JsonlTracker as JsonlTracker
 from zero_plugin.trackers.trackers import MLflowTracker as MLflowTracker

@@ -27,7 +27,7 @@ from paths import own_batch, running
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero_plugin.checkpoint.convert.open_source import open_source
+from zero_plugin.checkpoint.convert import open_source
 from zero_plugin.checkpoint.convert.write import write_checkpoint, write_universal
 from zero_plugin.distributed import collectives
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from paths import loss_of, make_net, own_batch, running
 
 from zero_plugin import Accelerator
-from zero_plugin.checkpoint import save
-from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.checkpoint import save, tensor_files
+from zero_plugin.checkpoint.folders import find_damage
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 
@@ -71,7 +71,7 @@ class Moments:
             (Path, "mkdir"),
             (Path, "rename"),
             (Path, "replace"),
-            (save, "reserve"),
+            (tensor_files, "reserve"),
             (shutil, "disk_usage"),
         ):
             setattr(owner, name, self._counted(getattr(owner, name)))
@@ -117,7 +117,7 @@ def check_failing(
     training.asynchronous = asynchronous
     moments = Moments()
     if not reserves:
-        save.reserve = lambda file, size: file.truncate(size)
+        tensor_files.reserve = lambda file, size: file.truncate(size)
     rank, main = dist.get_rank(), dist.get_rank() == 0
     training.step()
     assert training.save(disk / "first") is None
@@ -186,9 +186,7 @@ def check_separate(training: Training, disk: Path) -> None:
         assert _LIBC.unshare(_CLONE_NEWNS) == 0
         assert _LIBC.mount(b"none", b"/", None, _MS_REC_PRIVATE, None) == 0
         assert _LIBC.mount(b"none", os.fsencode(torn), b"tmpfs", 0, None) == 0
-    from zero_plugin.checkpoint import shared_folder
-
-    shared_folder._found_shared.discard(torn)
+    save._found_shared.discard(torn)
     training.step()
     for target in (torn / "saved", torn / "other"):
         told = training.save(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_plugin.checkpoint.ranges import sum_words
+from zero_plugin.checkpoint.tensor_files import sum_words
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -17,13 +17,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zero_plugin.checkpoint.convert.open_source import open_source, plain_groups
+from zero_plugin.checkpoint.convert import open_source
+from zero_plugin.checkpoint.convert.deepspeed_files import plain_groups
 from zero_plugin.checkpoint.convert.write import write_checkpoint, write_model, write_single_file, write_universal
+from zero_plugin.checkpoint.folders import find_damage, read_manifest
 from zero_plugin.checkpoint.load import find_differences
-from zero_plugin.checkpoint.manifest import find_damage, read_manifest
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.fragments import MASTER, WEIGHT
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 SECOND = torch.arange(1.0, 8.0)
 
@@ -148,7 +149,7 @@ def test_shares_of_stage_3_are_joined(processes: int, tmp_path: Path) -> None:
     model, optimizers = stage_3(values, processes)
     checkpoint = imported(deepspeed_folder(tmp_path / "ds", model, *optimizers), tmp_path / "out")
     tensors = open_source(checkpoint).tensors
-    assert torch.equal(tensors[MASTER, "w"].unpartitioned(), values)
+    assert torch.equal(tensors[MASTER_WEIGHT, "w"].unpartitioned(), values)
     assert torch.equal(tensors["exp_avg", "w"].unpartitioned(), 2 * values)
     assert torch.equal(tensors["exp_avg_sq", "v"].unpartitioned(), 3 * SECOND)
     assert torch.equal(tensors[WEIGHT, "w"].unpartitioned(), values.bfloat16())
@@ -271,7 +272,7 @@ def test_stage_0_is_read_only_where_it_is_certain_whose_a_state_is() -> None:
     assert group.states["b"]["exp_avg"].unpartitioned().tolist() == [[1, 1], [1, 1]]
     named = [{**entry, "param_names": [name]} for entry, name in zip(split["param_groups"], "ba", strict=True)]
     first, second = plain_groups({"module": module, "optimizer": {"state": state, "param_groups": named}}, notes)
-    assert (list(first.masters), list(second.masters)) == (["b"], ["a"])
+    assert (list(first.master_weights), list(second.master_weights)) == (["b"], ["a"])
     assert len(notes) == 1
 
 
@@ -349,11 +350,12 @@ MEASURED = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
-from zero_plugin.checkpoint.convert.open_source import plain_groups, open_source
+from zero_plugin.checkpoint.convert import open_source
+from zero_plugin.checkpoint.convert.deepspeed_files import plain_groups
 from zero_plugin.checkpoint.convert.write import write_checkpoint
 from zero_plugin.checkpoint.convert.write import write_model
 from zero_plugin.checkpoint.convert.write import write_universal
-from zero_plugin.checkpoint.manifest import read_manifest
+from zero_plugin.checkpoint.folders import read_manifest
 from zero_plugin.checkpoint.load import find_differences
 
 def anonymous():

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zero_plugin.checkpoint.convert.open_source import open_source
-from zero_plugin.checkpoint.manifest import find_damage, read_manifest
-from zero_plugin.tensors.fragments import MASTER, WEIGHT
+from zero_plugin.checkpoint.convert import open_source
+from zero_plugin.checkpoint.folders import find_damage, read_manifest
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 WORKER = Path(__file__).parent / "convert_worker.py"
 
@@ -124,7 +124,7 @@ def test_values_are_the_engines_own(case: dict[str, Any], finished: Path) -> Non
     }
     if case["precision"] == "bf16":
         assert tensors[WEIGHT, "one.weight"].dtype == torch.bfloat16
-        assert tensors[MASTER, "one.weight"].dtype == torch.float32
+        assert tensors[MASTER_WEIGHT, "one.weight"].dtype == torch.float32
 
 
 @pytest.mark.processes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.checkpoint.folders import find_damage
 
 WORKER = Path(__file__).parent / "elastic_worker.py"
 LAYOUTS = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero2-cpu", "zero3-cpu", "zero3-nvme")

@@ -15,14 +15,14 @@ from zero_plugin.checkpoint import folders
 from zero_plugin.checkpoint.folders import (
     choose_checkpoint,
     discard_draft,
+    find_damage,
     is_held,
     open_draft,
     publish_draft,
+    reserve,
     rotate_checkpoints,
 )
-from zero_plugin.checkpoint.manifest import find_damage
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import reserve
 
 
 def fill(folder: Path, content: str, run: str = "mine") -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.checkpoint.folders import choose_checkpoint, numbered_checkpoints
+from zero_plugin.checkpoint.folders import choose_checkpoint, find_damage, numbered_checkpoints, read_manifest
 from zero_plugin.checkpoint.load import verify_checksums
-from zero_plugin.checkpoint.manifest import find_damage, read_manifest
 from zero_plugin.checkpoint.objects import read_nested
 from zero_plugin.errors import CheckpointError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.save import random_state, restore_random_state
+from zero_plugin.checkpoint.objects import random_state, restore_random_state
 from zero_plugin.distributed.seeding import set_seed
 
 

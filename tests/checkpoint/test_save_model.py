@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint.folders import open_draft
+from zero_plugin.checkpoint.objects import write_tensors
 from zero_plugin.checkpoint.save_model import parse_dtype, weights_of_module, write_model
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError
-from zero_plugin.tensors.model_folder import INDEX_NAME, SINGLE_NAME
-from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, write_file
+from zero_plugin.tensors.safetensors_files import INDEX_NAME, SINGLE_NAME, TYPES
 
 
 def write(
@@ -81,12 +81,12 @@ def test_a_large_model_is_shards_with_an_index(tmp_path: Path) -> None:
     assert same(read_folder(tmp_path), tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name, _ in TYPES.values()], ids=str)
 def test_every_dtype_is_read_back(tmp_path: Path, dtype: torch.dtype) -> None:
     """The library reads our bytes as the dtype and values written, beside tensors of other widths."""
     values = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
     odd = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    write_file(tmp_path / "f", {"a": odd, "b": values.t(), "wide": torch.ones(1).double()}, {})
+    write_tensors(tmp_path / "f", {"a": odd, "b": values.t(), "wide": torch.ones(1).double()})
     back = load_file(tmp_path / "f")
     assert back["b"].dtype == dtype
     assert torch.equal(back["b"].to(torch.complex64), values.t().to(torch.complex64))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from zero_plugin.checkpoint.convert.source import Source, Stored
 from zero_plugin.checkpoint.convert.write import write_checkpoint
 from zero_plugin.cli.main import main
-from zero_plugin.tensors.fragments import MASTER, WEIGHT
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 COLD = """
 import sys
@@ -54,7 +54,7 @@ def make_checkpoint(folder: Path, step: int) -> Path:
     tensors = {
         (WEIGHT, "layer.weight"): Stored.of(master.bfloat16()),
         (WEIGHT, "frozen"): Stored.of(torch.ones(2)),
-        (MASTER, "layer.weight"): Stored.of(master),
+        (MASTER_WEIGHT, "layer.weight"): Stored.of(master),
         ("exp_avg", "layer.weight"): Stored.of(2 * master),
         ("exp_avg_sq", "layer.weight"): Stored.of(3 * master),
     }

@@ -62,7 +62,7 @@ ROWS = [
     Row(
         "a save waits for the one before",
         "loop/checkpoints.py",
-        "        self._run.background.wait()\n        target = ",
+        "        self._wait_for_background()\n        target = ",
         "        target = ",
         checks("asynchronous", "one_at_a_time", "single"),
         "one at a time",
@@ -71,7 +71,7 @@ ROWS = [
     Row(
         "load_state waits for a save",
         "loop/checkpoints.py",
-        "        self._run.background.wait()\n        place = on_main(lambda: self._find_checkpoint(input_dir))\n",
+        "        self._wait_for_background()\n        place = on_main(lambda: self._find_checkpoint(input_dir))\n",
         "        place = on_main(lambda: self._find_checkpoint(input_dir))\n",
         checks("asynchronous", "holds_what_a_synchronous_one_holds", "single"),
         "does not exist",
@@ -95,7 +95,7 @@ ROWS = [
     ),
     Row(
         "each element is written once",
-        "checkpoint/save.py",
+        "checkpoint/tensor_files.py",
         "        if count != math.prod(place.shape):",
         "        if False:",
         (

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zero_plugin.checkpoint import background
 from zero_plugin.checkpoint.background import Snapshot
-from zero_plugin.checkpoint.manifest import find_damage
+from zero_plugin.checkpoint.folders import find_damage
 from zero_plugin.errors import CheckpointError
 
 
@@ -251,9 +251,9 @@ def check_one_that_is_interrupted_holds_nobody_up(path: str, folder: Path) -> No
                 accelerator.save_state(folder / "state", asynchronous=True)
         else:
             accelerator.save_state(folder / "state", asynchronous=True)
-            _, writing = accelerator._run.background._running
+            _, writing = accelerator._run.background.running
             assert "another process was interrupted" in str(writing.exception())
-            accelerator._run.background._running = None  # to tell it is collective
+            accelerator._run.background.running = None  # to tell it is collective
         assert names_in(folder) == set()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, ProjectConfiguration
-from zero_plugin.checkpoint.ranges import RangeWriter
+from zero_plugin.checkpoint.tensor_files import RangeWriter
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 

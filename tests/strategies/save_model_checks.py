@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zero_plugin import Accelerator
 from zero_plugin.checkpoint import save_model
-from zero_plugin.checkpoint.ranges import RangeWriter
+from zero_plugin.checkpoint.tensor_files import RangeWriter
 from zero_plugin.errors import CheckpointError, LoopError
 
 BUFFERS = {"mean", "forwards"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.tensors.trees import (
+from zero_plugin.tensors.nested import (
     TensorInformation,
     concatenate,
     convert_outputs_to_fp32,

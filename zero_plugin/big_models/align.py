@@ -16,7 +16,7 @@ from zero_plugin.big_models.hooks import ModelHook, SequentialHook, untraced
 from zero_plugin.big_models.placement import find_place, lookup
 from zero_plugin.big_models.stored import PrefixedDataset
 from zero_plugin.tensors.modules import SharedTensors, Slot, tensor_slots
-from zero_plugin.tensors.trees import find_device, send_to_device
+from zero_plugin.tensors.nested import find_device, send_to_device
 
 _META = torch.device("meta")
 # Their forward reads weights of modules inside without calling these.

@@ -36,7 +36,7 @@ from zero_plugin.big_models.stored import (
 )
 from zero_plugin.machine.device_memory import clear_device_cache
 from zero_plugin.tensors.modules import SharedTensors, find_tied_parameters, tensor_slots
-from zero_plugin.tensors.trees import send_to_device
+from zero_plugin.tensors.nested import send_to_device
 
 _logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from zero_plugin.big_models.placement import (
 )
 from zero_plugin.big_models.stored import offload_weight, open_safetensors, save_offload_index
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.model_folder import SINGLE_NAME
 from zero_plugin.tensors.modules import SharedTensors, Slot, as_dtype, as_pretrained, find_tied_parameters, tensor_slots
+from zero_plugin.tensors.safetensors_files import SINGLE_NAME
 
 _logger = logging.getLogger(__name__)
 

@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from zero_plugin.checkpoint.layout import described_fragments, placed_fragments, session_fragments
 from zero_plugin.checkpoint.save import OpenCheckpoint
+from zero_plugin.checkpoint.tensor_files import described_fragments, placed_fragments, session_fragments
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import time_out
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, announce, describe_error
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.fragments import Fragment
+from zero_plugin.tensors.modules import Fragment
 
 _LONGEST_SECONDS: Final = 86400.0  # that a process waits for another, where the training's group has no time-out
 _CONNECT: Final = timedelta(seconds=60)
@@ -255,18 +255,19 @@ def _lack_of_memory(needed_bytes: int) -> str | None:
 
 
 class BackgroundWriter:
-    """Does one thing at a time while the script goes on. The end of the process waits for it.
+    """Does one thing at a time while the script continues. The end of the process waits for it.
 
     All calls are collective, from the script's thread.
 
     Attributes:
         memory: for what it writes.
+        running: the checkpoint that is being written, if any.
     """
 
     def __init__(self) -> None:
         self.memory = Snapshot()
         self._threads: ThreadPoolExecutor | None = None
-        self._running: tuple[Path, Future[None]] | None = None
+        self.running: tuple[Path, Future[None]] | None = None
         self._held: Sequence[Session] = ()  # whose states are being copied
         self._peers: GlooPeers | None = None  # kept: connecting many takes time, and leaves names in the store
 
@@ -297,7 +298,7 @@ class BackgroundWriter:
             opened: the checkpoint, copied.
             write: called in another thread; it reaches the other processes by the `Peers` that it gets.
         """
-        assert self._running is None, "one at a time"
+        assert self.running is None, "one at a time"
         assert self._peers is not None, "`copy` connects"
         copied = Event()
         try:
@@ -305,7 +306,7 @@ class BackgroundWriter:
                 self._threads = ThreadPoolExecutor(1, "zero_plugin save")
             for session in self._held:
                 session.before_change = partial(self._let_go, copied)
-            self._running = opened.target, self._threads.submit(self._run, opened, copied, self._peers, write)
+            self.running = opened.target, self._threads.submit(self._run, opened, copied, self._peers, write)
         except BaseException:
             self._abandon(opened)
             raise
@@ -314,13 +315,13 @@ class BackgroundWriter:
         """Wait until nothing is being written; the checkpoint that was, if any.
 
         Raises:
-            CheckpointError: on every process: it could not be written; it is said once.
+            CheckpointError: on every process: it could not be written; it is raised once.
         """
-        if self._running is None:
+        if self.running is None:
             return None
-        target, future = self._running
+        target, future = self.running
         wait([future])
-        self._running = None
+        self.running = None
         self._let_go()
         try:
             all_or_none(future.result)
@@ -331,8 +332,8 @@ class BackgroundWriter:
 
     def wait_for_writing(self) -> None:
         """Wait until the thread has written what it can, whatever comes of it; not collective."""
-        if self._running is not None:
-            wait([self._running[1]])
+        if self.running is not None:
+            wait([self.running[1]])
 
     def close(self) -> None:
         """Wait, and let go of thread, process group and memory.
@@ -354,10 +355,10 @@ class BackgroundWriter:
 
         A save that is running is waited for, and its failure raised, by `close`.
         """
-        if self._running is None:
+        if self.running is None:
             self._release()
         else:
-            self._running[1].add_done_callback(lambda _: self._release())
+            self.running[1].add_done_callback(lambda _: self._release())
 
     def _release(self) -> None:
         self._let_go()

@@ -1,28 +1,33 @@
-"""The folders of checkpoints: written aside, published by a rename, found, and rotated.
+"""The folders of checkpoints and their manifests: written aside, published by a rename, found, and rotated.
 
-While one is written, a lock says so to other jobs, for as long as this process lives. A run's own checkpoints are those
-of its launch, of its restarts, and of the launch that it resumed from.
+The manifest of a checkpoint says what it holds, where, and how to tell that it is complete; it is its last file to be
+written. While one is written, it is locked, which other jobs see, for as long as this process lives. Also here: files
+and folders that the disk has when the call returns, and what the C library adds to Python's calls for them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
-from zero_plugin.checkpoint.manifest import MANIFEST_NAME, NUMBERED, Manifest, find_damage, read_manifest
-from zero_plugin.config.handover import keep_run, kept_run
-from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import exchange, make_folder, sync_folder
+from zero_plugin.tensors.safetensors_files import TYPES, Place
 
+MANIFEST_NAME: Final = "manifest.json"
+NUMBERED: Final = re.compile(r"(.*?)(\d+)")  # checkpoint_7, step_100, …
+_FORMAT: Final = 1
 _AUTOMATIC: Final = "checkpoint_"
 
 # Beside a checkpoint `name`, hidden, while it is written, replaced or removed, and after a run that was killed then:
@@ -33,9 +38,142 @@ _AUTOMATIC: Final = "checkpoint_"
 _ASIDE: Final = re.compile(r"\.(.+?)\.([0-9a-f]{8}\.writing|replaced|removing)")
 _descriptors: Final[dict[Path, int]] = {}  # of the folders that this process holds
 
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+_SYNC_FILE_RANGE_WRITE: Final = 2
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """One model's tensors in a checkpoint.
+
+    Attributes:
+        kind: name of its class.
+        folder: below the checkpoint's, empty for the first model.
+        tied: name → the weight whose tensor it shares.
+        places: (kind, name) → where the tensor is.
+        sums: (kind, name) → its two checksums, see `sum_words`.
+    """
+
+    kind: str
+    folder: str
+    tied: Mapping[str, str]
+    places: Mapping[tuple[str, str], Place]
+    sums: Mapping[tuple[str, str], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint's contents.
+
+    Attributes:
+        about: versions, time, and what wrote it.
+        models: in the order of `prepare`.
+        files: path below the folder → (bytes, checksum; None where the tensors have theirs).
+    """
+
+    about: Mapping[str, Any]
+    models: Sequence[StoredModel]
+    files: Mapping[str, tuple[int, int | None]]
+
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`; all other files have to be on the disk."""
+        encoded = {
+            "format": _FORMAT,
+            **self.about,
+            "files": {path: {"size": size, "crc32": crc} for path, (size, crc) in self.files.items()},
+            "models": [_encode_model(model) for model in self.models],
+        }
+        write_text(folder / MANIFEST_NAME, json.dumps(encoded, ensure_ascii=False) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    file = folder / MANIFEST_NAME
+    try:
+        encoded = json.loads(file.read_text(encoding="utf-8"))
+        if encoded["format"] > _FORMAT:
+            raise CheckpointError(f"{file} is of format {encoded['format']}; this version reads up to {_FORMAT}.")
+        files = {path: (entry["size"], entry["crc32"]) for path, entry in encoded.pop("files").items()}
+        models = [_decode_model(model) for model in encoded.pop("models")]
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {MANIFEST_NAME}, so it is no complete checkpoint.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error}).") from error
+    return Manifest(encoded, models, files)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What makes a checkpoint incomplete, by names and sizes alone; None if nothing does."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return str(error)
+    return next(iter(find_wrong_files(folder, manifest).values()), None)
+
+
+def find_wrong_files(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """The files that are missing, or of another size, each with a sentence; nothing of them is read."""
+    found = {path: _wrong_size(folder / path, size) for path, (size, _) in manifest.files.items()}
+    return {path: problem for path, problem in found.items() if problem is not None}
+
+
+def checksum_of_file(path: Path) -> int:
+    """CRC-32 of a small file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _wrong_size(path: Path, size: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        return f"{path} is missing."
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})."
+    return None if found == size else f"{path} has {found:,} bytes instead of {size:,}."
+
+
+def _encode_model(model: StoredModel) -> dict[str, Any]:
+    tensors: dict[str, dict[str, Any]] = {}
+    for (kind, name), place in model.places.items():
+        tensors.setdefault(kind, {})[name] = {
+            "file": place.file,
+            "dtype": place.type_name,
+            "shape": list(place.shape),
+            "start": place.start,
+            "sums": list(model.sums[kind, name]),
+        }
+    return {"class": model.kind, "folder": model.folder, "tied": dict(model.tied), "tensors": tensors}
+
+
+def _decode_model(encoded: Mapping[str, Any]) -> StoredModel:
+    entries = {(kind, name): entry for kind, named in encoded["tensors"].items() for name, entry in named.items()}
+    places = {
+        key: Place(entry["file"], _known_type(entry["dtype"]), tuple(entry["shape"]), entry["start"])
+        for key, entry in entries.items()
+    }
+    sums = {key: (entry["sums"][0], entry["sums"][1]) for key, entry in entries.items()}
+    return StoredModel(encoded["class"], encoded["folder"], encoded["tied"], places, sums)
+
+
+def _known_type(name: str) -> str:
+    if name not in TYPES:
+        raise ValueError(f"a tensor of type {name}")
+    return name
+
 
 def hold(folder: Path) -> None:
-    """Have `is_held` say so everywhere, also when the folder gets another name, until `let_go` or this process ends.
+    """Have `is_held` be true everywhere, also when the folder gets another name, until `let_go` or this process ends.
 
     Nothing happens where the file system cannot lock a folder (NFS).
     """
@@ -362,64 +500,77 @@ def _beside(target: Path, state: str) -> Path:
     return target.with_name(f".{target.name}.{state}")
 
 
-class Lineages:
-    """The run's id in each folder that it saves checkpoints into.
+def write_text(path: Path, text: str) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
-    The first launch makes it; manifests have it. Restarts by the launcher keep it, and a launch that resumes from the
-    newest checkpoint of a run joins that run. Where it resumes from an older one, the newer ones of that run stay.
+
+def sync_file(path: Path) -> None:
+    """Wait until the disk has a file's content, whoever wrote it here."""
+    _sync(path, os.O_RDONLY)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names in `folder`."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, if it is missing, and those above it; wait until the disk has their names."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_folder(path.parent)
+
+
+def reserve(file: BinaryIO, size: int) -> None:
+    """Make a file that is opened for writing `size` bytes long, and give it the room where the file system can.
+
+    `os.posix_fallocate` is no substitute: where the file system cannot, it writes a byte into every block.
+
+    Raises:
+        OSError: there is no room.
     """
+    file.truncate(size)
+    fallocate = getattr(_LIBC, "fallocate", None)  # Linux; fallocate(2)
+    if fallocate is None or size == 0:
+        return
+    if fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        error = ctypes.get_errno()
+        if error in _NO_ROOM:
+            raise OSError(error, os.strerror(error), file.name)
 
-    def __init__(self) -> None:
-        self._runs: dict[Path, str] = {}
-        self._orders: dict[tuple[Path, str], int] = {}  # of the newest save; on the main process
 
-    def known(self, folder: Path) -> str | None:
-        """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
-        folder = folder.resolve()
-        if folder not in self._runs:
-            known = collectives.gather_object([kept_run(folder, os.environ)])
-            if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
-                return None
-            self.join(folder, run)
-        return self._runs[folder]
+def start_writing(descriptor: int, start: int, size: int) -> None:
+    """Have the disk begin with a part of a file that was written just now, so that a later fsync finds less to do."""
+    sync_file_range = getattr(_LIBC, "sync_file_range", None)  # Linux; sync_file_range(2)
+    if sync_file_range is not None:
+        sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
-    def own(self, folder: Path) -> str:
-        """The id, made where there is none yet. Collective."""
-        run = self.known(folder)
-        if run is None:
-            run = collectives.broadcast_object_list([secrets.token_hex(8)])[0]
-            self.join(folder, run)
-        return run
 
-    def join(self, folder: Path, run: str) -> None:
-        """Join a run's checkpoints in `folder`, now and after restarts; called on every process."""
-        folder = folder.resolve()
-        self._runs[folder] = run
-        keep_run(folder, run, os.environ)
+def exchange(one: Path, other: Path) -> bool:
+    """Swap the names of two folders in one step; False where the system or the file system cannot (NFS, macOS).
 
-    def is_newest(self, path: Path, manifest: Manifest) -> bool:
-        """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
+    Raises:
+        OSError: it can, and refuses these two.
+    """
+    renameat2 = getattr(_LIBC, "renameat2", None)  # Linux; rename(2)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(error, os.strerror(error), str(one), None, str(other))
 
-        On the main process.
-        """
-        run, number = manifest.about.get("run"), split_number(path.name)
-        if run is None or number is None:
-            return False
-        order = manifest.about.get("order")  # None where the name had no number when it was saved
-        order = number[1] if order is None else order
-        own = [one for one in known_checkpoints(path.parent, number[0]) if one.run == run]
-        return not any(one.order > order and find_damage(one.path) is None for one in own)
 
-    def next_order(self, target: Path) -> int | None:
-        """The place of a new checkpoint among those that are named alike; None without a number. On the main process.
-
-        It is its number, unless one that was saved before has a larger one: numbers of steps begin again.
-        """
-        number = split_number(target.name)
-        if number is None:
-            return None
-        key = target.parent.resolve(), number[0]
-        if key not in self._orders:
-            self._orders[key] = max((one.order for one in known_checkpoints(*key)), default=-1)
-        self._orders[key] = max(number[1], self._orders[key] + 1)
-        return self._orders[key]
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from zero_plugin.checkpoint.folders import offer_previous
-from zero_plugin.checkpoint.layout import session_fragments
-from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
-from zero_plugin.checkpoint.ranges import open_reader
+from zero_plugin.checkpoint.folders import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredModel,
+    checksum_of_file,
+    offer_previous,
+    read_manifest,
+)
+from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
-from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment, share_of
-from zero_plugin.tensors.model_folder import Place
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, partition_of
+from zero_plugin.tensors.safetensors_files import Place
 
 
 @dataclass(slots=True)
@@ -88,9 +94,9 @@ def load_tensors(
             if optimizer:
                 create_states(pieces, states, scalars)
 
-        with open_reader(folder) as reader:
+        with RangeReader(folder) as reader:
             for fragment in session_fragments(session, changing=True, prepare=prepare):
-                is_state = fragment.kind not in (WEIGHT, MASTER)
+                is_state = fragment.kind not in (WEIGHT, MASTER_WEIGHT)
                 if (is_state and not optimizer) or (not is_state and not weights):
                     continue
                 place = _source(fragment, stored)
@@ -118,8 +124,10 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
     places = [(key, place, model) for model in manifest.models for key, place in model.places.items()]
 
     def sums() -> torch.Tensor:
-        with open_reader(folder) as reader:
-            parts = [reader.sums(place, share_of(math.prod(place.shape), rank, world_size)) for _, place, _ in places]
+        with RangeReader(folder) as reader:
+            parts = [
+                reader.sums(place, partition_of(math.prod(place.shape), rank, world_size)) for _, place, _ in places
+            ]
         return torch.stack([torch.zeros(2, dtype=torch.int64), *parts])
 
     found = collectives.reduce(all_or_none(sums), "sum")[1:].tolist()
@@ -147,7 +155,7 @@ def find_differences(
         progress: called with the bytes that were read since the last call.
         skipped: files that are not read, since they have other sizes.
     """
-    with open_reader(folder) as reader:
+    with RangeReader(folder) as reader:
         for model in manifest.models:
             for (kind, name), place in model.places.items():
                 if place.file not in skipped:
@@ -199,19 +207,47 @@ def _compare(session: Session, stored: StoredModel, *, strict: bool) -> list[str
 
 def _source(fragment: Fragment, stored: StoredModel) -> Place | None:
     """Where to read a fragment from: of weight and master weight, the one of its own dtype, else the more precise."""
-    names = [fragment.name, stored.tied.get(fragment.name, fragment.name)]
-    if fragment.kind not in (WEIGHT, MASTER):
+    if fragment.kind not in (WEIGHT, MASTER_WEIGHT):
         return stored.places.get((fragment.kind, fragment.name))
-    weight = next((stored.places[WEIGHT, name] for name in names if (WEIGHT, name) in stored.places), None)
-    master = next((stored.places[MASTER, name] for name in names if (MASTER, name) in stored.places), None)
+    names = [fragment.name, stored.tied.get(fragment.name, fragment.name)]
+    weight, master_weight = (
+        next((place for name in names if (place := stored.places.get((kind, name)))), None)
+        for kind in (WEIGHT, MASTER_WEIGHT)
+    )
     if fragment.kind == WEIGHT and weight is not None and weight.dtype == fragment.values.dtype:
         return weight
-    return master or weight
+    return master_weight or weight
 
 
 def _stored_states(stored: StoredModel) -> Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
     states: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
     for (kind, name), place in stored.places.items():
-        if kind not in (WEIGHT, MASTER):
+        if kind not in (WEIGHT, MASTER_WEIGHT):
             states.setdefault(name, {})[kind] = (place.shape, place.dtype)
     return states
+
+
+def read_common_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint that the main process has found. Collective.
+
+    Raises:
+        CheckpointError: on every process; which processes have none, or another one, in their folder of that name.
+    """
+    sums = collectives.gather_object([_manifest_sum(folder)])
+    for what, ranks in (
+        ("no checkpoint", [rank for rank, checksum in enumerate(sums) if checksum is None]),
+        ("another checkpoint", [rank for rank, checksum in enumerate(sums) if checksum not in (None, sums[0])]),
+    ):
+        if ranks and sums[0] is not None:
+            raise CheckpointError(
+                f"processes {ranks} see {what} in {folder}, where process 0 has found one: all processes have to read "
+                "the same.\nPut it on a file system that all machines share, or a copy on each."
+            )
+    return all_or_none(lambda: read_manifest(folder))
+
+
+def _manifest_sum(folder: Path) -> int | None:
+    try:
+        return zlib.crc32((folder / MANIFEST_NAME).read_bytes())
+    except OSError:
+        return None

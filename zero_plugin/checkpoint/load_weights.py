@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.model_folder import Place, StoredWeights, read_complete_file, read_model_folder
 from zero_plugin.tensors.modules import Slot, as_pretrained, persistent_tensors, shared_names, tensor_slots
+from zero_plugin.tensors.safetensors_files import Place, StoredWeights, read_complete_file, read_model_folder
 
 _LISTED = 20  # names of one kind in an error
 
@@ -118,7 +118,7 @@ def match_weights(module: nn.Module, stored: StoredWeights, *, strict: bool) -> 
     return places, report
 
 
-def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+def unpartitioned_shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape of a tensor that may be partitioned."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
@@ -136,7 +136,7 @@ def _renaming(module: nn.Module, names: Iterable[str], stored: Iterable[str]) ->
 
 
 def _misfit(tensor: Tensor, place: Place) -> str | None:
-    shape = whole_shape(tensor)
+    shape = unpartitioned_shape(tensor)
     if shape != place.shape:
         return f"{list(shape)} here, {list(place.shape)} in the file"
     if _sort(tensor.dtype) != _sort(place.dtype):
@@ -188,14 +188,15 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
 
 
 def initialize_tensors(
-    module: nn.Module, names: Collection[str], whole: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
+    module: nn.Module, names: Collection[str], gathered: Callable[[Iterable[Tensor]], AbstractContextManager[Any]]
 ) -> None:
     """Initialise tensors as if the model were new: transformers' `_init_weights`, else the layer's `reset_parameters`.
 
     Args:
-        module: the whole model.
+        module: the model.
         names: of floating tensors in it, which hold NaN so far.
-        whole: a context in which tensors are unpartitioned on every process, and what process 0 writes into them stays.
+        gathered: a context in which tensors are unpartitioned on every process, and what process 0 writes into them
+            stays.
 
     Raises:
         CheckpointError: of a tensor's class neither is known, or it leaves the tensor as it was.
@@ -209,7 +210,7 @@ def initialize_tensors(
     for owner, own in by_owner.items():
         ids = {id(slot.tensor) for slot in own}
         others = [slot for slot in slots if id(slot.tensor) not in ids]
-        with whole([slot.tensor for slot in own]), _set_aside(others), torch.no_grad():
+        with gathered([slot.tensor for slot in own]), _set_aside(others), torch.no_grad():
             _draw(module, owner)
             left += [slot.name for slot in own if bool(torch.isnan(slot.tensor).any())]
     if left:
@@ -228,7 +229,7 @@ def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
     ]
     tensors = [where[key] for where, key in held]
     for (where, key), tensor in zip(held, tensors, strict=True):
-        stand_in = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
+        stand_in = torch.empty(unpartitioned_shape(tensor), dtype=tensor.dtype, device="meta")
         where[key] = nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
     try:
         yield

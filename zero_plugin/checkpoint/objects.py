@@ -1,7 +1,8 @@
 """Objects in files, without pickled code.
 
 One object is written by `torch.save` or as safetensors, and read without running code. Nested Python containers become
-a JSON file, with their tensors in a safetensors file beside it.
+a JSON file, with their tensors in a safetensors file beside it. The states of Python's, NumPy's and torch's random
+number generators are such containers.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import codecs
 import json
 import logging
 import math
+import random
 import sys
+import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -23,10 +26,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from zero_plugin.checkpoint.folders import write_text
+from zero_plugin.distributed.seeding import seed_torch
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import write_text
 from zero_plugin.tensors.nested import map_leaves
-from zero_plugin.tensors.safetensors_file import DTYPE_NAMES, write_file
+from zero_plugin.tensors.safetensors_files import TYPE_NAMES, encode_header
 
 _logger = logging.getLogger(__name__)
 
@@ -139,7 +143,18 @@ class EncodedTree:
         """Write `stem`.json, and the tensors, if any, to `stem`.safetensors."""
         write_text(stem.with_name(f"{stem.name}.json"), self.text)
         if self.tensors:
-            write_file(stem.with_name(f"{stem.name}.safetensors"), self.tensors, {"format": "pt"})
+            write_tensors(stem.with_name(f"{stem.name}.safetensors"), self.tensors)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write CPU tensors as safetensors; the library's own writer builds all of the bytes in memory first."""
+    entries = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    header, ranges = encode_header(entries, {"format": "pt"})
+    with path.open("wb") as file:
+        file.write(header)
+        for tensor in map(tensors.__getitem__, ranges):
+            if tensor.numel():
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def encode_nested(tree: Any, *, what: str) -> EncodedTree:
@@ -212,7 +227,7 @@ def _encode_numpy(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _keep(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
+    if tensor.layout is not torch.strided or tensor.is_quantized or str(tensor.dtype) not in TYPE_NAMES:
         raise CheckpointError(
             f"{where} is a tensor of {tensor.layout}, {tensor.dtype}: safetensors files cannot hold it."
         )
@@ -253,3 +268,66 @@ def _decode(encoded: Any, tensors: Mapping[str, Tensor]) -> Any:
         tensor = tensors[content]
         return tensor if name == "tensor" else tensor.numpy() if name == "array" else tensor.numpy()[()]
     return _DECODERS[name](_decode(content, tensors))
+
+
+def random_state() -> dict[str, Any]:
+    """This process' generators, as nested containers of arrays and tensors."""
+    version, words, gauss = random.getstate()
+    return {
+        "python": (version, np.array(words, dtype=np.uint64), gauss),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
+        "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
+    }
+
+
+def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str | None:
+    """Resume drawing where a checkpoint was made; a sentence where this process cannot.
+
+    A process that the checkpoint does not know draws as the first one where all saved ones drew alike, as after one
+    `set_seed` for all. Else it begins anew, from a seed made of a saved process' state and its own rank.
+
+    Args:
+        saved: of each process that wrote the checkpoint.
+        rank: of this process.
+    """
+    if not saved:
+        return "random states: there are none in the checkpoint"  # it was imported
+    if rank < len(saved):
+        _restore(saved[rank])
+        return None
+    first = saved[0]
+    if all(_same(first, other) for other in saved[1:]):
+        _restore(first)
+        return f"the random states of process {rank}, which was not there: it draws as the others do"
+    other: Tensor = saved[rank % len(saved)]["torch"]
+    seed = zlib.crc32(other.numpy().tobytes()) + rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    seed_torch(seed)
+    return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
+
+
+def _uses_cuda() -> bool:
+    """Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _restore(state: Mapping[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(word) for word in words), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if state.get("xla") is not None and "torch_xla" in sys.modules:  # checkpoints of before have no such key
+        sys.modules["torch_xla"].manual_seed(state["xla"])
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return (
+        torch.equal(one["torch"], other["torch"])
+        and np.array_equal(one["python"][1], other["python"][1])
+        and np.array_equal(one["numpy"][1], other["numpy"][1])
+    )

@@ -1,47 +1,47 @@
-"""Writes a checkpoint: every process its own ranges, then the main process what is small, the manifest and the name.
-
-Also the states of Python's, NumPy's and torch's random number generators, of every process.
-"""
+"""Writes a checkpoint: every process its own ranges, then the main process what is small, the manifest and the name."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import math
-import random
-import sys
-import zlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
-from zero_plugin.checkpoint.layout import (
-    ASK_TO_REPORT,
+from zero_plugin.checkpoint.folders import (
+    Manifest,
+    StoredModel,
+    checksum_of_file,
+    discard_draft,
+    open_draft,
+    publish_draft,
+    sync_file,
+)
+from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
+from zero_plugin.checkpoint.tensor_files import (
     Layout,
+    create_files,
     describe,
     described_fragments,
-    placed_fragments,
     plan_layout,
+    refuse_gaps,
+    write_fragments,
 )
-from zero_plugin.checkpoint.manifest import Manifest, StoredModel, checksum_of_file
-from zero_plugin.checkpoint.objects import EncodedTree, encode_nested
-from zero_plugin.checkpoint.ranges import open_writer
-from zero_plugin.checkpoint.shared_folder import refuse_separate_folders
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, on_main
-from zero_plugin.distributed.seeding import seed_torch
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import reserve, sync_file, write_text
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.fragments import WEIGHT, Fragment
-from zero_plugin.tensors.modules import shared_names
+from zero_plugin.tensors.modules import WEIGHT, Fragment, as_pretrained, shared_names
 
 _SMALL_BYTES = 2**24  # on the disk, for what is not a model's tensors
+_PROBE: Final = ".probe"
+_MARK_BYTES: Final = 8  # side by side in one page, as the ends of ranges are
+_found_shared: set[Path] = set()  # file systems do not change while a process runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class OpenCheckpoint:
     Attributes:
         target: its folder in the end.
         draft: its folder until then.
-        models: class, folder and tied names of each.
-        layouts: where each one's tensors go.
+        layouts: where the tensors of each model go.
         replaces: whether a checkpoint that has the name of `target` in the end is replaced.
         about: for the manifest; on the main process.
         trees: file's path without ending → what goes into it; on the main process.
@@ -75,7 +74,6 @@ class OpenCheckpoint:
 
     target: Path
     draft: Path
-    models: Sequence[tuple[str, str, Mapping[str, str]]]
     layouts: Sequence[Layout]
     replaces: bool = True
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class OpenCheckpoint:
             discard_draft(self.draft)
 
     def _complete(self, written: Sequence[Tensor]) -> None:
-        complete_draft(self.draft, self.about, self.models, zip(self.layouts, written, strict=True), self.trees)
+        complete_draft(self.draft, self.about, zip(self.layouts, written, strict=True), self.trees)
         publish_draft(self.draft, self.target, replaces=self.replaces)
 
 
@@ -133,23 +131,21 @@ def open_checkpoint(
     Raises:
         CheckpointError: on every process; nothing of it is left.
     """
-    models = [
-        (type(session.module).__name__, f"model_{index}/" if index else "", shared_names(session.module))
-        for index, session in enumerate(sessions)
-    ]
 
-    def plan(stored_by_hooks: Sequence[int]) -> list[Layout]:
-        layouts = []
-        for index, (session, (_, folder, tied)) in enumerate(zip(sessions, models, strict=True)):
-            found = describe(described_fragments(session))
-            found = [one for one in found if one.kind != WEIGHT or index not in stored_by_hooks]
-            layouts.append(plan_layout(found, folder, max_shard_bytes=max_shard_bytes, tied=tied))
-        return layouts
+    def plan(index: int, stored_by_hooks: Sequence[int] = ()) -> Layout:
+        found = describe(described_fragments(sessions[index]))
+        return plan_layout(
+            [one for one in found if one.kind != WEIGHT or index not in stored_by_hooks],
+            max_shard_bytes=max_shard_bytes,
+            tied=shared_names(sessions[index].module),
+            folder=f"model_{index}/" if index else "",
+            model_class=type(sessions[index].module).__name__,
+        )
 
-    layouts = all_or_none(lambda: plan(()))
+    layouts = all_or_none(lambda: [plan(index) for index in range(len(sessions))])
     agree_on(layouts)
     draft = on_main(lambda: open_draft(target, _needed_bytes(layouts)))
-    opened = OpenCheckpoint(target, draft, models, layouts, replaces)
+    opened = OpenCheckpoint(target, draft, layouts, replaces)
 
     def begin() -> None:
         create_files(draft, opened.layouts)
@@ -161,7 +157,7 @@ def open_checkpoint(
     try:
         refuse_separate_folders(draft)
         if stored_by_hooks := run_hooks(draft):
-            opened.layouts = all_or_none(lambda: plan(stored_by_hooks))
+            opened.layouts = all_or_none(lambda: [plan(index, stored_by_hooks) for index in range(len(sessions))])
         all_or_none(lambda: begin() if SCRIPT.is_main else None)
     except BaseException:
         opened.discard(SCRIPT)
@@ -189,72 +185,9 @@ def _needed_bytes(layouts: Sequence[Layout]) -> int:
     return sum(size for layout in layouts for size in layout.sizes.values()) + _SMALL_BYTES
 
 
-def refuse_gaps(layout: Layout, written: Tensor) -> None:
-    """Refuse a draft in which not every element of every tensor was written once.
-
-    Args:
-        layout: of the tensors.
-        written: int64, one for each of its places: how many elements all processes wrote.
-
-    Raises:
-        CheckpointError: it names the tensor.
-    """
-    for ((kind, name), place), count in zip(layout.places.items(), written.tolist(), strict=True):
-        if count != math.prod(place.shape):
-            raise CheckpointError(
-                f"{count:,} elements of {name} ({kind}) were written, and it has {math.prod(place.shape):,}. "
-                f"{ASK_TO_REPORT}"
-            )
-
-
-def create_files(draft: Path, layouts: Sequence[Layout]) -> None:
-    """Make the tensor files in `draft`, at full size, for `write_fragments`; and the weights' index."""
-    for layout in layouts:
-        for file, header in layout.headers.items():
-            path = draft / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as opened:
-                # The size first: a client of NFS that writes at a file's end takes the rest of that page to be zeros,
-                # and may write them over what another machine has written there.
-                reserve(opened, layout.sizes[file])
-                opened.write(header)
-        if layout.index is not None:
-            name, text = layout.index
-            write_text(draft / name, text)
-
-
-def write_fragments(
-    draft: Path, parts: Iterable[tuple[Iterable[Fragment], Layout]], *, summed: bool = True
-) -> list[Tensor]:
-    """Write what of some models' fragments is this process' to write; the disk has it at the return.
-
-    Args:
-        draft: the folder, with the tensor files.
-        parts: of each model, its fragments and their layout.
-        summed: whether checksums are computed; else they are zeros.
-
-    Returns:
-        For each model one row for each of its places: the two sums (`sum_words`) and the number of elements of what was
-        written.
-    """
-    written = []
-    with open_writer(draft) as writer:
-        for fragments, layout in parts:
-            rows = {key: row for row, key in enumerate(layout.places)}
-            table = torch.zeros(len(rows), 3, dtype=torch.int64)
-            for fragment in placed_fragments(fragments, layout):
-                key = fragment.kind, fragment.name
-                table[rows[key], :2] += writer.write(fragment, layout.places[key], summed=summed)
-                table[rows[key], 2] += fragment.written[1] - fragment.written[0]
-            written.append(table)
-        writer.sync()
-    return written
-
-
 def complete_draft(
     draft: Path,
     about: Mapping[str, Any],
-    models: Sequence[tuple[str, str, Mapping[str, str]]],
     written: Iterable[tuple[Layout, Tensor]],
     trees: Mapping[str, EncodedTree],
 ) -> None:
@@ -263,7 +196,6 @@ def complete_draft(
     Args:
         draft: the folder.
         about: for the manifest.
-        models: class, folder and tied names of each.
         written: of each model, its layout and what all processes wrote, as `write_fragments` returns it.
         trees: file's path without ending → what goes into it.
 
@@ -272,10 +204,10 @@ def complete_draft(
     """
     stored = []
     sizes: dict[str, int] = {}
-    for (kind, folder, tied), (layout, table) in zip(models, written, strict=True):
+    for layout, table in written:
         refuse_gaps(layout, table[:, 2])
         sums = {key: (plain, placed) for key, (plain, placed, _) in zip(layout.places, table.tolist(), strict=True)}
-        stored.append(StoredModel(kind, folder, tied, layout.places, sums))
+        stored.append(StoredModel(layout.model_class, layout.folder, layout.tied, layout.places, sums))
         sizes |= layout.sizes
     for stem, tree in trees.items():
         tree.write(draft / stem)
@@ -289,64 +221,79 @@ def complete_draft(
     Manifest(about, stored, files).write(draft)
 
 
-def random_state() -> dict[str, Any]:
-    """This process' generators, as nested containers of arrays and tensors."""
-    version, words, gauss = random.getstate()
-    return {
-        "python": (version, np.array(words, dtype=np.uint64), gauss),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if _uses_cuda() else None,
-        "xla": sys.modules["torch_xla"].core.xla_model.get_rng_state() if "torch_xla" in sys.modules else None,
-    }
-
-
-def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str | None:
-    """Resume drawing where a checkpoint was made; a sentence where this process cannot.
-
-    A process that the checkpoint does not know draws as the first one where all saved ones drew alike, as after one
-    `set_seed` for all. Else it begins anew, from a seed made of a saved process' state and its own rank.
+def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write the configuration files of a transformers model; nothing for any other module.
 
     Args:
-        saved: of each process that wrote the checkpoint.
-        rank: of this process.
+        module: the user's own.
+        folder: where its weights are.
+        dtype: that they are stored in; None for the model's own.
     """
-    if not saved:
-        return "random states: there are none in the checkpoint"  # it was imported
-    if rank < len(saved):
-        _restore(saved[rank])
-        return None
-    first = saved[0]
-    if all(_same(first, other) for other in saved[1:]):
-        _restore(first)
-        return f"the random states of process {rank}, which was not there: it draws as the others do"
-    other: Tensor = saved[rank % len(saved)]["torch"]
-    seed = zlib.crc32(other.numpy().tobytes()) + rank
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    seed_torch(seed)
-    return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
+    if as_pretrained(module) is None:
+        return
+    config = copy.deepcopy(module.config)
+    config.architectures = [type(module).__name__]
+    config.dtype = str(dtype or module.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if module.can_generate():
+        module.generation_config.save_pretrained(folder)
 
 
-def _uses_cuda() -> bool:
-    """Whether CUDA has begun here: asking for its state would make a context, in a run on the CPU too."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+def refuse_separate_folders(draft: Path) -> None:
+    """Refuse a folder that is not `is_one_folder`. Collective.
+
+    Raises:
+        CheckpointError: on every process; which processes' marks are missing.
+    """
+    missing, why = _missing_marks(draft)
+    if missing:
+        raise CheckpointError(
+            f"{draft.parent} is not one folder for all processes: what processes {missing} write into a file there is "
+            f"not what process 0 reads{why}.\nSave to a file system that all machines share and that takes writes at "
+            "any place of a file, such as NFS, Lustre or GPFS; a mounted object store does not."
+        )
 
 
-def _restore(state: Mapping[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(int(word) for word in words), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if state.get("xla") is not None and "torch_xla" in sys.modules:  # checkpoints of before have no such key
-        sys.modules["torch_xla"].manual_seed(state["xla"])
+def is_one_folder(draft: Path) -> bool:
+    """Have every process write a mark into one file, and the main process read them all. Collective.
+
+    It is done when the folder that `draft` is in is used for the first time. A file system that every machine has for
+    itself is found, one that is not mounted everywhere, and one that keeps the file of the process that closed it last,
+    as mounted object stores do.
+    """
+    return not _missing_marks(draft)[0]
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return (
-        torch.equal(one["torch"], other["torch"])
-        and np.array_equal(one["python"][1], other["python"][1])
-        and np.array_equal(one["numpy"][1], other["numpy"][1])
-    )
+def _missing_marks(draft: Path) -> tuple[list[int], str]:
+    """The processes whose marks are missing, and why as far as one knows."""
+    if collectives.num_processes() == 1 or draft.parent in _found_shared:
+        return [], ""
+    file = draft / _PROBE
+    world_size = collectives.num_processes()
+    on_main(lambda: file.write_bytes(bytes(_MARK_BYTES * world_size)))
+    error = _leave_mark(file)
+    errors = [entry for entry in collectives.gather_object([error]) if entry is not None]
+    content = on_main(file.read_bytes)
+    missing = [rank for rank in range(world_size) if content[rank * _MARK_BYTES :][:_MARK_BYTES] != _mark(rank)]
+    on_main(file.unlink)
+    if not missing:
+        _found_shared.add(draft.parent)
+    return missing, f" ({errors[0]})" if errors else ""
+
+
+def _leave_mark(file: Path) -> str | None:
+    """Write this process' mark; what hinders it."""
+    rank = collectives.process_index()
+    try:
+        descriptor = os.open(file, os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, _mark(rank), rank * _MARK_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return f"process {rank}: {error}"
+    return None
+
+
+def _mark(rank: int) -> bytes:
+    return (rank + 1).to_bytes(_MARK_BYTES, "little")

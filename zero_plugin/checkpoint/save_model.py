@@ -1,11 +1,10 @@
 """Writes a model's weights as a Hugging Face model folder: every process its own ranges, no process all of them.
 
-And what transformers and PEFT models need for `from_pretrained` beside, or instead of, their weights.
+Or, of a model with PEFT adapters, what PEFT stores.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,18 +14,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.checkpoint.folders import discard_draft, open_draft
-from zero_plugin.checkpoint.layout import Description, Layout, describe, is_weight_file, plan_layout
-from zero_plugin.checkpoint.save import agree_on, create_files, refuse_gaps, write_fragments
-from zero_plugin.checkpoint.shared_folder import is_one_folder
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, sync_file, sync_folder
+from zero_plugin.checkpoint.save import agree_on, is_one_folder
+from zero_plugin.checkpoint.tensor_files import (
+    Description,
+    Layout,
+    create_files,
+    describe,
+    is_weight_file,
+    plan_layout,
+    refuse_gaps,
+    write_fragments,
+)
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collectives import all_or_none, announce, on_main
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
-from zero_plugin.machine.durable_files import sync_file, sync_folder
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.fragments import WEIGHT, Fragment
-from zero_plugin.tensors.model_folder import INDEX_NAME
-from zero_plugin.tensors.modules import as_pretrained, persistent_tensors, shared_names
+from zero_plugin.tensors.modules import WEIGHT, Fragment, persistent_tensors, shared_names
+from zero_plugin.tensors.safetensors_files import INDEX_NAME
 
 _CONVERTED: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMED: Final[Mapping[object, torch.dtype]] = {
@@ -214,7 +219,7 @@ def write_model(
             discard_draft(draft)
 
 
-def whole_tensors(weights: SavedWeights) -> dict[str, Tensor]:
+def unpartitioned_tensors(weights: SavedWeights) -> dict[str, Tensor]:
     """Copies in CPU memory, in the types that are stored, on the main process; for what is small. Collective."""
     types = {description.name: description.dtype for description in weights.descriptions}
     is_main = collectives.process_index() == 0
@@ -232,7 +237,7 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
             f"save_model: {empty[0].name!r} has no elements (shape {empty[0].shape}), and a saved model without its "
             "values looks like a whole one.\nIf it is meant to be empty, make it a buffer with persistent=False."
         )
-    return plan_layout(weights.descriptions, "", max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
+    return plan_layout(weights.descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 
 
 def _write(draft: Path, fragments: Iterator[Fragment], layout: Layout) -> Tensor:
@@ -290,21 +295,3 @@ def adapter_names(module: Any) -> frozenset[str]:
     }
     trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     return frozenset(name for name, stand_in in stand_ins.items() if id(stand_in) in stored or name in trained)
-
-
-def write_configuration(module: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write the configuration files of a transformers model; nothing for any other module.
-
-    Args:
-        module: the user's own.
-        folder: where its weights are.
-        dtype: that they are stored in; None for the model's own.
-    """
-    if as_pretrained(module) is None:
-        return
-    config = copy.deepcopy(module.config)
-    config.architectures = [type(module).__name__]
-    config.dtype = str(dtype or module.dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
-    if module.can_generate():
-        module.generation_config.save_pretrained(folder)

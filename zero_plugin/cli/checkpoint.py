@@ -13,15 +13,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from zero_plugin.checkpoint.manifest import (
+from zero_plugin.checkpoint.folders import find_damage, find_wrong_files, read_manifest
+from zero_plugin.checkpoint.summary import (
     KINDS,
     Kind,
     ModelSummary,
     Summary,
-    find_damage,
     find_deepspeed,
-    find_wrong_files,
-    read_manifest,
     recognise,
     several_checkpoints,
     summarise,
@@ -29,7 +27,7 @@ from zero_plugin.checkpoint.manifest import (
 from zero_plugin.cli.output import print_line, print_rows, progress_bar
 from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.model_folder import read_model_folder
+from zero_plugin.tensors.safetensors_files import read_model_folder
 
 # With a folder that is no checkpoint of this package.
 _WHAT_TO_DO: Final[Mapping[Kind, str]] = {
@@ -307,7 +305,7 @@ def export(
         )
     target, source_folder = out.expanduser().absolute(), _existing(folder)
 
-    from zero_plugin.checkpoint.convert.open_source import open_source
+    from zero_plugin.checkpoint.convert import open_source
     from zero_plugin.checkpoint.convert.write import write_model, write_single_file, write_universal
     from zero_plugin.checkpoint.save_model import parse_dtype
 
@@ -345,7 +343,7 @@ def import_(
     if recognise(folder) in ("checkpoint", "several"):
         raise CheckpointError(f"{folder} is {KINDS['checkpoint']} already: load_state() and load_weights() take it.")
 
-    from zero_plugin.checkpoint.convert.open_source import open_source
+    from zero_plugin.checkpoint.convert import open_source
     from zero_plugin.checkpoint.convert.write import write_checkpoint
 
     source = open_source(folder, trust_pickle=trust_pickle)

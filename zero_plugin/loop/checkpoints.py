@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,21 +15,24 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero_plugin.checkpoint.folders import (
-    Lineages,
+    MANIFEST_NAME,
+    Manifest,
     automatic_folder,
     choose_checkpoint,
+    find_damage,
     has_checkpoints,
+    known_checkpoints,
     next_number,
+    read_manifest,
     rotate_checkpoints,
+    split_number,
 )
-from zero_plugin.checkpoint.layout import session_fragments
-from zero_plugin.checkpoint.load import LoadReport, load_tensors, verify_checksums
-from zero_plugin.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from zero_plugin.checkpoint.objects import read_nested
-from zero_plugin.checkpoint.save import Draft, open_checkpoint, random_state, restore_random_state
-from zero_plugin.checkpoint.save_model import write_configuration
-from zero_plugin.checkpoint.shared_folder import read_common_manifest
+from zero_plugin.checkpoint.load import LoadReport, load_tensors, read_common_manifest, verify_checksums
+from zero_plugin.checkpoint.objects import random_state, read_nested, restore_random_state
+from zero_plugin.checkpoint.save import Draft, open_checkpoint, write_configuration
+from zero_plugin.checkpoint.tensor_files import session_fragments
 from zero_plugin.config.amounts import require_bytes
+from zero_plugin.config.handover import keep_run, kept_run
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.data.loader import DataLoaderAdapter
@@ -74,7 +78,7 @@ class Checkpoints:
         self._prepared = prepared
         self._project = run.options.project
         self._collect_weights = collect_weights
-        self._lineages = Lineages()
+        self._lineages = _Lineages()
         self.objects: list[Any] = []
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -107,7 +111,7 @@ class Checkpoints:
         """Write a checkpoint; see `Accelerator.save_state`."""
         _refuse_options("save_state", options, "total_limit and max_shard_size, and saves frozen weights too")
         project = self._project
-        self._run.background.wait()
+        self._wait_for_background()
         target = self._name_checkpoint(output_dir)
         keep = project.total_limit if total_limit is None and project.automatic_checkpoint_naming else total_limit
         if any(is_inside_window(training) for training in self._prepared.trainings):
@@ -146,6 +150,10 @@ class Checkpoints:
     def wait(self) -> Path | None:
         """Wait for the checkpoint that is written in the background; see `Accelerator.wait_for_save`."""
         return self._run.background.wait()
+
+    def _wait_for_background(self) -> None:
+        if self._run.background.running is not None:
+            self._run.background.wait()
 
     def _rotate(self, newest: Path, keep: int | None, peers: Peers) -> None:
         def rotate() -> None:
@@ -236,7 +244,7 @@ class Checkpoints:
                 f"Unsupported optimizer map location passed to load_state: {map_location!r}; write 'cpu', 'on_device' "
                 "or None. Tensors are always read to the device that they are used on."
             )
-        self._run.background.wait()
+        self._wait_for_background()
         place = on_main(lambda: self._find_checkpoint(input_dir))
         own = self._lineages.known(place)
         run = own if on_main(lambda: own is not None and has_checkpoints(place, own)) else None
@@ -249,7 +257,7 @@ class Checkpoints:
     @collective("resume", meets=True)
     def resume(self, folder: str | os.PathLike[str] | None) -> LoadReport | None:
         """Load the newest complete checkpoint if this run resumes; see `Accelerator.resume`."""
-        self._run.background.wait()
+        self._wait_for_background()
         place = on_main(lambda: self._find_checkpoint(folder))
         is_one = on_main(lambda: (place / MANIFEST_NAME).exists())
         run = self._lineages.known(place.parent if is_one else place)
@@ -429,3 +437,66 @@ def _batches_had(loader: DataLoaderAdapter, state: dict[str, Any]) -> int:
         return 0
     then, now = state["total_batch_size"], loader.total_batch_size
     return int(state["batches"] if then is None or now is None else state["batches"] * then // now)
+
+
+class _Lineages:
+    """The run's id in each folder that it saves checkpoints into.
+
+    The first launch makes it; manifests have it. Restarts by the launcher keep it, and a launch that resumes from the
+    newest checkpoint of a run joins that run. Where it resumes from an older one, the newer ones of that run stay.
+    """
+
+    def __init__(self) -> None:
+        self._runs: dict[Path, str] = {}
+        self._orders: dict[tuple[Path, str], int] = {}  # of the newest save; on the main process
+
+    def known(self, folder: Path) -> str | None:
+        """The id, if this process or an earlier attempt of its launch has one in `folder`. Collective."""
+        folder = folder.resolve()
+        if folder not in self._runs:
+            known = collectives.gather_object([kept_run(folder, os.environ)])
+            if (run := next(filter(None, known), None)) is None:  # a machine that has come back knows of none
+                return None
+            self.join(folder, run)
+        return self._runs[folder]
+
+    def own(self, folder: Path) -> str:
+        """The id, made where there is none yet. Collective."""
+        run = self.known(folder)
+        if run is None:
+            run = collectives.broadcast_object_list([secrets.token_hex(8)])[0]
+            self.join(folder, run)
+        return run
+
+    def join(self, folder: Path, run: str) -> None:
+        """Join a run's checkpoints in `folder`, now and after restarts; called on every process."""
+        folder = folder.resolve()
+        self._runs[folder] = run
+        keep_run(folder, run, os.environ)
+
+    def is_newest(self, path: Path, manifest: Manifest) -> bool:
+        """Whether a checkpoint is the newest complete one of its run, so that what resumes from it continues that run.
+
+        On the main process.
+        """
+        run, number = manifest.about.get("run"), split_number(path.name)
+        if run is None or number is None:
+            return False
+        order = manifest.about.get("order")  # None where the name had no number when it was saved
+        order = number[1] if order is None else order
+        own = [one for one in known_checkpoints(path.parent, number[0]) if one.run == run]
+        return not any(one.order > order and find_damage(one.path) is None for one in own)
+
+    def next_order(self, target: Path) -> int | None:
+        """The place of a new checkpoint among those that are named alike; None without a number. On the main process.
+
+        It is its number, unless one that was saved before has a larger one: numbers of steps begin again.
+        """
+        number = split_number(target.name)
+        if number is None:
+            return None
+        key = target.parent.resolve(), number[0]
+        if key not in self._orders:
+            self._orders[key] = max((one.order for one in known_checkpoints(*key)), default=-1)
+        self._orders[key] = max(number[1], self._orders[key] + 1)
+        return self._orders[key]

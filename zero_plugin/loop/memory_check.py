@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from zero_plugin.checkpoint.layout import described_fragments
+from zero_plugin.checkpoint.tensor_files import described_fragments
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import dropped_zero, launch_settings
@@ -34,7 +34,7 @@ from zero_plugin.plan.options import Stage
 from zero_plugin.plan.run_plan import RunMemory, find_activations, free_bytes, local_processes, predict_memory
 from zero_plugin.plan.situation import Activations
 from zero_plugin.strategies.base import Session
-from zero_plugin.tensors.fragments import MASTER, WEIGHT
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 _log = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ def measure_states(session: Session, device: torch.device) -> dict[str, int]:
         storage = fragment.values.untyped_storage()
         if fragment.values.device.type == device.type and storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            sizes["weights" if fragment.kind in (WEIGHT, MASTER) else "optimizer states"] += storage.nbytes()
+            sizes["weights" if fragment.kind in (WEIGHT, MASTER_WEIGHT) else "optimizer states"] += storage.nbytes()
     return dict(sizes)
 
 

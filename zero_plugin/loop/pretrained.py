@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 
 from zero_plugin.errors import CheckpointError
 from zero_plugin.loop.memory_check import check_memory_to_load
-from zero_plugin.tensors.model_folder import ITEM_BYTES, read_model_folder
+from zero_plugin.tensors.safetensors_files import read_model_folder
 
 # With these arguments the model is not loaded into CPU memory as it is in the files.
 _OTHERWISE: Final = ("device_map", "quantization_config", "gguf_file", "load_in_8bit", "load_in_4bit")
@@ -80,7 +81,7 @@ def _bytes_of(source: Any, kwargs: Mapping[str, Any]) -> int | None:
     requested = getattr(torch, requested, None) if isinstance(requested, str) else requested
     if not isinstance(requested, torch.dtype):
         return sum(place.size for place in places)
-    return sum(requested.itemsize * place.size // ITEM_BYTES[place.type_name] for place in places)
+    return sum(requested.itemsize * math.prod(place.shape) for place in places)
 
 
 def _folder_of(source: Any, kwargs: Mapping[str, Any]) -> Path | None:

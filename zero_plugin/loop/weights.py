@@ -14,22 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.big_models.align import stored_values
-from zero_plugin.checkpoint.layout import session_fragments
 from zero_plugin.checkpoint.load_weights import WeightsReport, find_weights, initialize_tensors, match_weights
 from zero_plugin.checkpoint.objects import write_object
-from zero_plugin.checkpoint.ranges import open_reader
+from zero_plugin.checkpoint.save import write_configuration
 from zero_plugin.checkpoint.save_model import (
     SavedWeights,
     adapter_names,
     has_adapters,
     names_to_save,
     parse_dtype,
+    unpartitioned_tensors,
     weights_of_module,
     weights_of_session,
-    whole_tensors,
-    write_configuration,
     write_model,
 )
+from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.resolve.run_record import describe_run, write_record
 from zero_plugin.config.tree import AUTO
@@ -43,8 +42,7 @@ from zero_plugin.loop.run import Run
 from zero_plugin.machine.memory import available_cpu_memory
 from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
-from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
-from zero_plugin.tensors.modules import persistent_tensors, shared_names, tensor_slots
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, persistent_tensors, shared_names, tensor_slots
 from zero_plugin.tensors.nested import list_leaves
 from zero_plugin.tensors.wrappers import bare_copy, extract_model
 
@@ -111,7 +109,7 @@ class Weights:
         names = names_to_save(module, trainable_only=trainable_only) if adapters is None else adapters
         weights = self._saved_weights(model, names, stored_as)
         if adapters is not None:
-            self._write_adapters(model, whole_tensors(weights), target)
+            self._write_adapters(model, unpartitioned_tensors(weights), target)
             return
 
         def write_more(folder: Path) -> None:
@@ -250,9 +248,9 @@ class Weights:
         places, report = all_or_none(lambda: match_weights(module, stored, strict=strict))
 
         def read(fragments: Iterable[Fragment]) -> None:
-            with open_reader(stored.folder) as reader:
+            with RangeReader(stored.folder) as reader:
                 for fragment in fragments:
-                    if fragment.kind in (WEIGHT, MASTER) and fragment.name in places:
+                    if fragment.kind in (WEIGHT, MASTER_WEIGHT) and fragment.name in places:
                         reader.read(places[fragment.name], fragment)
 
         with torch.no_grad():

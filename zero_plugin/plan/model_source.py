@@ -18,7 +18,7 @@ from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import DEFAULT_LENGTH, decoder_activations, decoder_sizes, stated_number, usual_length
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
-from zero_plugin.tensors.model_folder import read_header, read_keys, weight_files
+from zero_plugin.tensors.safetensors_files import read_header, read_keys, weight_files
 
 _AGAIN: Final = "Download the file again."
 _FUNCTION: Final = re.compile(r"[\w.]+:\w+")

@@ -24,8 +24,7 @@ from zero_plugin.errors import LoopError
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 from zero_plugin.strategies.optimizer_states import OptimizedPiece
 from zero_plugin.strategies.precision import Measured
-from zero_plugin.tensors.fragments import Fragment, whole_fragment
-from zero_plugin.tensors.modules import allot_whole, persistent_tensors
+from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned, persistent_tensors, unpartitioned_fragment
 
 DIRECT_BACKWARD = (
     "gradients of this model were computed by loss.backward().\n"
@@ -443,7 +442,7 @@ class Strategy(ABC):
         Raises:
             CheckpointError: its partitions cannot be loaded from files.
         """
-        allot_whole(module, device)
+        allocate_unpartitioned(module, device)
 
     def fragments_to_fill(self, module: nn.Module, names: Collection[str]) -> Iterator[Fragment]:
         """This process's fragments of some parameters and buffers of a module that is not prepared.
@@ -451,7 +450,7 @@ class Strategy(ABC):
         Each fragment must be overwritten completely before the next one is requested.
         """
         for name, tensor in persistent_tensors(module, names):
-            yield whole_fragment(name, tensor, 0, 1)
+            yield unpartitioned_fragment(name, tensor, 0, 1)
 
     def gathered_tensors(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:  # noqa: ARG002
         """Inside, tensors of a module that is not prepared are unpartitioned; rank 0's changes are kept. Collective."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.torch_optimizers import describe_optimizer
-from zero_plugin.tensors.fragments import WEIGHT, Fragment, share_of
+from zero_plugin.tensors.modules import WEIGHT, Fragment, partition_of
 
 # DeepSpeed's CPU kernel has another name for the state of torch's Adagrad.
 _STATE_NAMES: Final[Mapping[str, Mapping[str, str]]] = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
@@ -83,7 +83,7 @@ def unpartitioned_pieces(optimizer: Optimizer, module: nn.Module, rank: int, wor
     for group_index, group in enumerate(optimizer.param_groups):
         for index, p in enumerate(group["params"]):
             name = names.get(id(p), f"optimizer.{group_index}.{index}")
-            written = share_of(p.numel(), rank, world_size)
+            written = partition_of(p.numel(), rank, world_size)
             pieces.append(OptimizedPiece(name, tuple(p.shape), group_index, 0, p.numel(), p, 0, written, optimizer))
     return pieces
 

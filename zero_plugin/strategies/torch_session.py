@@ -34,9 +34,8 @@ from zero_plugin.strategies.precision import (
     dense,
     run_under_autocast,
 )
-from zero_plugin.tensors.compilation import compile_in_place
-from zero_plugin.tensors.fragments import Fragment, whole_fragment
-from zero_plugin.tensors.modules import persistent_tensors
+from zero_plugin.tensors.modules import Fragment, persistent_tensors, unpartitioned_fragment
+from zero_plugin.tensors.wrappers import compile_in_place
 
 
 class Recorder(Protocol):
@@ -266,7 +265,7 @@ class TorchSession(Session):
     def weight_fragments(self) -> Iterator[Fragment]:
         rank, world_size = process_index(), num_processes()
         for name, tensor in persistent_tensors(self.module):
-            yield whole_fragment(name, tensor, rank, world_size)
+            yield unpartitioned_fragment(name, tensor, rank, world_size)
 
     def optimized_pieces(self) -> list[OptimizedPiece]:
         if self.optimizer is None:

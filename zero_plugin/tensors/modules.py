@@ -1,18 +1,25 @@
 """The tensors of a module: by name, by the module that holds them, and their moves between devices.
 
-Also memory for what a process keeps of a model that was built without.
+Also memory for what a process keeps of a model that was built without, and what a checkpoint stores of a model:
+unpartitioned tensors by name, each as the fragment that is in this process.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+
+from zero_plugin.errors import CheckpointError
+
+WEIGHT: Final = "weight"
+MASTER_WEIGHT: Final = "master"
 
 
 def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -244,7 +251,7 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield dot + name, buffer
 
 
-def allot_whole(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+def allocate_unpartitioned(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Memory for all of every tensor that is on the meta device.
 
     Args:
@@ -271,3 +278,89 @@ def replace_empty(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
             if id(old) not in made:
                 made[id(old)] = (old, make(old))
             slot.tensor = made[id(old)][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A piece of one unpartitioned tensor, in this process' memory.
+
+    Every process has a fragment of every tensor that is stored, an empty one where it holds nothing of it. It may have
+    several: of a 32-bit weight under ZeRO the module's copy, and the optimizer's.
+
+    Attributes:
+        kind: `weight` for parameters and buffers, `master` for 32-bit copies of 16-bit weights, else the optimizer's
+            own name of a state, e.g. `exp_avg`.
+        name: of the parameter or buffer in the user's module.
+        shape: of the unpartitioned tensor.
+        start: where `values` begin in the flattened tensor, in elements.
+        values: live memory, which reading fills: flat, or an unpartitioned tensor in any memory format.
+        written: the range of the flattened `values` that this process writes. Over all processes and fragments each
+            element of the tensor is written once.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+    written: tuple[int, int]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether what this process is to write is on a disk (NVMe), where no fragment reaches."""
+        return self.values.numel() < self.written[1]
+
+    def part_to_write(self) -> Tensor:
+        """What of the values this process writes, flat.
+
+        Raises:
+            CheckpointError: it is not in memory.
+        """
+        if self.is_elsewhere:
+            raise CheckpointError(f"{self.name} ({self.kind}) is not in memory, and nothing brings it there.")
+        begin, end = self.written
+        return self.values.reshape(-1)[begin:end]
+
+
+def partition_of(count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """The range of `count` equal elements that falls to a process where all hold the same."""
+    return count * rank // world_size, count * (rank + 1) // world_size
+
+
+def unpartitioned_fragment(name: str, tensor: Tensor, rank: int, world_size: int) -> Fragment:
+    """The fragment of a weight or buffer that every process holds unpartitioned.
+
+    Processes share the writing of a parameter. A buffer (running statistics, say) may differ between them, and must
+    not become a patchwork: the first process' is stored.
+    """
+    is_parameter = isinstance(tensor, nn.Parameter)
+    written = partition_of(tensor.numel(), rank, world_size) if is_parameter else (0, 0 if rank else tensor.numel())
+    return Fragment(WEIGHT, name, tuple(tensor.shape), 0, tensor.detach(), written)
+
+
+def with_master_weights(weights: Iterable[Fragment], stepped: Iterable[Fragment]) -> Iterator[Fragment]:
+    """Weights and the optimizer's copies of them, each stored once.
+
+    Of the same type, the optimizer's copy is the weight: training resumes from it, so it is what is written.
+    The module's, where that is other memory, is only read.
+
+    Args:
+        weights: of the module; one that is not in memory follows from its master weight, as after a step.
+        stepped: the fp32 master weights, or whatever the optimizer steps, of kind `weight`. One that is no weight of
+            the module is a master weight anyway.
+    """
+    copies = {copy.name: copy for copy in stepped}
+    for weight in weights:
+        copy = copies.pop(weight.name, None)
+        if copy is None:
+            yield weight
+        elif copy.values.dtype != weight.values.dtype:
+            is_elsewhere = copy.values.numel() and not weight.values.numel()  # on a disk, where no fragment reaches
+            yield replace(copy, values=copy.values.to(weight.values.dtype)) if is_elsewhere else weight
+            yield replace(copy, kind=MASTER_WEIGHT)
+        else:
+            if copy.values.data_ptr() != weight.values.data_ptr():
+                yield replace(weight, written=(0, 0))
+            yield copy
+    for copy in copies.values():
+        yield replace(copy, kind=MASTER_WEIGHT)

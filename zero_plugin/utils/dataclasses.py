@@ -24,7 +24,7 @@ from zero_plugin.config.plugins import KwargsHandler as KwargsHandler
 from zero_plugin.config.plugins import ProfileKwargs as ProfileKwargs
 from zero_plugin.config.plugins import ProjectConfiguration as ProjectConfiguration
 from zero_plugin.config.plugins import TorchDynamoPlugin as TorchDynamoPlugin
-from zero_plugin.tensors.trees import TensorInformation as TensorInformation
+from zero_plugin.tensors.nested import TensorInformation as TensorInformation
 from zero_plugin.utils.lazy import stand_in
 
 

@@ -14,26 +14,26 @@ from zero_plugin.distributed.collectives import CannotPadNestedTensorWarning as 
 from zero_plugin.distributed.collectives import Reduction
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.state import PartialState
+from zero_plugin.tensors.nested import ConvertOutputsToFp32 as ConvertOutputsToFp32
+from zero_plugin.tensors.nested import concatenate as concatenate
+from zero_plugin.tensors.nested import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from zero_plugin.tensors.nested import convert_to_fp32 as convert_to_fp32
+from zero_plugin.tensors.nested import find_batch_size as find_batch_size
+from zero_plugin.tensors.nested import find_device as find_device
+from zero_plugin.tensors.nested import get_data_structure as get_data_structure
+from zero_plugin.tensors.nested import get_shape as get_shape
+from zero_plugin.tensors.nested import honor_type as honor_type
+from zero_plugin.tensors.nested import ignorant_find_batch_size as ignorant_find_batch_size
+from zero_plugin.tensors.nested import initialize_tensors as initialize_tensors
+from zero_plugin.tensors.nested import is_namedtuple as is_namedtuple
+from zero_plugin.tensors.nested import is_tensor_information as is_tensor_information
+from zero_plugin.tensors.nested import is_torch_tensor as is_torch_tensor
 from zero_plugin.tensors.nested import list_leaves
-from zero_plugin.tensors.trees import ConvertOutputsToFp32 as ConvertOutputsToFp32
-from zero_plugin.tensors.trees import concatenate as concatenate
-from zero_plugin.tensors.trees import convert_outputs_to_fp32 as convert_outputs_to_fp32
-from zero_plugin.tensors.trees import convert_to_fp32 as convert_to_fp32
-from zero_plugin.tensors.trees import find_batch_size as find_batch_size
-from zero_plugin.tensors.trees import find_device as find_device
-from zero_plugin.tensors.trees import get_data_structure as get_data_structure
-from zero_plugin.tensors.trees import get_shape as get_shape
-from zero_plugin.tensors.trees import honor_type as honor_type
-from zero_plugin.tensors.trees import ignorant_find_batch_size as ignorant_find_batch_size
-from zero_plugin.tensors.trees import initialize_tensors as initialize_tensors
-from zero_plugin.tensors.trees import is_namedtuple as is_namedtuple
-from zero_plugin.tensors.trees import is_tensor_information as is_tensor_information
-from zero_plugin.tensors.trees import is_torch_tensor as is_torch_tensor
-from zero_plugin.tensors.trees import listify as listify
-from zero_plugin.tensors.trees import pad_input_tensors as pad_input_tensors
-from zero_plugin.tensors.trees import recursively_apply as recursively_apply
-from zero_plugin.tensors.trees import send_to_device as send_to_device
-from zero_plugin.tensors.trees import slice_tensors as slice_tensors
+from zero_plugin.tensors.nested import listify as listify
+from zero_plugin.tensors.nested import pad_input_tensors as pad_input_tensors
+from zero_plugin.tensors.nested import recursively_apply as recursively_apply
+from zero_plugin.tensors.nested import send_to_device as send_to_device
+from zero_plugin.tensors.nested import slice_tensors as slice_tensors
 
 # What every collective raises where the processes' tensors do not match, in any mode.
 DistributedOperationException = LoopError

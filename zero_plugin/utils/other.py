@@ -16,10 +16,10 @@ from zero_plugin.checkpoint.objects import read_object, without_shared_tensors, 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.launch.flags import write_basic_config as write_basic_config
 from zero_plugin.loop.state import PartialState
-from zero_plugin.tensors.compilation import compile_regions as compile_regions
-from zero_plugin.tensors.compilation import has_compiled_regions as has_compiled_regions
-from zero_plugin.tensors.compilation import is_compiled_module as is_compiled_module
+from zero_plugin.tensors.wrappers import compile_regions as compile_regions
 from zero_plugin.tensors.wrappers import extract_model
+from zero_plugin.tensors.wrappers import has_compiled_regions as has_compiled_regions
+from zero_plugin.tensors.wrappers import is_compiled_module as is_compiled_module
 
 _logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
-"""The files of a DeepSpeed checkpoint, and where in them the pieces of each trained parameter and its states are.
+"""Reads the checkpoints of DeepSpeed, stages 0 to 3: weights, fp32 master weights and optimizer states.
 
-They are pickles, of which only harmless classes are built, mapped into memory.
+Their files are pickles, of which only harmless classes are built, mapped into memory. At stage 0, without ZeRO, the
+file of the optimizer does not name the parameters.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
@@ -17,13 +18,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from zero_plugin.checkpoint.convert.source import Stored
-from zero_plugin.checkpoint.objects import NUMPY_CLASSES
+from zero_plugin.checkpoint.convert.source import Source, Stored
+from zero_plugin.checkpoint.objects import NUMPY_CLASSES, tensor_storage
+from zero_plugin.checkpoint.summary import find_deepspeed
 from zero_plugin.errors import CheckpointError
+from zero_plugin.strategies.optimizer_states import is_setting
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
 _OPTIMIZER_FILE: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _TRUST: Final = "Where you trust whoever wrote it, give --trust_pickle."
 _MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_EXTRA_STATE: Final = "_extra_state"
 
 
 class Record:
@@ -45,7 +50,7 @@ _STAND_INS: Final[list[Any]] = [
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSpeedFiles:
+class _Files:
     """The files of one checkpoint, opened.
 
     Attributes:
@@ -59,7 +64,192 @@ class DeepSpeedFiles:
     optimizers: tuple[Mapping[str, Any], ...]
 
 
-def list_deepspeed_files(folder: Path, *, trust_pickle: bool) -> DeepSpeedFiles:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of one parameter in the flat buffer of a rank: `count` elements from `start`."""
+
+    rank: int
+    start: int
+    count: int
+
+
+@dataclass(slots=True)
+class _TrainedGroup:
+    """What one parameter group holds.
+
+    Attributes:
+        settings: as DeepSpeed has them: `lr`, `betas`, …
+        master_weights: parameter → what the optimizer steps.
+        states: parameter → state → tensor.
+        scalars: parameter → state that is a number → its value.
+    """
+
+    settings: Mapping[str, Any]
+    master_weights: dict[str, Stored] = field(default_factory=dict)
+    states: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        flats: Sequence[Tensor],
+        states: Sequence[Mapping[str, Any]],
+        pieces: Sequence[_Piece],
+    ) -> None:
+        """Add a parameter: of each rank its flat buffer, and that buffer's states."""
+        self.master_weights[name] = _join_pieces(name, shape, flats, pieces)
+        for key, first in states[0].items():
+            if isinstance(first, Tensor) and first.ndim:
+                own = self.states.setdefault(name, {})
+                own[key] = _join_pieces(name, shape, [state[key] for state in states], pieces)
+            elif isinstance(first, Tensor | int | float):
+                number = first.item() if isinstance(first, Tensor) else first
+                self.scalars.setdefault(name, {})[key] = number
+
+
+def open_deepspeed(folder: Path, *, trust_pickle: bool = False) -> Source:
+    """A checkpoint of `save_checkpoint`: the folder, or the one that its `latest` tag names.
+
+    Args:
+        folder: of the checkpoint.
+        trust_pickle: read classes that are not known to be harmless, which may run code.
+
+    Raises:
+        CheckpointError: it is none, is damaged, holds other classes, or was split otherwise than by ZeRO.
+    """
+    found = find_deepspeed(folder)
+    if found is None:
+        raise CheckpointError(f"{folder} has no *_model_states.pt, so it is no checkpoint of DeepSpeed.")
+    files = _open_files(found, trust_pickle=trust_pickle)
+    model = files.models[0]
+    if not isinstance(model.get("module"), Mapping):
+        raise CheckpointError(f"{found} has no module in its model file: it is not of DeepSpeed's save_checkpoint.")
+    notes: list[str] = []
+    groups = _trained_groups(files) if files.optimizers else plain_groups(model, notes)
+    tied = _tied_names(model)
+    return Source(
+        folder=found,
+        model_class="model",  # DeepSpeed keeps no name of it
+        tensors=_tensors(files, groups, tied),
+        tied=tied,
+        origin={
+            "format": "DeepSpeed",
+            "zero_stage": _zero_stage(files),
+            "processes": model.get("dp_world_size", 1),
+            "versions": {"deepspeed": model.get("ds_version")},
+        },
+        optimizer=_optimizer_record(files, groups) if groups else None,
+        extra_states={
+            name.removesuffix(_EXTRA_STATE).rstrip("."): state
+            for name, state in model["module"].items()
+            if name.split(".")[-1] == _EXTRA_STATE and not isinstance(state, Tensor)
+        },
+        scheduler_states=[_scheduler_state(model["lr_scheduler"])] if model.get("lr_scheduler") else [],
+        notes=notes,
+    )
+
+
+def _tensors(files: _Files, groups: Iterable[_TrainedGroup], tied: Mapping[str, str]) -> dict[tuple[str, str], Stored]:
+    module = files.models[0]["module"]
+    tensors: dict[tuple[str, str], Stored] = {}
+    for group in groups:
+        for name, master_weight in group.master_weights.items():
+            weight: Tensor = module[name]
+            is_complete = weight.numel() == math.prod(master_weight.shape)  # else partitioned, and not here
+            if weight.dtype == master_weight.dtype:
+                tensors[WEIGHT, name] = master_weight
+            else:
+                tensors[WEIGHT, name] = Stored.of(weight) if is_complete else master_weight.cast(weight.dtype)
+                tensors[MASTER_WEIGHT, name] = master_weight
+        for name, states in group.states.items():
+            tensors |= {(key, name): state for key, state in states.items()}
+    frozen = files.models[0].get("frozen_param_shapes") or {}
+    for name, tensor in module.items():
+        if (WEIGHT, name) in tensors or name in tied or not isinstance(tensor, Tensor):
+            continue
+        shape = tuple(frozen.get(name, tensor.shape))
+        is_complete = tensor.numel() == math.prod(shape)
+        tensors[WEIGHT, name] = Stored.of(tensor) if is_complete else _frozen(files, name, shape)
+    return tensors
+
+
+def _frozen(files: _Files, name: str, shape: tuple[int, ...]) -> Stored:
+    """A frozen parameter of stage 3."""
+    [(_, _, pieces)] = _equal_pieces({name: shape}, len(files.models))
+    return _join_pieces(name, shape, [model["frozen_param_fragments"][name] for model in files.models], pieces)
+
+
+def _tied_names(model: Mapping[str, Any]) -> dict[str, str]:
+    """As DeepSpeed has noted them; without ZeRO, by the memory that they share in the file."""
+    return {**_names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
+
+
+def _names_of_same_memory(module: Mapping[str, Any]) -> dict[str, str]:
+    """Each further name of a tensor → its first name."""
+    tied: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in module.items():
+        if isinstance(tensor, Tensor) and tensor.numel():
+            place = (tensor_storage(tensor), tensor.storage_offset(), tensor.shape)
+            if (kept := first.setdefault(place, name)) != name:
+                tied[name] = kept
+    return tied
+
+
+def _optimizer_record(files: _Files, groups: list[_TrainedGroup]) -> dict[str, Any]:
+    model = files.models[0]
+    saved = files.optimizers[0]["optimizer_state_dict"] if files.optimizers else model["optimizer"]
+    return {
+        "algorithm": _algorithm(groups[0].settings, model.get("ds_config") or {}),
+        "groups": [
+            {
+                "params": list(group.master_weights),
+                "settings": {key: value for key, value in group.settings.items() if is_setting(key, value)},
+            }
+            for group in groups
+        ],
+        "scalars": {name: numbers for group in groups for name, numbers in group.scalars.items()},
+        "loss_scale": _loss_scale(vars(saved["loss_scaler"]) if saved.get("loss_scaler") else saved),
+        "applied_steps": model["global_steps"] - model["skipped_steps"],
+        "skipped_in_a_row": 0,
+    }
+
+
+def _algorithm(settings: Mapping[str, Any], config: Any) -> str | None:
+    """As `algorithm_of` names it; None where the files do not tell, as with a CPU kernel that the script built."""
+    section = config.get("optimizer") if isinstance(config, Mapping) else None
+    if section:
+        name = str(section["type"]).lower()
+        decoupled = section.get("params", {}).get("adam_w_mode", True)  # DeepSpeed's Adam is AdamW but for this
+        return "adamw" if name == "adam" and decoupled else name
+    if "decoupled_weight_decay" in settings:
+        return "adamw" if settings["decoupled_weight_decay"] else "adam"
+    return "sgd" if "nesterov" in settings else None
+
+
+def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, float]:
+    if "last_overflow_iter" not in scaler:
+        return {}  # a fixed one, or none
+    return {
+        "value": float(scaler["cur_scale"]),
+        "good_steps": scaler["cur_iter"] - scaler["last_overflow_iter"] - 1,
+        "patience": scaler.get("cur_hysteresis", 1),
+    }
+
+
+def _scheduler_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A learning-rate scheduler's state, for the torch one that replaces one of DeepSpeed's."""
+    if "last_batch_iteration" in state and "last_epoch" not in state:
+        return {"last_epoch": state["last_batch_iteration"] + 1}  # it counts from -1, torch from 0
+    return dict(state)
+
+
+def _zero_stage(files: _Files) -> int:
+    return int(files.optimizers[0]["optimizer_state_dict"].get("zero_stage", 0)) if files.optimizers else 0
+
+
+def _open_files(folder: Path, *, trust_pickle: bool) -> _Files:
     """Open all files of a checkpoint.
 
     Raises:
@@ -83,12 +273,13 @@ def list_deepspeed_files(folder: Path, *, trust_pickle: bool) -> DeepSpeedFiles:
         for rank in range(len(found)):
             if str(rank) not in found:
                 raise CheckpointError(f"{folder} has {len(found)} {what} files, and none of rank {rank}.")
-        return tuple(open_pickle(folder / found[str(rank)][0], trust_pickle=trust_pickle) for rank in range(len(found)))
+        names = [found[str(rank)][0] for rank in range(len(found))]
+        return tuple(_open_pickle(folder / name, trust_pickle=trust_pickle) for name in names)
 
-    return DeepSpeedFiles(folder, opened(models, "model"), opened(optimizers, "optimizer"))
+    return _Files(folder, opened(models, "model"), opened(optimizers, "optimizer"))
 
 
-def open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
+def _open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
     """What `torch.save` wrote, its tensors mapped from the file.
 
     Args:
@@ -117,51 +308,7 @@ def open_pickle(path: Path, *, trust_pickle: bool) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of one parameter in the flat buffer of a rank: `count` elements from `start`."""
-
-    rank: int
-    start: int
-    count: int
-
-
-@dataclass(slots=True)
-class TrainedGroup:
-    """What one parameter group holds.
-
-    Attributes:
-        settings: as DeepSpeed has them: `lr`, `betas`, …
-        masters: parameter → what the optimizer steps.
-        states: parameter → state → tensor.
-        scalars: parameter → state that is a number → its value.
-    """
-
-    settings: Mapping[str, Any]
-    masters: dict[str, Stored] = field(default_factory=dict)
-    states: dict[str, dict[str, Stored]] = field(default_factory=dict)
-    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def add(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        flats: Sequence[Tensor],
-        states: Sequence[Mapping[str, Any]],
-        pieces: Sequence[Piece],
-    ) -> None:
-        """Add a parameter: of each rank its flat buffer, and that buffer's states."""
-        self.masters[name] = join_pieces(name, shape, flats, pieces)
-        for key, first in states[0].items():
-            if isinstance(first, Tensor) and first.ndim:
-                own = self.states.setdefault(name, {})
-                own[key] = join_pieces(name, shape, [state[key] for state in states], pieces)
-            elif isinstance(first, Tensor | int | float):
-                number = first.item() if isinstance(first, Tensor) else first
-                self.scalars.setdefault(name, {})[key] = number
-
-
-def trained_groups(files: DeepSpeedFiles) -> list[TrainedGroup]:
+def _trained_groups(files: _Files) -> list[_TrainedGroup]:
     """The parameter groups of a checkpoint with ZeRO.
 
     At stages 1 and 2 the parameters of a group lie one after another in a flat buffer, which is cut into equal parts,
@@ -185,12 +332,12 @@ def trained_groups(files: DeepSpeedFiles) -> list[TrainedGroup]:
     raise CheckpointError(f"{files.folder} holds no 32-bit weights: its optimizer files are of an unknown layout.")
 
 
-def _flat_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]]) -> list[TrainedGroup]:
+def _flat_groups(files: _Files, saved: Sequence[Mapping[str, Any]]) -> list[_TrainedGroup]:
     module, known = files.models[0]["module"], files.models[0].get("param_shapes")
     base = [_base_states(entry["base_optimizer_state"]) for entry in saved]
     groups = []
     for index, settings in enumerate(base[0][1]):
-        group = TrainedGroup(settings)
+        group = _TrainedGroup(settings)
         flats = [entry["single_partition_of_fp32_groups"][index] for entry in saved]
         states = [states.get(index, {}) for states, _ in base]
         if known:
@@ -206,7 +353,7 @@ def _flat_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]]) -> l
 
 def _in_order(
     shapes: Mapping[str, Any], paddings: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
+) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
     """Parameters one after another in a buffer that is cut into equal parts, of which the last ones may be shorter.
 
     The slice mappings in the files do not serve: they know nothing of the order of `round_robin_gradients`.
@@ -219,43 +366,43 @@ def _in_order(
             first = rank * sizes[0]
             start, stop = max(begin, first), min(end, first + sizes[rank])
             if start < stop:
-                pieces.append(Piece(rank, start - first, stop - start))
+                pieces.append(_Piece(rank, start - first, stop - start))
         yield name, tuple(shape), pieces
         begin = end + padding
 
 
 def _as_mapped(
     mappings: Sequence[Mapping[str, Any]], module: Mapping[str, Tensor]
-) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
+) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
     """Parameters where each rank's file says that they are."""
     for name in dict.fromkeys(name for mapping in mappings for name in mapping):
         pieces = [
-            Piece(rank, mapping[name].start, mapping[name].numel)
+            _Piece(rank, mapping[name].start, mapping[name].numel)
             for rank, mapping in enumerate(mappings)
             if name in mapping
         ]
         yield name, tuple(module[name].shape), pieces
 
 
-def _partitioned_groups(files: DeepSpeedFiles, saved: Sequence[Mapping[str, Any]]) -> list[TrainedGroup]:
+def _partitioned_groups(files: _Files, saved: Sequence[Mapping[str, Any]]) -> list[_TrainedGroup]:
     base = [_base_states(entry["optimizer_state_dict"]) for entry in saved]
-    groups = [TrainedGroup(settings) for settings in base[0][1]]
+    groups = [_TrainedGroup(settings) for settings in base[0][1]]
     group_of = {index: group for group in groups for index in group.settings["params"]}
     for index, shapes in enumerate(files.models[0]["param_shapes"]):
         flats = [entry["fp32_flat_groups"][index] for entry in saved]
         states = [states.get(index, {}) for states, _ in base]
-        for name, shape, pieces in equal_pieces(shapes, len(saved)):
+        for name, shape, pieces in _equal_pieces(shapes, len(saved)):
             group_of[index].add(name, shape, flats, states, pieces)
     return groups
 
 
-def equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, tuple[int, ...], list[Piece]]]:
+def _equal_pieces(shapes: Mapping[str, Any], world_size: int) -> Iterator[tuple[str, tuple[int, ...], list[_Piece]]]:
     """Parameters one after another, of each an equal piece in the buffer of every rank; the last ones are padded."""
     offset = 0
     for name, shape in shapes.items():
         count = math.prod(shape)
         size = -(-count // world_size)
-        pieces = [Piece(rank, offset, max(0, min(size, count - rank * size))) for rank in range(world_size)]
+        pieces = [_Piece(rank, offset, max(0, min(size, count - rank * size))) for rank in range(world_size)]
         yield name, tuple(shape), pieces
         offset += size
 
@@ -267,10 +414,128 @@ def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[
     return saved["state"], saved["param_groups"]
 
 
-def join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Stored:
+def _join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[_Piece]) -> Stored:
     """The unpartitioned tensor; raises CheckpointError where elements are missing."""
     parts = tuple(flats[piece.rank].detach().view(-1)[piece.start : piece.start + piece.count] for piece in pieces)
     found, wanted = sum(part.numel() for part in parts), math.prod(shape)
     if found != wanted:
         raise CheckpointError(f"the ranks' files hold {found:,} elements of {name}, which has {wanted:,}.")
     return Stored(shape, parts[0].dtype, parts)
+
+
+def plain_groups(model: Mapping[str, Any], notes: list[str]) -> list[_TrainedGroup]:
+    """The parameter groups; none, and a note, where nobody can tell which states are whose.
+
+    Args:
+        model: the content of the model's file.
+        notes: what could not be read is added.
+    """
+    saved = model.get("optimizer")
+    if not saved:
+        notes.append("there is no optimizer in it")
+        return []
+    parameters = _parameters(model)
+    has_copies = "fp32_groups_flat" in saved or "fp32_groups" in saved
+    groups = _copied_groups(saved, parameters) if has_copies else _torch_groups(saved, parameters)
+    if groups is None:
+        notes.append(
+            "the optimizer's states: without ZeRO, DeepSpeed stores them without the parameters' names, and equal "
+            "shapes in several groups, or beside frozen ones, leave open which are whose"
+        )
+    return groups or []
+
+
+def _parameters(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What may be trained, in the model's order, each shared tensor once."""
+    buffers = set(model.get("buffer_names") or ())
+    found = {
+        name: tensor
+        for name, tensor in model["module"].items()
+        if name not in buffers and isinstance(tensor, Tensor) and tensor.is_floating_point()
+    }
+    shared = _names_of_same_memory(found)
+    return {name: tensor for name, tensor in found.items() if name not in shared}
+
+
+def _torch_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[_TrainedGroup] | None:
+    """A torch optimizer's own state: the weights that it steps are the module's."""
+    indices = [index for settings in saved["param_groups"] for index in settings["params"]]
+    shapes = {index: _shape_of(saved["state"].get(index, {})) for index in indices}
+    names = _names_by_shape(saved["param_groups"], shapes, parameters)
+    if names is None:
+        return None
+    groups = []
+    for settings in saved["param_groups"]:
+        group = _TrainedGroup(settings)
+        for index in settings["params"]:
+            name, tensor = names[index], parameters[names[index]]
+            group.master_weights[name] = Stored.of(tensor)
+            for key, value in saved["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and value.ndim and key != "step":
+                    group.states.setdefault(name, {})[key] = Stored.of(value)
+                elif isinstance(value, Tensor | int | float):
+                    group.scalars.setdefault(name, {})[key] = value.item() if isinstance(value, Tensor) else value
+        groups.append(group)
+    return groups
+
+
+def _names_by_shape(
+    groups: Sequence[Mapping[str, Any]], shapes: Mapping[int, torch.Size | None], parameters: Mapping[str, Tensor]
+) -> dict[int, str] | None:
+    """The parameter of each index: by name where torch was given names, else by place where that is certain.
+
+    It is where there is one group of all parameters, or where a shape occurs in one group only, as often as in the
+    model.
+    """
+    if all("param_names" in group for group in groups):
+        return {
+            index: name for group in groups for index, name in zip(group["params"], group["param_names"], strict=True)
+        }
+    if len(groups) == 1 and len(groups[0]["params"]) == len(parameters):
+        return dict(zip(groups[0]["params"], parameters, strict=True))
+    names: dict[int, str] = {}
+    for shape in set(shapes.values()):
+        owners = [group for group in groups if any(shapes[index] == shape for index in group["params"])]
+        indices = [index for group in owners for index in group["params"] if shapes[index] == shape]
+        alike = [name for name, tensor in parameters.items() if tensor.shape == shape]
+        if shape is None or len(owners) > 1 or len(alike) != len(indices):
+            return None
+        names.update(zip(indices, alike, strict=True))
+    return names
+
+
+def _copied_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> list[_TrainedGroup] | None:
+    """32-bit copies: one flat buffer for each group, or one of each parameter. Rounded, they tell whose they are."""
+    base = saved["optimizer_state_dict"]
+    left = dict(parameters)
+    groups = []
+    for number, settings in enumerate(base["param_groups"]):
+        group = _TrainedGroup(settings)
+        joined = saved["fp32_groups_flat"][number : number + 1] if "fp32_groups_flat" in saved else None
+        for index, copy in zip(settings["params"], joined or saved["fp32_groups"][number], strict=True):
+            flat = copy.detach().reshape(-1)
+            states = [
+                {
+                    key: value.reshape(-1) if isinstance(value, Tensor) and value.ndim else value
+                    for key, value in base["state"].get(index, {}).items()
+                }
+            ]
+            offset = 0
+            while offset < flat.numel():
+                name = next((name for name, tensor in left.items() if _is_at(tensor, flat, offset)), None)
+                if name is None:
+                    return None
+                tensor = left.pop(name)
+                group.add(name, tuple(tensor.shape), [flat], states, [_Piece(0, offset, tensor.numel())])
+                offset += tensor.numel()
+        groups.append(group)
+    return groups
+
+
+def _is_at(tensor: Tensor, flat: Tensor, offset: int) -> bool:
+    piece = flat[offset : offset + tensor.numel()]
+    return piece.numel() == tensor.numel() > 0 and torch.equal(piece.to(tensor.dtype), tensor.reshape(-1))
+
+
+def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:
+    return next((value.shape for key, value in state.items() if isinstance(value, Tensor) and key != "step"), None)

@@ -1,4 +1,7 @@
-"""What a conversion reads, whatever its format: unpartitioned tensors by name, and what was recorded beside them."""
+"""What a conversion reads, whatever its format: unpartitioned tensors by name, and what was recorded beside them.
+
+Also here: this package's own checkpoints, and model folders, as such.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_plugin.tensors.fragments import MASTER, WEIGHT
-from zero_plugin.tensors.model_folder import Place
+from zero_plugin.checkpoint.folders import choose_checkpoint, read_manifest
+from zero_plugin.checkpoint.objects import read_nested
+from zero_plugin.errors import CheckpointError
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
+from zero_plugin.tensors.safetensors_files import Place, read_model_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class Source:
         tied: name → the weight whose tensor it shares.
         optimizer: the record of `describe_training`; None for weights alone.
         extra_states: of modules that have such.
-        schedules: the state of each.
+        scheduler_states: of each learning-rate scheduler.
         origin: what it is, for the manifest of what is written.
         notes: what is in it and cannot be converted, a sentence each.
     """
@@ -77,22 +83,22 @@ class Source:
     origin: Mapping[str, Any]
     optimizer: Mapping[str, Any] | None = None
     extra_states: Mapping[str, Any] = field(default_factory=dict)
-    schedules: Sequence[Mapping[str, Any]] = ()
+    scheduler_states: Sequence[Mapping[str, Any]] = ()
     notes: list[str] = field(default_factory=list)
 
     def weights(self, dtype: torch.dtype | None) -> dict[str, Stored]:
         """The model's weights and buffers by name.
 
         Args:
-            dtype: of floating ones, taken from the 32-bit copies where the weights are of another type; None: as they
-                are.
+            dtype: of floating ones, taken from the fp32 master weights where the weights are of another type; None: as
+                they are.
         """
         found = {name: stored for (kind, name), stored in self.tensors.items() if kind == WEIGHT}
         if dtype is None:
             return found
-        masters = {name: stored for (kind, name), stored in self.tensors.items() if kind == MASTER}
+        master_weights = {name: stored for (kind, name), stored in self.tensors.items() if kind == MASTER_WEIGHT}
         return {
-            name: weight if weight.dtype == dtype else masters.get(name, weight).cast(dtype)
+            name: weight if weight.dtype == dtype else master_weights.get(name, weight).cast(dtype)
             for name, weight in found.items()
         }
 
@@ -117,3 +123,54 @@ def map_tensor(folder: Path, place: Place, files: dict[str, Any]) -> Stored:
     if place.start % place.dtype.itemsize:
         raw = raw.clone()  # of another writer, who does not align
     return Stored(place.shape, place.dtype, (raw.view(place.dtype),))
+
+
+def open_checkpoint(folder: Path, model: int | None = None) -> Source:
+    """One model of a checkpoint; of a folder of several checkpoints, of the newest complete one.
+
+    Args:
+        folder: of the checkpoint, or of several.
+        model: which one, from 0 in the order of `prepare`; None where there is one alone.
+
+    Raises:
+        CheckpointError: nothing complete is there, or the checkpoint has several models and none was named.
+    """
+    folder, damages = choose_checkpoint(folder)
+    manifest = read_manifest(folder)
+    count = len(manifest.models)
+    if (model is None and count != 1) or (model is not None and not 0 <= model < count):
+        kinds = ", ".join(f"{index}: {stored.kind}" for index, stored in enumerate(manifest.models)) or "none"
+        raise CheckpointError(f"{folder} has {count} models ({kinds}).\nName one with --model.")
+    index = model or 0
+    stored = manifest.models[index]
+    training = read_nested(folder / "training")
+    record = training["models"][index]
+    files: dict[str, Any] = {}
+    return Source(
+        folder=folder / stored.folder,
+        model_class=stored.kind,
+        tensors={key: map_tensor(folder, place, files) for key, place in stored.places.items()},
+        tied=stored.tied,
+        origin={"format": "zero_plugin", "created": manifest.about.get("created")},
+        optimizer=record["optimizer"],
+        extra_states=record["extra_states"],
+        scheduler_states=training["schedules"],
+        notes=[f"a newer checkpoint was passed over: {damage}" for damage in damages],
+    )
+
+
+def open_model(folder: Path) -> Source:
+    """The weights of a model folder.
+
+    Raises:
+        CheckpointError: it has none, or a file is missing or damaged.
+    """
+    model = read_model_folder(folder)
+    files: dict[str, Any] = {}
+    return Source(
+        folder=folder,
+        model_class=model.model_class,
+        tensors={(WEIGHT, name): map_tensor(folder, place, files) for name, place in model.places.items()},
+        tied=model.tied,
+        origin={"format": "Hugging Face"},
+    )

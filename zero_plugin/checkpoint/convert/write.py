@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
-from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft
-from zero_plugin.checkpoint.layout import Description, Layout, plan_layout
-from zero_plugin.checkpoint.manifest import recognise
+from zero_plugin.checkpoint.folders import discard_draft, open_draft, publish_draft, sync_file, sync_folder, write_text
 from zero_plugin.checkpoint.objects import encode_nested
-from zero_plugin.checkpoint.save import complete_draft, create_files, write_fragments
+from zero_plugin.checkpoint.save import complete_draft
+from zero_plugin.checkpoint.summary import recognise
+from zero_plugin.checkpoint.tensor_files import Description, Layout, create_files, plan_layout, write_fragments
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.durable_files import sync_file, sync_folder, write_text
-from zero_plugin.tensors.fragments import MASTER, WEIGHT, Fragment
-from zero_plugin.tensors.model_folder import SINGLE_NAME
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment
+from zero_plugin.tensors.safetensors_files import SINGLE_NAME
 
 Progress = Callable[[int], None]  # called with the bytes that were read since the last call
 
@@ -91,9 +90,10 @@ def refuse_existing(target: Path, *, overwrite: bool) -> None:
         )
 
 
-def _plan(tensors: Mapping[tuple[str, str], Stored], tied: Mapping[str, str], max_shard_bytes: int) -> Layout:
+def _plan(source: Source, tensors: Mapping[tuple[str, str], Stored], max_shard_bytes: int) -> Layout:
     described = [Description(kind, name, stored.dtype, stored.shape) for (kind, name), stored in tensors.items()]
-    return plan_layout(described, "", max_shard_bytes=max_shard_bytes, tied=tied)
+    tied, kind = source.tied, source.model_class
+    return plan_layout(described, max_shard_bytes=max_shard_bytes, tied=tied, model_class=kind)
 
 
 def _write_tensors(
@@ -144,7 +144,7 @@ def write_model(
         CheckpointError: see `new_folder`.
     """
     tensors = {(WEIGHT, name): stored for name, stored in source.weights(dtype).items()}
-    layout = _plan(tensors, source.tied, max_shard_bytes)
+    layout = _plan(source, tensors, max_shard_bytes)
     with new_folder(target, sum(layout.sizes.values()), overwrite=overwrite) as draft:
         _write_tensors(draft, layout, tensors, progress, summed=False)
         copy_configuration(source.folder, draft)
@@ -192,12 +192,12 @@ def write_checkpoint(
     Raises:
         CheckpointError: see `new_folder`.
     """
-    layout = _plan(source.tensors, source.tied, max_shard_bytes)
+    layout = _plan(source, source.tensors, max_shard_bytes)
     model = {"class": source.model_class, "extra_states": source.extra_states, "optimizer": source.optimizer}
     training = {
         "models": [model],
         "waiting_optimizers": [],
-        "schedules": list(source.schedules),
+        "schedules": list(source.scheduler_states),
         "loaders": [],
         "iteration": 0,
     }
@@ -211,7 +211,7 @@ def write_checkpoint(
         }
         trees: dict[str, Any] = {"training": training, "random": [], "objects": None}
         encoded = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
-        complete_draft(draft, about, [(source.model_class, "", source.tied)], [(layout, written)], encoded)
+        complete_draft(draft, about, [(layout, written)], encoded)
 
 
 def write_universal(source: Source, target: Path, *, overwrite: bool, progress: Progress) -> None:
@@ -264,10 +264,10 @@ def write_universal(source: Source, target: Path, *, overwrite: bool, progress: 
 def _by_parameter(source: Source, record: Mapping[str, Any]) -> dict[str, dict[str, Stored]]:
     trained: dict[str, dict[str, Stored]] = {}
     for name in (name for group in record["groups"] for name in group["params"]):
-        master = source.tensors.get((MASTER, name)) or source.tensors[WEIGHT, name]
-        trained[name] = {"fp32": master.cast(torch.float32)}
+        master_weight = source.tensors.get((MASTER_WEIGHT, name)) or source.tensors[WEIGHT, name]
+        trained[name] = {"fp32": master_weight.cast(torch.float32)}
     for (kind, name), stored in source.tensors.items():
-        if kind not in (WEIGHT, MASTER) and name in trained:
+        if kind not in (WEIGHT, MASTER_WEIGHT) and name in trained:
             trained[name][kind] = stored
     return trained
 
@@ -283,15 +283,15 @@ def _optimizer_state(record: Mapping[str, Any], steps: Mapping[str, float]) -> d
 
 
 def _counters(source: Source, record: Mapping[str, Any]) -> dict[str, Any]:
-    schedule = dict(source.schedules[0]) if source.schedules else None
-    if schedule is not None and "last_epoch" in schedule:
-        schedule.setdefault("last_batch_iteration", schedule["last_epoch"] - 1)  # DeepSpeed's own count from -1
+    scheduler = dict(source.scheduler_states[0]) if source.scheduler_states else None
+    if scheduler is not None and "last_epoch" in scheduler:
+        scheduler.setdefault("last_batch_iteration", scheduler["last_epoch"] - 1)  # DeepSpeed's own count from -1
     return {
         "global_steps": record["applied_steps"],
         "skipped_steps": 0,
         "dp_world_size": 1,
         "mp_world_size": 1,
-        "lr_scheduler": schedule,
+        "lr_scheduler": scheduler,
         "ds_version": version("deepspeed"),
     }
 
@@ -302,8 +302,8 @@ def _note_losses(source: Source, record: Mapping[str, Any], others: Mapping[str,
             f"{len(others)} frozen weights and buffers: DeepSpeed reads none from such a checkpoint. Load them with "
             f"model.load_state_dict(torch.load('{_MODEL_FILE}')['module'], strict=False)"
         )
-    if len(source.schedules) > 1:
-        source.notes.append(f"{len(source.schedules) - 1} more schedules: an engine has one")
+    if len(source.scheduler_states) > 1:
+        source.notes.append(f"{len(source.scheduler_states) - 1} more schedules: an engine has one")
     if record["loss_scale"]:
         source.notes.append("the loss scale: an engine begins with its configuration's")
     if len(record["groups"]) > 1:

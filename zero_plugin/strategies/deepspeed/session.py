@@ -51,8 +51,7 @@ from zero_plugin.strategies.deepspeed.states import (
 from zero_plugin.strategies.optimizer_only import StepGuard
 from zero_plugin.strategies.optimizer_states import GivenStates, OptimizedPiece, fill_states
 from zero_plugin.strategies.precision import Measured, compute_in
-from zero_plugin.tensors.fragments import Fragment
-from zero_plugin.tensors.modules import persistent_tensors
+from zero_plugin.tensors.modules import Fragment, persistent_tensors
 from zero_plugin.tensors.wrappers import find_leaves
 
 # Weights are gathered this many elements at a time: enough to use the bandwidth, few compared with a large layer.

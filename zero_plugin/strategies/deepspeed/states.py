@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, unpartitioned_pieces
-from zero_plugin.tensors.fragments import WEIGHT, Fragment, share_of, whole_fragment
-from zero_plugin.tensors.modules import persistent_tensors
+from zero_plugin.tensors.modules import WEIGHT, Fragment, partition_of, persistent_tensors, unpartitioned_fragment
 
 _NEGLIGIBLE: Final = 2.0**-26  # 1 - βᵗ is 1 in fp32 from there on, however βᵗ was computed
 
@@ -99,7 +98,7 @@ def engine_weights(engine: Any) -> Iterator[Fragment]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, tensor in persistent_tensors(engine.module):
         if not hasattr(tensor, "ds_id"):
-            yield whole_fragment(name, tensor, rank, world_size)
+            yield unpartitioned_fragment(name, tensor, rank, world_size)
             continue
         partitioned: Any = tensor
         start, count = _partition(partitioned)
@@ -271,7 +270,7 @@ def _offset_in(flat: Tensor, parameter: nn.Parameter) -> int:
 
 
 def _share(parameter: nn.Parameter) -> tuple[int, int]:
-    return share_of(parameter.numel(), dist.get_rank(), dist.get_world_size())
+    return partition_of(parameter.numel(), dist.get_rank(), dist.get_world_size())
 
 
 def give_partition(parameter: Any, init: Any) -> None:
@@ -308,7 +307,7 @@ def partitions_to_fill(module: nn.Module, names: Collection[str]) -> Iterator[Fr
     """
     for name, tensor in persistent_tensors(module, names):
         if not hasattr(tensor, "ds_id"):
-            yield whole_fragment(name, tensor, 0, 1)
+            yield unpartitioned_fragment(name, tensor, 0, 1)
             continue
         parameter: Any = tensor
         partition, size = parameter.ds_tensor, parameter.ds_tensor.ds_numel

@@ -35,9 +35,8 @@ from zero_plugin.strategies.optimizer_only import take_step_hooks
 from zero_plugin.strategies.optimizer_states import take_states
 from zero_plugin.strategies.precision import cast_buffers, compute_in
 from zero_plugin.strategies.torch_session import TorchSession
-from zero_plugin.tensors.compilation import compile_in_place
-from zero_plugin.tensors.fragments import Fragment
-from zero_plugin.tensors.modules import allot_whole
+from zero_plugin.tensors.modules import Fragment, allocate_unpartitioned
+from zero_plugin.tensors.wrappers import compile_in_place
 
 _log = logging.getLogger(__name__)
 
@@ -232,7 +231,7 @@ class DeepSpeedStrategy(Strategy):
             super().allocate(module, device)
         elif not self.partitions_parameters:
             machine = probe_machine("cuda" if device.type == "cuda" else "cpu", self._processes.world_size)
-            allot_whole(module, device, _DTYPES[expected_precision(self._document, machine)])
+            allocate_unpartitioned(module, device, _DTYPES[expected_precision(self._document, machine)])
         else:
             _import_deepspeed(self._processes, self._document.deepspeed)
 

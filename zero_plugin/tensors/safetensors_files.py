@@ -1,10 +1,14 @@
-"""The tensors of Hugging Face model folders, from the headers of their safetensors files; read without torch."""
+"""The safetensors format, and the tensors of Hugging Face model folders from the headers of their files; without torch.
+
+Format (huggingface/safetensors, README "Format"): 8 bytes with the header's length, little-endian; the header, JSON;
+the tensors' bytes without gaps.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,12 +23,25 @@ SINGLE_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 _PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LARGEST_HEADER: Final = 100_000_000  # bytes; the safetensors library's own bound
-ITEM_BYTES: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1),
+TYPES: Final[Mapping[str, tuple[str, int]]] = {  # the format's name → torch's, and the bytes of an element
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "C64": ("complex64", 8),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
+TYPE_NAMES: Final[Mapping[str, str]] = {f"torch.{of_torch}": name for name, (of_torch, _) in TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +63,15 @@ class Place:
     @property
     def dtype(self) -> torch.dtype:
         """The type, as torch has it."""
-        from zero_plugin.tensors.safetensors_file import DTYPES
+        import torch
 
-        return DTYPES[self.type_name]
+        dtype: torch.dtype = getattr(torch, TYPES[self.type_name][0])
+        return dtype
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.type_name]
+        return math.prod(self.shape) * TYPES[self.type_name][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +126,6 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
 def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str, str], int]:
     """The tensors of a safetensors file, the texts that it carries, and where the last tensor ends.
 
-    Format (huggingface/safetensors, README "Format"): 8 bytes with the header's length, little-endian; the header,
-    JSON; the tensors' bytes.
-
     Args:
         path: of the file, of which no more than the header has to be there.
         name: what the places call it; by default its own name.
@@ -131,13 +146,38 @@ def read_header(path: Path, name: str = "") -> tuple[dict[str, Place], dict[str,
         for tensor, entry in header.items():
             begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
             place = Place(name or path.name, entry["dtype"], tuple(map(int, entry["shape"])), begin)
-            if place.type_name in ITEM_BYTES and place.size != end - begin:
+            if place.type_name in TYPES and place.size != end - begin:
                 raise ValueError(f"{tensor} has {end - begin:,} bytes instead of {place.size:,}")
             places[tensor] = place
             last = max(last, end)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
     return places, metadata, last
+
+
+def encode_header(
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The header of a file, and where each tensor's bytes are in it: wide elements first, so that each is aligned.
+
+    Args:
+        entries: name, dtype and shape of each tensor.
+        metadata: texts that the file carries along.
+
+    Returns:
+        The first bytes of the file, and name → (start, end) from its beginning, in the file's order.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    ranges: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, dtype, shape in sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0])):
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": TYPE_NAMES[str(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+        ranges[name] = (start, end)
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of 8 too
+    first = len(encoded).to_bytes(8, "little") + encoded
+    return first, {name: (start + len(first), end + len(first)) for name, (start, end) in ranges.items()}
 
 
 def read_keys(path: Path) -> dict[str, Any]:
@@ -203,7 +243,7 @@ def read_complete_file(path: Path, name: str) -> tuple[dict[str, Place], dict[st
         size = path.stat().st_size
         places, metadata, end = read_header(path, name)
         for tensor, place in places.items():
-            if place.type_name not in ITEM_BYTES:
+            if place.type_name not in TYPES:
                 raise ValueError(f"{tensor} is of type {place.type_name}")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing.") from None
