@@ -27,8 +27,8 @@ from rich.table import Table
 
 from zero_plugin.plan.activations import trace_activations
 from zero_plugin.plan.footprint import Footprint, footprint
-from zero_plugin.plan.live_model import model_sizes
 from zero_plugin.plan.machines import ATTAINABLE, state_cluster
+from zero_plugin.plan.model_source import model_sizes
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
 from zero_plugin.plan.step_time import step_time
 

@@ -13,7 +13,7 @@ import pytest
 
 from zero_plugin.launch.report import FirstFailure, describe_failure, describe_idle, find_first_failure, shell_code
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.memory import MemoryWatch, largest_processes
+from zero_plugin.machine.hardware import MemoryWatch, largest_processes
 
 
 @dataclass

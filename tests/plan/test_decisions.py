@@ -18,8 +18,7 @@ import pytest
 
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Choice, plan
+from zero_plugin.plan.search import Choice, Wanted, plan
 from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize, Workload
 
 GIB = 2**30

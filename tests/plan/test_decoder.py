@@ -11,7 +11,7 @@ from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.activations import trace_activations
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
-from zero_plugin.plan.live_model import model_sizes
+from zero_plugin.plan.model_source import model_sizes
 from zero_plugin.plan.situation import Activations
 
 TOKENS = 256

@@ -11,9 +11,19 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.footprint import footprint, gathered_parameters, host_swap_buffers, reduction_buffers
+from zero_plugin.plan.footprint import (
+    device_states,
+    footprint,
+    gathered_parameters,
+    host_swap_buffers,
+    host_tensors,
+    nvme_states,
+    reduction_buffers,
+    sub_groups,
+    weight_bytes,
+    window_gradients,
+)
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
-from zero_plugin.plan.states import device_states, host_tensors, nvme_states, sub_groups, weight_bytes, window_gradients
 
 pytestmark = pytest.mark.processes
 

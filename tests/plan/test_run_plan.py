@@ -16,7 +16,7 @@ from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, Opt
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.live_model import probe_model
+from zero_plugin.plan.model_source import probe_model
 from zero_plugin.plan.run_plan import plan_open_fields
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

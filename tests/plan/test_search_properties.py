@@ -13,8 +13,7 @@ from zero_plugin.errors import ConfigError
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.footprint import footprint
 from zero_plugin.plan.machines import KNOWN_DEVICES, state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Candidate, Choice, plan, scale_model, what_if
+from zero_plugin.plan.search import Candidate, Choice, Wanted, plan, scale_model, what_if
 from zero_plugin.plan.situation import (
     Activations,
     Affine,

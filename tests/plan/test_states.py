@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_plugin.plan.footprint import footprint, gathered_parameters, host_swap_buffers, step_moments
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
-from zero_plugin.plan.states import (
+from zero_plugin.plan.footprint import (
     device_states,
     flat_elements,
+    footprint,
+    gathered_parameters,
+    host_swap_buffers,
     host_tensors,
     nvme_states,
     sharded_elements,
+    step_moments,
     sub_groups,
     touched_elements,
     window_gradients,
 )
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
 
 GIB = 2**30
 ADAM = OptimizerSizes()

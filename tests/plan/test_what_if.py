@@ -8,8 +8,7 @@ import pytest
 
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import WhatIf, plan, scale_model, what_if
+from zero_plugin.plan.search import Wanted, WhatIf, plan, scale_model, what_if
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Workload
 
 GIB = 2**30

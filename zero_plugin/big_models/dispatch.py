@@ -34,7 +34,7 @@ from zero_plugin.big_models.stored import (
     read_offload_index,
     save_offload_index,
 )
-from zero_plugin.machine.device_memory import clear_device_cache
+from zero_plugin.machine.hardware import clear_device_cache
 from zero_plugin.tensors.modules import SharedTensors, find_tied_parameters, tensor_slots
 from zero_plugin.tensors.trees import send_to_device
 

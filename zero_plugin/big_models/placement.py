@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_plugin.big_models.stored import compute_module_sizes, convert_file_size_to_int, get_max_layer_size
-from zero_plugin.machine.device_memory import memory_available_bytes
-from zero_plugin.machine.memory import available_cpu_memory
+from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes
 from zero_plugin.tensors.modules import find_tied_parameters
 
 Part: TypeAlias = tuple[str, nn.Module | Tensor]

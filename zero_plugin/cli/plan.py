@@ -19,12 +19,10 @@ from zero_plugin.cli.flags import with_options
 from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import has_gpu_driver
-from zero_plugin.plan.fields import write_plan
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.plot import check_picture, draw_plan
-from zero_plugin.plan.search import Candidate, Choice, WhatIf, what_if
+from zero_plugin.plan.output import check_picture, draw_plan, write_plan
+from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
 from zero_plugin.plan.situation import (
     Cluster,

@@ -22,7 +22,7 @@ from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_c
 from zero_plugin.launch.hosts import run_on_hosts
 from zero_plugin.launch.report import Failure, describe_failure, describe_idle, find_first_failure, shell_code, tell_end
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
-from zero_plugin.machine.memory import MemoryWatch
+from zero_plugin.machine.hardware import MemoryWatch
 from zero_plugin.machine.op_builds import RunningBuilds
 
 _logger = logging.getLogger(__name__)

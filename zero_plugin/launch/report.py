@@ -19,8 +19,7 @@ from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import Problem
 from zero_plugin.launch.spec import Program, Request
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.hardware import Machine, port_is_free
-from zero_plugin.machine.memory import MemoryWatch, largest_processes, total_cpu_memory
+from zero_plugin.machine.hardware import Machine, MemoryWatch, largest_processes, port_is_free, total_cpu_memory
 
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -27,7 +27,7 @@ from zero_plugin.data.prepare import smaller_cut
 from zero_plugin.distributed.collective_check import tell_loss
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.loop.fewer_processes import redistribute_steps
-from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.machine.hardware import memory_available_bytes
 from zero_plugin.plan.run_plan import RunMemory
 from zero_plugin.strategies.base import Saving
 

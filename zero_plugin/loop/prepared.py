@@ -24,6 +24,7 @@ from zero_plugin.data.prepare import peek_batch, prepare_loader
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.backward import FirstSteps
+from zero_plugin.loop.memory_check import peak_bytes
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
 from zero_plugin.loop.prepare import add_optimizer, join_loaders, prepare_scheduler, start_training, wrap_optimizer
@@ -31,8 +32,7 @@ from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_other_steps
-from zero_plugin.machine.device_memory import peak_bytes
-from zero_plugin.plan.run_facts import accelerator_kind, probe_loop, probe_machine, surely_train
+from zero_plugin.plan.run_plan import accelerator_kind, probe_loop, probe_machine, surely_train
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.window import AccumulationWindow
 

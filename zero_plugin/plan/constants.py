@@ -16,9 +16,7 @@ import torch
 
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError
-from zero_plugin.machine.disks import look_at_disk
-from zero_plugin.machine.hardware import count_cores
-from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes
+from zero_plugin.machine.hardware import available_cpu_memory, count_cores, lockable_bytes, look_at_disk
 from zero_plugin.plan.machines import ASSUMED, find_device
 from zero_plugin.plan.situation import Cluster
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from zero_plugin.config.resolve.facts import OptimizerFacts, OptimizerSection, Precision
 
 Device = Literal["none", "cpu", "nvme"]
+Stage = Literal[0, 1, 2, 3] | None  # of ZeRO; None trains without
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Activations:
             two).
         sample_length: tokens of one sample, 1 where a sample is no sequence.
         source: how all this is known, e.g. "traced at micro-batches 2 and 3".
+        margin: the share of memory that a plan leaves free, by how all this is known.
         autocast: the same where weights stay fp32 and operations run under autocast, as DDP does it in 16 bits; None
             where that is no other.
     """
@@ -130,6 +132,7 @@ class Activations:
     flops_per_sample: float = 0.0
     sample_length: int = 1
     source: str = ""
+    margin: float = 0.1
     autocast: Activations | None = None
 
     @property
@@ -138,7 +141,7 @@ class Activations:
         tokens = f", {self.sample_length:,} tokens a sample" if self.sample_length > 1 else ""
         return f"activations: {self.source}{tokens}"
 
-    def under(self, stage: Literal[0, 1, 2, 3] | None) -> Activations:
+    def under(self, stage: Stage) -> Activations:
         """As a ZeRO stage runs the model, in its computation type throughout, or as DDP (None) does, under autocast."""
         return self.autocast if stage is None and self.autocast else self
 
@@ -244,7 +247,7 @@ class Setup:
         gradient_views: whether DDP's gradients are views of its buckets (`gradient_as_bucket_view`), else beside them.
     """
 
-    stage: Literal[0, 1, 2, 3] | None = 2
+    stage: Stage = 2
     precision: Precision = "bf16"
     gradient_bytes: int = 4
     offload_optimizer: Device = "none"

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from zero_plugin.plan.footprint import sub_groups_on_device, weight_bytes
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
-from zero_plugin.plan.states import sub_groups_on_device, weight_bytes
 
 _FP32: Final = 4
 # CPU time of DeepSpeed's hooks for each parameter tensor and pass, as measured on an EPYC core by 100 linear layers at

@@ -1,14 +1,121 @@
-"""Draws a plan: what every strategy takes of a device and of a host, against what is there."""
+"""Writes a plan to a file: its setup as a configuration to launch with, or all candidates as a plot."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.config.document import yaml_text
 from zero_plugin.errors import ConfigError, MachineError, Problem
+from zero_plugin.plan.run_plan import KEYS
 from zero_plugin.plan.search import Candidate, Choice
-from zero_plugin.plan.situation import Cluster, name_setup
+from zero_plugin.plan.situation import Cluster, Setup, name_setup
+
+_OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
+# The fields that each stage reads; the check warns about others.
+_READ: Final[Mapping[int, tuple[str, ...]]] = {
+    0: (),
+    1: ("reduce_bucket", "allgather_bucket"),
+    2: ("reduce_bucket", "allgather_bucket", "overlap_comm"),
+    3: ("reduce_bucket", "overlap_comm", "prefetch_bucket", "persistence_threshold", "sub_group_size"),
+}
+_SUFFIXES: Final = (".yaml", ".yml", ".json")
+
+
+def write_plan(file: Path, candidate: Candidate, cluster: Cluster, optimizer: str, nvme_path: str | None) -> None:
+    """Write `config_text` as a new file.
+
+    Raises:
+        ConfigError: see `config_text`; or the file exists.
+        MachineError: it cannot be written.
+    """
+    text = config_text(file, candidate, cluster, optimizer, nvme_path)
+    if file.exists():
+        raise ConfigError([Problem("--output", "", f"{file} exists", "Name a new file, or remove that one.")])
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"{file} cannot be written: {error.strerror}.\nName another file.") from None
+
+
+def config_text(file: Path, candidate: Candidate, cluster: Cluster, optimizer: str, nvme_path: str | None) -> str:
+    """The configuration in the language that the file's suffix says.
+
+    Args:
+        file: `.yaml`, `.yml` or `.json`.
+        candidate: what to train like.
+        cluster: on what.
+        optimizer: DeepSpeed's name in lower case; one that it does not know is left to the script.
+        nvme_path: folder for NVMe offload.
+
+    Raises:
+        ConfigError: another suffix; training without ZeRO, which a DeepSpeed JSON cannot say; NVMe without a folder.
+    """
+    setup = candidate.setup
+    if file.suffix not in _SUFFIXES:
+        raise _problem(f"{file} is neither YAML nor JSON", f"Name it {file.stem}.yaml or {file.stem}.json.")
+    if "nvme" in (setup.offload_optimizer, setup.offload_param) and not nvme_path:
+        raise ConfigError([Problem("--nvme_path", "", "is missing for a plan with NVMe", "Name the drive's folder.")])
+    if file.suffix != ".json":
+        head = f"# {name_setup(setup)}, as planned by `zero-plugin plan`.\n"
+        head += f"#   zero-plugin launch --config_file {file.name} train.py\n"
+        if setup.activation_checkpointing:
+            head += "# The script switches activation checkpointing on: model.gradient_checkpointing_enable().\n"
+        return head + yaml_text(launch_values(setup, cluster, optimizer, nvme_path))
+    if setup.stage is None:
+        raise _problem("a DeepSpeed JSON cannot say training without ZeRO", "Name a .yaml, or give --zero_stage auto.")
+    return json.dumps(training_values(setup, cluster, optimizer, nvme_path), indent=2) + "\n"
+
+
+def launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
+    """The keys of a launch config in Accelerate's layout, the training part under `deepspeed_config`."""
+    kind = "DEEPSPEED" if setup.stage is not None else "MULTI_GPU" if cluster.processes > 1 else "NO"
+    values: dict[str, Any] = {
+        "distributed_type": kind,
+        "num_processes": cluster.processes,
+        **({"num_machines": cluster.nodes} if cluster.nodes > 1 else {}),
+        "mixed_precision": setup.precision,
+    }
+    if setup.stage is None:
+        return {**values, "deepspeed_config": {"gradient_accumulation_steps": setup.accumulation}}
+    return {**values, "deepspeed_config": training_values(setup, cluster, optimizer, nvme_path)}
+
+
+def training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
+    """The same as a DeepSpeed configuration; what depends on the loop says `auto`."""
+    values: dict[str, Any] = {
+        "train_batch_size": setup.micro_batch * setup.accumulation * cluster.processes,
+        "train_micro_batch_size_per_gpu": setup.micro_batch,
+        "gradient_accumulation_steps": setup.accumulation,
+        "gradient_clipping": "auto",
+    }
+    if setup.precision != "no":
+        values[setup.precision] = {"enabled": True}
+    if optimizer in _OPTIMIZERS:
+        values["optimizer"] = {"type": _OPTIMIZERS[optimizer], "params": {"lr": "auto", "weight_decay": "auto"}}
+    return {**values, "zero_optimization": _zero(setup, nvme_path)}
+
+
+def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": setup.stage}
+    zero |= {KEYS[name][-1]: getattr(setup, name) for name in _READ[setup.stage or 0]}
+    if setup.stage in (1, 2):
+        zero["allgather_bucket_size"] += setup.allgather_bucket % 2  # DeepSpeed takes no odd one
+    if setup.stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    for what, device in (("optimizer", setup.offload_optimizer), ("param", setup.offload_param)):
+        if device != "none":
+            path = {"nvme_path": nvme_path} if device == "nvme" else {}
+            share = {"ratio": setup.ratio} if what == "optimizer" and setup.ratio != 1.0 else {}
+            zero[f"offload_{what}"] = {"device": device, **path, "pin_memory": setup.pin_memory, **share}
+    return zero
+
+
+def _problem(message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("--output", "", message, fix)])
+
 
 _INK, _MUTED, _GREEN, _RED = "#222222", "#8a8a8a", "#1d7a3a", "#c0392b"
 # Colours that differ in lightness too, so that they stay apart in grey print; terms beyond the last share one.
@@ -16,7 +123,7 @@ _COLOURS: Final = ("#12355b", "#2f6fa7", "#7fb2d9", "#c9ddee", "#7a4b12", "#c98a
 _ORDER: Final = ("parameters", "master weights", "optimizer states", "gradients", "activations")
 _REST: Final = "everything else"
 _GIB: Final = 2**30
-_SUFFIXES: Final = (".png", ".svg", ".pdf")
+_PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
 _BEYOND: Final = 2.0  # of the capacity; a bar that would be longer is cut there and says its length
 
 
@@ -72,7 +179,7 @@ def check_picture(file: Path) -> None:
         ConfigError: another suffix than `.png`, `.svg` or `.pdf`.
         MachineError: matplotlib is not installed.
     """
-    if file.suffix not in _SUFFIXES:
+    if file.suffix not in _PLOT_SUFFIXES:
         fix = f"Name it {file.stem}.png, .svg or .pdf."
         raise ConfigError([Problem("--picture", "", f"{file} is no kind of picture known here", fix)])
     try:
