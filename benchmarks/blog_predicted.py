@@ -26,11 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_plugin.plan.activations import trace_activations
-from zero_plugin.plan.footprint import Footprint, footprint
+from zero_plugin.plan.costs import Footprint, footprint, step_time
 from zero_plugin.plan.machines import ATTAINABLE, state_cluster
 from zero_plugin.plan.model_source import model_sizes
 from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
-from zero_plugin.plan.step_time import step_time
 
 MIB = 2**20
 OPTIMIZER = OptimizerSizes()

@@ -145,7 +145,7 @@ def train(run: Run, report: Path) -> None:
 
     from zero_plugin import Accelerator, set_seed
     from zero_plugin.plan.activations import trace_activations
-    from zero_plugin.plan.footprint import footprint
+    from zero_plugin.plan.costs import footprint
     from zero_plugin.plan.model_source import model_sizes
     from zero_plugin.plan.run_plan import running_setup
     from zero_plugin.plan.situation import Cluster, optimizer_sizes

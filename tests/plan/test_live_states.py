@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.footprint import (
+from zero_plugin.plan.costs import (
     device_states,
     footprint,
     gathered_parameters,

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from zero_plugin.errors import ConfigError
+from zero_plugin.plan.costs import footprint, step_time
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
-from zero_plugin.plan.footprint import footprint
 from zero_plugin.plan.machines import KNOWN_DEVICES, state_cluster
 from zero_plugin.plan.search import Candidate, Choice, Wanted, plan, scale_model, what_if
 from zero_plugin.plan.situation import (
@@ -25,7 +25,6 @@ from zero_plugin.plan.situation import (
     Workload,
     highest,
 )
-from zero_plugin.plan.step_time import step_time
 
 GIB = 2**30
 EXAMPLES = settings(max_examples=25)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_plugin.plan.footprint import (
+from zero_plugin.plan.costs import (
     device_states,
     flat_elements,
     footprint,

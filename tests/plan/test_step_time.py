@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from zero_plugin.plan.costs import StepTime, step_time
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
-from zero_plugin.plan.step_time import StepTime, step_time
 
 # One billion parameters in ten tensors; numbers of which each term can be told apart.
 MODEL = ModelSizes("one", (ParameterSize(100_000_000, 10),))

@@ -28,7 +28,7 @@ from zero_plugin.errors import CheckpointError, MachineError, StrategyError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.machine.hardware import available_cpu_memory, lockable_bytes
 from zero_plugin.plan.activations import find_activations
-from zero_plugin.plan.footprint import Footprint
+from zero_plugin.plan.costs import Footprint
 from zero_plugin.plan.model_source import model_sizes
 from zero_plugin.plan.run_plan import RunMemory, free_bytes, local_processes, predict_memory
 from zero_plugin.plan.situation import Activations, Stage

@@ -22,7 +22,7 @@ from zero_plugin.config.resolve.training import MICRO_BATCH, unplanned_micro_bat
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes
-from zero_plugin.plan.footprint import Footprint, footprint
+from zero_plugin.plan.costs import Footprint, footprint
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
 from zero_plugin.plan.search import Change, Choice, Wanted, plan, what_if

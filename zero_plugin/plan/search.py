@@ -10,7 +10,7 @@ from zero_plugin.config.amounts import round_up, show_bytes
 from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.config.resolve.zero import choose_bucket, choose_persistence_threshold
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.footprint import Footprint, footprint, sub_groups_on_device
+from zero_plugin.plan.costs import Footprint, StepTime, footprint, step_time, sub_groups_on_device
 from zero_plugin.plan.situation import (
     Activations,
     Affine,
@@ -24,7 +24,6 @@ from zero_plugin.plan.situation import (
     Workload,
     name_setup,
 )
-from zero_plugin.plan.step_time import StepTime, step_time
 
 # Without a global batch, micro-batches are powers of two up to this.
 _LARGEST_MICRO_BATCH: Final = 4096
