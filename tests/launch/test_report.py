@@ -60,7 +60,7 @@ class Seen(MemoryWatch):
 
 
 def test_sigkill_is_explained_as_host_memory() -> None:
-    """-9 names host memory, this machine's size, and what lowers the use; other ends do not."""
+    """-9 names CPU memory, this machine's size, and how to reduce the use; other ends do not."""
     text = describe_failure(FirstFailure(2, -9))
     assert f"rank 2 was ended by signal 9 (SIGKILL), on {socket.gethostname()}" in text
     assert "nearly always the kernel, because CPU memory ran out" in text

@@ -54,7 +54,7 @@ def test_parameters_are_met(billions: float) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({}, "nothing tells the model's size"),
+        ({}, "the model's size is not given"),
         ({"parameters": 1_000_000, "hidden_size": 4096, "layers": 32}, "too few for 32 layers"),
         ({"parameters": 7_000_000_000, "hidden_size": 4096, "layers": 2, "intermediate": 11_008}, "not 7,000,000,000"),
     ],

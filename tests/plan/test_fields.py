@@ -94,7 +94,7 @@ def test_reasons_name_what_is_short() -> None:
     assert "by the plan, since stage 3" in found[DEVICE][1]
     assert "GiB on the device, 21.6 GiB usable" in found[DEVICE][1]
     assert "of 24 GiB on each device" in found[STAGE][1]
-    assert "in host memory" in found[STAGE][1]
+    assert "in CPU memory" in found[STAGE][1]
     assert found[STAGE][1].endswith("(activations: closed formula of a decoder, 2,048 tokens a sample)")
     assert ("train_micro_batch_size_per_gpu",) not in found  # it was fixed
 

@@ -109,7 +109,7 @@ def test_larger_models_are_shared_as_much_or_more(
 ) -> None:
     """With the batch and the offload fixed, a larger model of the same shape never gets a lower stage.
 
-    There is host memory for everything: where it runs out, stage 2 needs less of it than stage 3 does.
+    There is CPU memory for everything: where it runs out, stage 2 needs less of it than stage 3 does.
     """
     cluster = replace(cluster, host_bytes=2**60)
     model, activations = drawn

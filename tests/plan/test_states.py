@@ -258,7 +258,7 @@ def test_gradients_of_one_micro_batch_come_as_activations_go() -> None:
 
 
 def test_flat_copy_is_made_where_it_fits() -> None:
-    """DeepSpeed flattens on the device while the parameters are still there, else in host memory."""
+    """DeepSpeed flattens on the device while the parameters are still there, else in CPU memory."""
     room = footprint(SEVEN, NONE, ADAM, Setup(2), A100)
     assert room.phases["initialisation"]["flat copy"] == 2 * SEVEN.elements
     tight = footprint(SEVEN, NONE, ADAM, Setup(2), replace(A100, device_bytes=20 * GIB))

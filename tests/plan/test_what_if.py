@@ -42,7 +42,7 @@ def test_fixed_field_is_freed() -> None:
     assert first.cluster == cluster
 
 
-@pytest.mark.parametrize(("flag", "where"), [("host_bytes", "in host memory"), ("device_bytes", "on each device")])
+@pytest.mark.parametrize(("flag", "where"), [("host_bytes", "in CPU memory"), ("device_bytes", "on each device")])
 def test_least_memory(flag: str, where: str) -> None:
     """The amount that is told suffices, and two hundredths less do not."""
     cluster = state_cluster(gpu="A100-40GB", host_memory=32 * GIB)

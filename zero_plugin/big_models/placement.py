@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 _HOST: Final = ("mps", "cpu", "disk")  # places beside GPU indices, in the order in which they are filled
 
-# Of a single GPU's memory, or the host's, that nobody has put a limit on, what the weights may take; the rest is for
+# Of a single GPU's memory, or CPU memory, that nobody has put a limit on, what the weights may take; the rest is for
 # activations.
 _WEIGHTS_OF_ONE: Final = 0.9
 
@@ -66,12 +66,12 @@ def get_balanced_memory(
     """Limits, in bytes, with which `infer_auto_device_map` gives all GPUs about equally much.
 
     Every GPU but the last may take an equal part of the model, and 1.25 of the larger of: a module that is not to be
-    split, a mean layer. The last one keeps its limit, so that rounding sends nothing to the host.
+    split, a mean layer. The last one keeps its limit, so that rounding sends nothing to the CPU.
 
     Args:
         model: may be on the meta device.
         max_memory: as for `get_max_memory`; a GPU with 0 takes no part. By default 90 % of a single
-            GPU, and of the host where there is none.
+            GPU, and of CPU memory where there is none.
         no_split_module_classes: names of the classes that are not to be split; by default transformers' own.
         dtype: as for `compute_module_sizes`.
         special_dtypes: as for `compute_module_sizes`.
@@ -80,7 +80,7 @@ def get_balanced_memory(
     limits = get_max_memory(max_memory)
     gpus = [place for place, limit in limits.items() if isinstance(place, int) and limit > 0]
     if len(gpus) < 2 and max_memory is None:
-        only = next(iter(limits))  # the GPU, or the host where there is none
+        only = next(iter(limits))  # the GPU, or CPU memory where there is none
         limits[only] = int(limits[only] * _WEIGHTS_OF_ONE)
     if len(gpus) < 2:
         return limits
@@ -128,7 +128,7 @@ def infer_auto_device_map(
     """Fill the places in their order with the model's modules in theirs.
 
     A module that does not fit is divided, down to single tensors; tied weights go to one place, with the modules that
-    hold them. The first GPU, and the host where there is something on disk, keep room for the largest layer that is
+    hold them. The first GPU, and CPU memory where there is something on disk, keep room for the largest layer that is
     still to be placed, because that one may come in for its forward.
 
     Args:
@@ -178,7 +178,7 @@ class _Filling:
     def fill(self, fallback: bool, say: Callable[[str], None]) -> dict[str, Place]:
         device_map: dict[str, Place] = {}
         places = [place for place in self.used if place != "disk"]
-        # What is on the host runs on the first GPU, what is on disk on the host if there is no GPU: room for a layer.
+        # What is in CPU memory runs on the first GPU, what is on disk on the CPU if there is no GPU: room for a layer.
         running = next(iter(self.gpus), "cpu")
         while self._queue:
             place = places[0] if places else "disk"

@@ -41,7 +41,7 @@ _MEANINGS: Final[Mapping[int, str]] = {
     "built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",
 }
 _GPU_MEMORY: Final = (
-    "GPU memory ran out. What lowers it, the cheapest first: a smaller batch per process with as many more\n"
+    "GPU memory ran out. To reduce its use, the cheapest first: a smaller batch per process with as many more\n"
     "gradient_accumulation_steps; activation checkpointing; a higher zero_stage; offload_optimizer_device: cpu;\n"
     "at stage 3 offload_param_device: cpu."
 )
@@ -49,8 +49,8 @@ _NO_ANSWER: Final = (
     "It waited for another process, which has failed, hangs, or cannot be reached any more: look at what the\n"
     "launchers of other machines say, and at the network between."
 )
-_LOWERS_CPU_MEMORY: Final = (
-    "What lowers it: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
+_LESS_CPU_MEMORY: Final = (
+    "To reduce its use: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
     "`pin_memory: false` in the offload sections. Errors that other ranks printed only follow from this one."
 )
 
@@ -185,7 +185,7 @@ def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> s
     ]
     if others and kills != 0:
         lines.append(f"The largest of all processes that are still here: {', '.join(others)}.")
-    return "\n".join(lines if kills == 0 else [*lines, _LOWERS_CPU_MEMORY])
+    return "\n".join(lines if kills == 0 else [*lines, _LESS_CPU_MEMORY])
 
 
 def _explain_bus_error() -> str:

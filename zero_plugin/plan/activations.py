@@ -105,7 +105,7 @@ def find_activations(
         sizes: its own.
         batch: as the loop's are; None where there is none.
         precision: of the computation.
-        guesses: whether samples of a usual length stand for the loop's, where the batch tells nothing.
+        guesses: whether samples of a usual length stand for the loop's, where there is no batch to look at.
     """
     for example in forward_arguments(model, batch):
         try:
@@ -114,7 +114,7 @@ def find_activations(
             continue
     length, why = _sequence_length(batch), ""
     if guesses and not length:
-        length, why = usual_length(getattr(model, "config", None)), ", as no DataLoader tells what a sample is"
+        length, why = usual_length(getattr(model, "config", None)), ", as no DataLoader shows what a sample is"
         with suppress(ConfigError):
             found = trace_activations(model, example_inputs(model, length), precision)
             return replace(found, source=f"{found.source} of inputs from model.config{why}")
@@ -264,7 +264,7 @@ def _loss(outputs: Any) -> Tensor:
 
 
 def _fake(leaf: Any) -> Any:
-    """A tensor on the CPU, whole where it is partitioned; under fake tensors one without memory."""
+    """A tensor on the CPU, unpartitioned; under fake tensors one without memory."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty(tuple(getattr(leaf, "ds_shape", leaf.shape)), dtype=leaf.dtype, device="cpu")
@@ -286,7 +286,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def _no_warnings_of_fakes() -> AbstractContextManager[None]:
-    """Without what torch prints of an operation that meets wrong shapes: the error that comes of it tells."""
+    """Without what torch prints of an operation that meets wrong shapes: the error that it raises is reported."""
     return _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 

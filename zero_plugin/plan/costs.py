@@ -46,7 +46,7 @@ def touched_elements(parameters: Parameters, processes: int) -> int:
     """Elements of the trained parameters of which one process' flat partition holds all or a part; of the process with
     the most.
 
-    Gradients that are not accumulated in fp32 are kept whole for each of those parameters.
+    Gradients that are not accumulated in fp32 are kept unpartitioned for each of those parameters.
     """
     partition = flat_elements(parameters, processes) // processes
     ends = list(accumulate(p.elements for p in parameters if p.trainable for _ in range(p.count)))
@@ -84,7 +84,7 @@ def sub_groups(parameters: Parameters, processes: int, size: int) -> tuple[int, 
 
 
 def persistent_elements(parameters: Parameters, processes: int, threshold: int) -> int:
-    """Elements that stage 3 keeps whole on every device, trained or not, each parameter with its padding."""
+    """Elements that stage 3 keeps unpartitioned on every device, trained or not, each parameter with its padding."""
     return sum(_ceil(p.elements, processes) * processes * p.count for p in parameters if p.elements <= threshold)
 
 
@@ -172,7 +172,7 @@ def sub_groups_on_device(model: ModelSizes, setup: Setup, processes: int) -> tup
 
 
 def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of gradients on one device at the end of a window that are not among the states kept."""
+    """Bytes of gradients on one device at the end of an accumulation window that are not among the states kept."""
     width, trained = weight_bytes(setup), model.trainable
     if setup.stage is None:
         return 0 if processes > 1 and setup.gradient_views else trained * width
@@ -192,7 +192,7 @@ def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
 def host_tensors(
     model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
 ) -> dict[str, tuple[int, ...]]:
-    """Bytes of each tensor of one process in host memory that outlasts a step, without buffers of the NVMe drive."""
+    """Bytes of each tensor of one process in CPU memory that outlasts a step, without buffers of the NVMe drive."""
     if setup.stage == 3:
         return _stage3_host(model, optimizer, setup, processes)
     if setup.stage in (None, 0) or setup.offload_optimizer == "none":
@@ -207,7 +207,7 @@ def host_tensors(
         "staging": (own * width, _largest_trained(model) * width),
     }
     if setup.stage == 2 and setup.gradient_bytes == width:
-        # Every backward adds to a host copy, since only the step tells that the window ends.
+        # Every backward adds to a copy in CPU memory, since only the step tells that the accumulation window ends.
         found["gradients"] = (own * _FP32, touched_elements(model.parameters, processes) * width)
     return found
 
@@ -301,17 +301,17 @@ def reduction_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
 
 
 def gathered_parameters(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of whole parameters that stage 3 holds on a device at once, beside those that stay whole.
+    """Bytes of gathered parameters that stage 3 holds on a device at once, beside those that stay unpartitioned.
 
     Gathering ahead starts anew at every module, so it runs ahead until `max_live_parameters` are there. And a module's
     parameters are not released after its forward where the backward needs them within `max_reuse_distance` elements of
     the trace, which visits what follows a module once on the way forth and once on the way back (three times where
-    blocks are recomputed): at the end of a forward the last half (third) of that distance is whole. Parameters gathered
-    together come in one flat buffer and are copied out of it.
+    blocks are recomputed): at the end of a forward the last half (third) of that distance is gathered. Parameters that
+    are gathered together come in one flat buffer and are copied out of it.
     """
     if setup.stage != 3 or (processes == 1 and setup.offload_param == "none"):
         return 0
-    passing = model.elements - sum(p.elements * p.count for p in model.parameters if _stays_whole(p, setup))
+    passing = model.elements - sum(p.elements * p.count for p in model.parameters if _stays_unpartitioned(p, setup))
     largest = max(model.largest_module, _expert_layer(model), *(p.elements for p in model.parameters))
     ahead = setup.max_live_parameters if setup.prefetch_bucket else 0
     held = max(ahead, setup.max_reuse_distance // (3 if setup.activation_checkpointing else 2)) + largest
@@ -324,12 +324,12 @@ def _expert_layer(model: ModelSizes) -> int:
     return sum(p.elements * p.count for p in model.parameters if p.expert) // (model.layers or 1)
 
 
-def _stays_whole(parameter: ParameterSize, setup: Setup) -> bool:
+def _stays_unpartitioned(parameter: ParameterSize, setup: Setup) -> bool:
     return parameter.elements <= setup.persistence_threshold
 
 
 def carried_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of gradients that the last backward of a window begins with, and that are not among the states."""
+    """Bytes of gradients that the last backward of an accumulation window begins with, beside the states."""
     if setup.accumulation == 1:
         return 0
     if setup.stage is None and processes > 1:
@@ -411,14 +411,14 @@ def _updated_at_once(model: ModelSizes, setup: Setup, processes: int) -> int:
 
 
 def host_swap_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
-    """Bytes of one process' page-locked buffers in host memory between NVMe and the rest."""
+    """Bytes of one process' page-locked buffers in CPU memory between NVMe and the rest."""
     if setup.stage != 3:
         return 0
     largest_group = max(sub_groups(model.parameters, processes, setup.sub_group_size), default=0)
     found = 0
     if setup.offload_param == "nvme":
-        # The pool; and for a sub-group on its way from the step to its files, room for whole parameters, not partitions
-        # (`reserve_partitioned_swap_space`).
+        # The pool; and for a sub-group on its way from the step to its files, memory for unpartitioned parameters, not
+        # for partitions (`reserve_partitioned_swap_space`).
         found += (_PARAM_BUFFERS * setup.param_buffer + largest_group * processes) * weight_bytes(setup)
     if setup.offload_optimizer == "nvme":
         found += _OPTIMIZER_BUFFERS * largest_group * _FP32
@@ -430,7 +430,7 @@ CONTEXT_BYTES = 700 * 2**20
 COMMUNICATION_BYTES = 300 * 2**20
 # The share of what comes and goes that torch's allocator holds and cannot give.
 FRAGMENTED = 0.05
-# Python, torch, DeepSpeed and CUDA in host memory, for each process.
+# Python, torch, DeepSpeed and CUDA in CPU memory, for each process.
 PROCESS_BYTES = 2**30
 
 _OUTSIDE = ("context", "fragmentation")
@@ -505,7 +505,7 @@ def footprint(
     carried = carried_gradients(model, setup, processes)
     initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
     if setup.stage in (1, 2) and sum(_with_margins(initial, states, processes).values()) > cluster.device_bytes:
-        initial["flat copy"] = 0  # then DeepSpeed makes it in host memory
+        initial["flat copy"] = 0  # then DeepSpeed makes it in CPU memory
     step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
         "initialisation": initial,
@@ -622,22 +622,22 @@ def step_time(
     Raises:
         ValueError: a speed that this setup needs is not known of the cluster.
     """
-    windows, weights = setup.accumulation, weight_bytes(setup)
+    micro_batches, weights = setup.accumulation, weight_bytes(setup)
     forward, backward = _compute(model, activations, setup, cluster)
-    compute = windows * (forward + backward)
+    compute = micro_batches * (forward + backward)
     reduction, gather = _collectives(model, setup, cluster)
     beside = {
         "PCIe": _pcie_beside(model, setup, cluster),
         "NVMe": _seconds(_weights_from(model, setup, "nvme") / cluster.nodes, cluster.nvme_read, "nvme_read"),
     }
     if setup.stage == 3:
-        beside["hooks"] = windows * 2 * _HOOK_S * sum(p.count for p in model.parameters)
+        beside["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
     hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
     # They use different resources, so the slowest one alone is waited for.
     slowest = max(beside, key=lambda name: beside[name])
     terms = {"compute": compute, slowest: max(0.0, beside[slowest] - compute)}
     if setup.stage is None or (setup.stage == 2 and setup.overlap_comm):
-        free = backward * (1 if setup.stage is None else windows)
+        free = backward * (1 if setup.stage is None else micro_batches)
         hidden["gradients between devices"] = min(reduction, free)
         reduction = max(0.0, reduction - free)
     terms |= {"gradients between devices": reduction, "weights between devices": gather}
@@ -673,7 +673,7 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> tuple[flo
     every micro-batch. Stages 1 and 2 gather the new weights once per step, stage 3 all weights for each forward and
     each backward.
     """
-    processes, windows, weights = cluster.processes, setup.accumulation, weight_bytes(setup)
+    processes, micro_batches, weights = cluster.processes, setup.accumulation, weight_bytes(setup)
 
     def ring(size: float) -> float:
         sent = size * (processes - 1) / processes
@@ -684,14 +684,14 @@ def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> tuple[flo
     if setup.stage is None:
         return 2 * ring(model.trainable * _FP32), 0.0
     if setup.stage == 3:
-        return windows * ring(trained), windows * 2 * ring(model.elements * weights)
-    return (windows if setup.stage == 2 else 1) * 2 * ring(trained), ring(trained) if setup.stage else 0.0
+        return micro_batches * ring(trained), micro_batches * 2 * ring(model.elements * weights)
+    return (micro_batches if setup.stage == 2 else 1) * 2 * ring(trained), ring(trained) if setup.stage else 0.0
 
 
 def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
-    """Seconds per step in which gradients go to the host, and offloaded weights come from it, beside the computation.
+    """Seconds per step in which gradients go to CPU memory, and offloaded weights come from it, beside the computation.
 
-    Gradients that accumulate in the host come back for every further micro-batch, at stage 2 by
+    Gradients that accumulate in CPU memory come back for every further micro-batch, at stage 2 by
     `async_accumulate_grad_in_cpu_via_gpu`, at stage 3 by `partition_grads`. Stage 2 with fp32 sums keeps them on the
     device.
     """
@@ -727,10 +727,10 @@ def _update(
     if setup.offload_optimizer == "none":
         return found
     in_stage3 = setup.stage == 3
-    # Stage 3 copies the sums into the gradients of the master weights, in host memory; stages 1 and 2 bring them down.
+    # Stage 3 copies the sums into the gradients of the master weights, in CPU memory; stages 1 and 2 bring them down.
     passes = _WITHOUT_KERNEL if optimizer.name not in _HOST_KERNELS else 1.0
     moved = on_host * each * passes + (own * 2 * _FP32 if in_stage3 else 0.0)
-    found["optimizer on the host"] = _seconds(moved * cluster.devices, cluster.adam_bandwidth, "adam_bandwidth")
+    found["optimizer on the CPU"] = _seconds(moved * cluster.devices, cluster.adam_bandwidth, "adam_bandwidth")
     down, up = (0.0 if in_stage3 else own * _FP32), (on_device * _FP32 if in_stage3 else 0.0)
     # Offloaded weights stay there, but the first forward finds none of them fetched ahead.
     up += on_host * weights + (on_device * weights if setup.offload_param != "none" else 0.0)

@@ -47,7 +47,7 @@ def decoder_sizes(
         ConfigError: neither parameters nor a width is given, or the numbers contradict each other.
     """
     if not (parameters or hidden_size or layers):
-        raise _error("nothing tells the model's size", "Give --params, or --hidden_size and --layers.")
+        raise _error("the model's size is not given", "Give --params, or --hidden_size and --layers.")
     hidden = hidden_size or (_WIDTH_PER_LAYER * layers if layers else _usual_width(parameters or 0))
     depth = layers or max(1, round(hidden / _WIDTH_PER_LAYER))
     words = vocabulary or _VOCABULARY

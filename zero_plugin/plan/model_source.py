@@ -155,7 +155,7 @@ def _from_weights(
     if not shapes:
         raise _error(f"{folder} holds neither config.json nor *.safetensors", "Name the folder of a model.")
     if source.parameters is not None:
-        raise _error(f"--params is given beside {folder}, whose weights tell it", "Leave one of them out.")
+        raise _error(f"--params is given beside {folder}, whose weights have it", "Leave one of them out.")
     sizes = Counter((math.prod(shape), is_expert(name)) for name, shape in shapes.items())
     hidden = source.hidden_size or common_width(shapes.values())[0]
     depth = max((int(found[1]) + 1 for found in map(_LAYER.search, shapes) if found), default=None)
@@ -405,7 +405,7 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def probe_model(model: nn.Module) -> ModelFacts:
-    """Sizes of `model`, without touching its data; partitioned parameters (`ds_shape`) count with their whole shape.
+    """Sizes of `model`, without touching its data; partitioned parameters (`ds_shape`) count as unpartitioned ones.
 
     A parameter shared by several modules counts once.
     """
@@ -513,7 +513,7 @@ def call_function(name: str, sequence_length: int | None) -> tuple[nn.Module, An
     if isinstance(found, nn.Module) and hasattr(found, "main_input_name"):
         return found, example_inputs(found, sequence_length or usual_length(found.config))
     fix = "Return (module, example inputs): a dict of keyword arguments, a tuple of positional ones, or one tensor."
-    raise _error(f"{name}: it returned {type(found).__name__}, which does not tell what the forward takes", fix)
+    raise _error(f"{name}: it returned {type(found).__name__}, from which it is not known what the forward takes", fix)
 
 
 def forward_arguments(model: nn.Module, batch: Any) -> Iterator[Example]:

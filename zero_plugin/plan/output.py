@@ -128,7 +128,7 @@ _BEYOND: Final = 2.0  # of the capacity; a bar that would be longer is cut there
 
 
 def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: float) -> None:
-    """Draw a bar of device bytes and one of host bytes per strategy, stacked by term, against the capacity.
+    """Draw a bar of device memory and one of CPU memory per strategy, stacked by term, against the capacity.
 
     Args:
         file: `.png`, `.svg` or `.pdf`.
@@ -157,7 +157,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
         label.set_color(_GREEN if chosen else _MUTED if candidate.rejected else _INK)
         label.set_fontweight("bold" if chosen else "normal")
     device.set_xlabel("GiB on each device", color=_INK)
-    host.set_xlabel("GiB of each node's host memory", color=_INK)
+    host.set_xlabel("GiB of each node's CPU memory", color=_INK)
     figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12)
     device.set_title(
         "strategy, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED

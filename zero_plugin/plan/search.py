@@ -51,7 +51,7 @@ class Wanted:
         ddp: whether a free stage may be training without ZeRO.
         global_batch: samples per optimizer step, on all processes together. Free, the micro-batch is the largest power
             of two that fits, and what counts is the time per sample.
-        margin: the share of device, host and disk that stays free, since a peak is predicted within 10 %.
+        margin: the share of device memory, CPU memory and disk that stays free, since a peak is predicted within 10 %.
     """
 
     stage: Literal["ddp", 0, 1, 2, 3] | None = None
@@ -221,7 +221,7 @@ def _ratios(
         parts = [part for part in parts if sub_groups_on_device(model, part, cluster.processes)]
     if parts:
         if not refused and optimizer.name not in ("adam", "adamw"):
-            refused = "only DeepSpeed's own Adam steps on host and device at once"
+            refused = "only DeepSpeed's own Adam steps on CPU and device at once"
         yield Option(tuple(parts), refused)
 
 
@@ -293,7 +293,7 @@ class _Question:
         cluster, found = self.cluster, []
         for need, there, where, terms in (
             (needed.device_bytes, cluster.device_bytes, "on the device", needed.device),
-            (needed.host_bytes, cluster.host_bytes, "in host memory", needed.host),
+            (needed.host_bytes, cluster.host_bytes, "in CPU memory", needed.host),
             (needed.nvme_bytes, cluster.nvme_bytes, "on NVMe", needed.nvme),
         ):
             if need > self.usable(there):
@@ -358,7 +358,7 @@ def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]
         return not question.shortage(question.measure(replace(setup, **batch)))
 
     if sizes[0]["accumulation"] == 1 and fits(sizes[0]):
-        return sizes[0]  # apart: a window of one backward carries no gradients into it
+        return sizes[0]  # apart: an accumulation window of one backward carries no gradients into it
     low, high = 0, len(sizes)  # the answer's index is in [low, high]
     while low < high:
         middle = (low + high) // 2
@@ -367,7 +367,7 @@ def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]
 
 
 def _unpinned_if_needed(question: _Question, setup: Setup) -> Setup:
-    """Without page-locked memory where host memory is short: torch rounds each locked tensor up to a power of two."""
+    """Without page-locked memory where CPU memory is short: torch rounds each locked tensor up to a power of two."""
     if question.wanted.pin_memory is not None:
         return setup
     fits = question.measure(setup).host_bytes <= (1 - question.wanted.margin) * question.cluster.host_bytes
@@ -398,7 +398,7 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
     cluster, setup, needed = question.cluster, chosen.setup, chosen.footprint
     fits = f"{show_bytes(needed.device_bytes)} of {show_bytes(cluster.device_bytes)} on each device"
     if setup.offload_optimizer != "none":
-        fits += f", {show_bytes(needed.host_bytes)} of {show_bytes(cluster.host_bytes)} in host memory"
+        fits += f", {show_bytes(needed.host_bytes)} of {show_bytes(cluster.host_bytes)} in CPU memory"
 
     def closest(candidates: Iterable[Candidate]) -> str:
         """Of those that are short of memory the one that needs the least, and what it is short of."""
@@ -420,10 +420,10 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
         "stage": f"the fastest that fits, with {fits}{f'; {faster}' if faster else ''} {knowledge}",
         "offload_optimizer": of_device("offload_optimizer"),
         "offload_param": of_device("offload_param"),
-        "ratio": "the whole optimizer is on one side" if setup.ratio == 1.0 else "the rest fits on the device",
+        "ratio": "the complete optimizer is on one side" if setup.ratio == 1.0 else "the rest fits on the device",
         "micro_batch": f"the largest that fits, with {fits} {knowledge}",
         "sub_group_size": f": {groups}",
-        "pin_memory": ": page-locked tensors are rounded up, and host memory is short",
+        "pin_memory": ": page-locked tensors are rounded up, and CPU memory is short",
     }
     return {name: f"by the plan{why if why[0] in ',:' else f' {why}'}" for name, why in reasons.items()}
 
@@ -433,7 +433,7 @@ _KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "margin")
 _MOST_NODES: Final = 1024
 _MOST_ELEMENTS: Final = 10**14
 _PLENTY: Final = 2**60  # bytes
-_MEMORIES: Final = {"host_bytes": "in host memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
+_MEMORIES: Final = {"host_bytes": "in CPU memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,7 +456,7 @@ class WhatIf:
     """Answers to two questions.
 
     Attributes:
-        changes: where nothing fits: each suffices alone, the cheapest first: settings, then host memory, disk, device
+        changes: where nothing fits: each suffices alone, the cheapest first: settings, then CPU memory, disk, device
             memory, machines. Empty where something fits.
         largest_elements: parameters of the largest model of the same shape that fits; 0 where none does.
     """
@@ -563,7 +563,7 @@ def _tried(question: _Question, what: str, **changes: Mapping[str, Any]) -> Iter
 def _least(question: _Question, name: str) -> int | None:
     """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
     roomy = _changed(question, cluster={name: _PLENTY})
-    # On a device without room DeepSpeed makes its flat copy in host memory.
+    # On a device without room DeepSpeed makes its flat copy in CPU memory.
     needed = _leanest(_changed(question, cluster={name: 1}) if name == "device_bytes" else roomy)
     fitting = (found for found in needed if not roomy.shortage(found))
     least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)

@@ -185,8 +185,8 @@ class Cluster:
         memory_bandwidth: of one device's memory.
         link_bandwidth: between two devices of a node.
         network_bandwidth: between two nodes, of each node.
-        pcie_bandwidth: between host and one device, each way.
-        adam_bandwidth: bytes per second of host memory that DeepSpeed's CPU optimizer moves on one node, all its
+        pcie_bandwidth: between CPU memory and one device, each way.
+        adam_bandwidth: bytes per second of CPU memory that DeepSpeed's CPU optimizer moves on one node, all its
             processes together.
         nvme_read, nvme_write: of one node's disk.
         sources: where each constant comes from, by its name here.
@@ -232,16 +232,16 @@ class Setup:
         gradient_bytes: bytes of one element where gradients accumulate: 4 in bf16, as this package settles it, 2 in
             fp16; not read without ZeRO, at stage 0 and in fp32, where it is the weights' own.
         offload_optimizer, offload_param: where optimizer states and parameters live; `none` is the device.
-        ratio: the share of the optimizer's elements that is updated on the host, 1.0 for all.
+        ratio: the share of the optimizer's elements that is updated on the CPU, 1.0 for all.
         sub_group_size: elements that stage 3's optimizer updates at a time.
         micro_batch: samples per process and backward.
         accumulation: micro-batches per optimizer step.
         activation_checkpointing: whether every block is recomputed in the backward.
         reduce_bucket, allgather_bucket, prefetch_bucket: elements.
-        persistence_threshold: stage 3 keeps parameters with no more elements whole on every device.
+        persistence_threshold: stage 3 keeps parameters with no more elements unpartitioned on every device.
         max_live_parameters: elements up to which stage 3 gathers ahead.
         max_reuse_distance: stage 3 does not release parameters that come again within so many elements.
-        param_buffer: elements of each of the five buffers between host and NVMe for parameters.
+        param_buffer: elements of each of the five buffers between CPU memory and NVMe for parameters.
         overlap_comm: whether reductions run beside the backward, with a second bucket.
         pin_memory: whether offloaded tensors are pinned.
         gradient_views: whether DDP's gradients are views of its buckets (`gradient_as_bucket_view`), else beside them.
