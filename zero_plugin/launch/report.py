@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
-from zero_plugin.config.handover import Shortage
+from zero_plugin.config.handover import OutOfMemoryReport
 from zero_plugin.config.launch_settings import asks_for_cpu
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.tree import AUTO, dotted
@@ -114,7 +114,7 @@ def describe_failure(
     machines: int = 1,
     memory: MemoryWatch | None = None,
     processes: Mapping[int, int] | None = None,
-    shortage: Shortage | None = None,
+    out_of_memory: OutOfMemoryReport | None = None,
 ) -> str:
     """A few lines for people: who failed first, where, how, what that means and what to do.
 
@@ -123,15 +123,15 @@ def describe_failure(
         machines: of the run; with several, a failure on another one may have come before.
         memory: what was seen of CPU memory while the workers ran.
         processes: the process id of each rank that failed, to find its part of that.
-        shortage: what a worker that ran out of memory has left.
+        out_of_memory: what a worker that ran out of memory has left.
     """
     host = socket.gethostname()
     where = f"on {host}" if machines == 1 else f"of those on {host}"
     output = "" if first.exitcode < 0 else "; its output is above"
     lines = [f"{tell_end(first)}, {where}{output}. All workers are stopped."]
-    if shortage is not None:
-        lines += [shortage.headline, shortage.advice]
-        if shortage.cut:
+    if out_of_memory is not None:
+        lines += [out_of_memory.headline, out_of_memory.advice]
+        if out_of_memory.cut:
             lines.append("With --max_restarts 1 on every machine the run starts again with the smaller micro-batch.")
     elif first.kind == "OutOfMemoryError":
         lines.append(_GPU_MEMORY)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zero_plugin.config.handover import Shortage
+from zero_plugin.config.handover import OutOfMemoryReport
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
 from zero_plugin.config.tree import AUTO
@@ -133,7 +133,7 @@ class Prepared:
         gc.collect()
         torch.cuda.empty_cache()  # does nothing if CUDA was not used
 
-    def describe_out_of_memory(self, error: BaseException) -> Shortage:
+    def describe_out_of_memory(self, error: BaseException) -> OutOfMemoryReport:
         """Describe an out-of-memory error, and whether the launcher may restart the run."""
         run, training = self._run, self.trained[0] if self.trained else None
         micro_batch = run.document.deepspeed.get("train_micro_batch_size_per_gpu")

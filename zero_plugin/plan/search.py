@@ -288,7 +288,7 @@ class _Question:
         time = step_time(self.work.model, self.work.activations, self.work.optimizer, setup, self.cluster)
         return Candidate(setup, self.measure(setup), time, rejected, short)
 
-    def shortage(self, needed: Footprint) -> str:
+    def missing_memory(self, needed: Footprint) -> str:
         """What `needed` exceeds, with both numbers; "" where it fits."""
         cluster, found = self.cluster, []
         for need, there, where, terms in (
@@ -348,14 +348,14 @@ def _best(question: _Question, option: Option, sizes: list[dict[str, Any]]) -> C
     fitting = [question.candidate(replace(setup, **batch)) for setup, batch in largest if batch]
     if fitting:
         return _fastest(fitting)
-    return question.candidate(setups[0], question.shortage(question.measure(setups[0])), short=True)
+    return question.candidate(setups[0], question.missing_memory(question.measure(setups[0])), short=True)
 
 
 def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first of `sizes`, which fall, that fits: a larger micro-batch is never slower."""
 
     def fits(batch: dict[str, Any]) -> bool:
-        return not question.shortage(question.measure(replace(setup, **batch)))
+        return not question.missing_memory(question.measure(replace(setup, **batch)))
 
     if sizes[0]["accumulation"] == 1 and fits(sizes[0]):
         return sizes[0]  # apart: an accumulation window of one backward carries no gradients into it
@@ -565,13 +565,13 @@ def _least(question: _Question, name: str) -> int | None:
     roomy = _changed(question, cluster={name: _PLENTY})
     # On a device without room DeepSpeed makes its flat copy in CPU memory.
     needed = _leanest(_changed(question, cluster={name: 1}) if name == "device_bytes" else roomy)
-    fitting = (found for found in needed if not roomy.shortage(found))
+    fitting = (found for found in needed if not roomy.missing_memory(found))
     least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)
     return least and round_up(least)
 
 
 def _fits(question: _Question) -> bool:
-    return any(not question.shortage(found) for found in _leanest(question))
+    return any(not question.missing_memory(found) for found in _leanest(question))
 
 
 def _leanest(question: _Question) -> Iterator[Footprint]:
