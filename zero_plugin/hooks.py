@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zero_plugin.big_models.align import AlignDevicesHook as AlignDevicesHook
 from zero_plugin.big_models.dispatch import CpuOffload as CpuOffload
 from zero_plugin.big_models.dispatch import UserCpuOffloadHook as UserCpuOffloadHook
 from zero_plugin.big_models.dispatch import attach_align_device_hook as attach_align_device_hook
+from zero_plugin.big_models.hooks import AlignDevicesHook as AlignDevicesHook
 from zero_plugin.big_models.hooks import LayerwiseCastingHook as LayerwiseCastingHook
 from zero_plugin.big_models.hooks import ModelHook as ModelHook
 from zero_plugin.big_models.hooks import SequentialHook as SequentialHook

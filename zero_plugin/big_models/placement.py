@@ -1,20 +1,21 @@
-"""Which part of a model goes where: GPUs first, then CPU memory, then disk, as far as each has room."""
+"""Which part of a model goes where: GPUs first, then CPU memory, then disk; and how many bytes its parts take."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.big_models.stored import compute_module_sizes, convert_file_size_to_int, get_max_layer_size
+from zero_plugin.config.amounts import read_bytes
 from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes
-from zero_plugin.tensors.modules import find_tied_parameters
+from zero_plugin.tensors.modules import as_dtype, find_tied_parameters, named_module_tensors
 
 Part: TypeAlias = tuple[str, nn.Module | Tensor]
 Place: TypeAlias = int | str
@@ -351,3 +352,77 @@ def check_places(device_map: Mapping[str, int | str | torch.device]) -> None:
                 find_place(device)
             except ValueError as error:
                 raise ValueError(f"device_map sends {name or 'the model'!r} to {device!r}, but {error}") from error
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes in a number, or in a text such as `5GB` (decimal) or `5GiB` (binary), see `read_bytes`.
+
+    Raises:
+        ValueError: it is no size; a text without a unit is none.
+    """
+    found = read_bytes(size, least=0)
+    if found is None or (isinstance(size, str) and size.strip().isdigit()):
+        raise ValueError(f"{size!r} is no size; write a number of bytes, or a text such as '5GB' or '200MiB'")
+    return found
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of every parameter, buffer and module by name; the whole model's under the empty name.
+
+    A tensor that has several names counts under the first of them.
+
+    Args:
+        model: may be on the meta device.
+        dtype: the type that floating tensors will have; one that is smaller than that already keeps its size.
+        special_dtypes: the type that the tensors of these names will have.
+        buffers_only: without parameters.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    for name, tensor in tensors:
+        bytes_each = tensor.dtype.itemsize
+        if special_dtypes is not None and name in special_dtypes:
+            bytes_each = as_dtype(special_dtypes[name]).itemsize
+        elif dtype is not None and tensor.dtype.is_floating_point:
+            bytes_each = min(bytes_each, as_dtype(dtype).itemsize)
+        parts = name.split(".")
+        for depth in range(len(parts) + 1):
+            sizes[".".join(parts[:depth])] += tensor.numel() * bytes_each
+    return sizes
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, nn.Module | Tensor]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Collection[str],
+) -> tuple[int, list[str]]:
+    """Bytes of the largest layer, and the names of those that are as large.
+
+    Args:
+        modules: by name; a layer is a tensor, a module without modules inside, or one that is not to be split.
+        module_sizes: from `compute_module_sizes`.
+        no_split_module_classes: names of the classes that are not to be split.
+    """
+    layers: list[str] = []
+    remaining = list(reversed(modules))
+    while remaining:
+        name, module = remaining.pop()
+        inside = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if inside and type(module).__name__ not in no_split_module_classes:
+            remaining.extend((f"{name}.{child}", part) for child, part in reversed(inside))
+        else:
+            layers.append(name)
+    largest = max((module_sizes.get(name, 0) for name in layers), default=0)
+    return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of the model, and its largest layer as `get_max_layer_size` tells it."""
+    sizes = compute_module_sizes(model)
+    parts: list[tuple[str, nn.Module | Tensor]] = [*named_module_tensors(model), *model.named_children()]
+    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or ())
