@@ -16,7 +16,7 @@ import torch
 from zero_plugin import Accelerator
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory, is_out_of_memory
 from zero_plugin.plan.run_plan import RunMemory
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, ParameterSize, Setup, Workload
 from zero_plugin.strategies.base import Saving
 
 CPU = torch.device("cpu")
@@ -107,9 +107,10 @@ def test_when_a_smaller_micro_batch_is_tried(change: dict[str, Any], cut: int, m
 def test_what_the_plan_says_of_each_way() -> None:
     """In bytes, corrected by what was taken above the prediction; only the first way that fits is marked."""
     run = RunMemory(
-        ModelSizes("model", (ParameterSize(2**30),)),
-        Activations(Affine(0, 2**30), checkpointed=Affine(0, 2**25)),
-        OptimizerSizes(),
+        Workload(
+            ModelSizes("model", (ParameterSize(2**30),)),
+            Activations(Affine(0, 2**30), checkpointed=Affine(0, 2**25)),
+        ),
         Setup(stage=2, precision="bf16", micro_batch=8, accumulation=2),
         Cluster(device_bytes=10 * 2**30, host_bytes=2**40, devices=4),
     )

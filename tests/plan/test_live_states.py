@@ -23,7 +23,16 @@ from zero_plugin.plan.costs import (
     weight_bytes,
     window_gradients,
 )
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    OptimizerSizes,
+    ParameterSize,
+    Setup,
+    Workload,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -169,7 +178,7 @@ def peak_differences(name: str, case: Case, world: int, model: ModelSizes, live:
     optimizer = OptimizerSizes(case.optimizer, STATES[case.optimizer], step_copies=2 if way.stage else 0)
     # A shared weight gets two gradients, which are then added.
     made = Activations(Affine(), Affine(fixed=3 * largest * width))
-    phases = footprint(model, made, optimizer, way, Cluster(10**12, 10**12, devices=world)).phases
+    phases = footprint(Workload(model, made, optimizer), way, Cluster(10**12, 10**12, devices=world)).phases
     sums = {
         phase: sum(size for term, size in terms.items() if term not in ("context", "fragmentation"))
         for phase, terms in phases.items()

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from zero_plugin.plan.costs import StepTime, step_time
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    OptimizerSizes,
+    ParameterSize,
+    Setup,
+    Workload,
+)
 
 # One billion parameters in ten tensors; numbers of which each term can be told apart.
 MODEL = ModelSizes("one", (ParameterSize(100_000_000, 10),))
@@ -38,7 +47,7 @@ def terms(setup: Setup, cluster: Cluster = CLUSTER, **changed: Any) -> dict[str,
 
 def time(setup: Setup, cluster: Cluster = CLUSTER, **changed: Any) -> StepTime:
     given = {"model": MODEL, "activations": WORK, "optimizer": ADAM} | changed
-    return step_time(given["model"], given["activations"], given["optimizer"], setup, cluster)
+    return step_time(Workload(given["model"], given["activations"], given["optimizer"]), setup, cluster)
 
 
 def test_one_device() -> None:

@@ -235,7 +235,7 @@ def _with_plan(options: Iterable[Saving], loop: FailedLoop, taken: int) -> Itera
     capacity = run.cluster.device_bytes
     short_by = max(1.0, taken / run.footprint.allocated_bytes) if loop.taken else 1.0
     for option in options:
-        if option.changes.get("activation_checkpointing") and run.activations.checkpointed is None:
+        if option.changes.get("activation_checkpointing") and run.work.activations.checkpointed is None:
             yield option.text
             continue
         needed = int(short_by * run.changed(**option.changes).footprint.device_bytes)

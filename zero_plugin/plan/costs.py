@@ -19,13 +19,23 @@ times, DeepCompile) is at least as much.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    OptimizerSizes,
+    ParameterSize,
+    Setup,
+    Workload,
+)
 
 _FP32: Final = 4
 
@@ -480,44 +490,39 @@ class Footprint:
         return sum(self.nvme.values())
 
 
-def footprint(
-    model: ModelSizes, activations: Activations, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster
-) -> Footprint:
+def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
     """The memory that training takes at its peak.
 
     Args:
-        model: its sizes.
-        activations: what a forward keeps, fp32 or 16-bit as `setup.precision` says; where they do not tell it of
-            autocast, its copies of the weights are added.
-        optimizer: what it keeps.
+        work: what is trained, in `setup.precision`; where its activations are not those of autocast, autocast's copies
+            of the weights are added.
         setup: the strategy.
         cluster: the machines; of them count the processes, and the device's size where DeepSpeed looks at it.
     """
-    processes = cluster.processes
+    model, optimizer, processes = work.model, work.optimizer, cluster.processes
     states = {"buffers": model.buffer_bytes, **device_states(model, optimizer, setup, processes)}
-    saved, forward, backward = _activations(activations.under(setup.stage), setup)
-    gradients = window_gradients(model, setup, processes)
-    gathered = gathered_parameters(model, setup, processes)
-    reducing = reduction_buffers(model, setup, processes)
-    # What was traced under autocast has the copies among what it saves.
-    copies = 0 if activations.autocast else autocast_copies(model, setup)
-    beside = {"gathered parameters": gathered, "reduction buffers": reducing}
-    carried = carried_gradients(model, setup, processes)
+    saved, forward, backward = _activations(work.activations.under(setup.stage), setup)
+    beside = {
+        "gathered parameters": gathered_parameters(model, setup, processes),
+        "reduction buffers": reduction_buffers(model, setup, processes),
+    }
+    at_end_of_forward = {
+        "gradients": carried_gradients(model, setup, processes),
+        "transient": forward,
+        "activations": saved,
+        # What was traced under autocast has the copies among what it saves.
+        "autocast copies": 0 if work.activations.autocast else autocast_copies(model, setup),
+    }
+    at_end_of_backward = {"gradients": window_gradients(model, setup, processes), "transient": backward}
     initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
     if setup.stage in (1, 2) and sum(_with_margins(initial, states, processes).values()) > cluster.device_bytes:
         initial["flat copy"] = 0  # then DeepSpeed makes it in CPU memory
     step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
     phases = {
         "initialisation": initial,
-        "forward": {
-            **_with(states, gradients=carried),
-            **beside,
-            "transient": forward,
-            "activations": saved,
-            "autocast copies": copies,
-        },
-        "backward": {**_with(states, gradients=gradients), **beside, "transient": backward},
-        "step": {**states, **step, "gradients": states.get("gradients", 0) + step.get("gradients", 0)},
+        "forward": _sum(states, beside, at_end_of_forward),
+        "backward": _sum(states, beside, at_end_of_backward),
+        "step": _sum(states, step),
     }
     phases = {name: _with_margins(terms, states, processes) for name, terms in phases.items()}
     peak = max(phases, key=lambda name: sum(phases[name].values()))
@@ -540,8 +545,12 @@ def _activations(activations: Activations, setup: Setup) -> tuple[int, int, int]
     return activations.saved.at(samples), transient, max(transient, recomputing)
 
 
-def _with(states: Mapping[str, int], *, gradients: int) -> dict[str, int]:
-    return {**states, "gradients": states.get("gradients", 0) + gradients}
+def _sum(*groups: Mapping[str, int]) -> dict[str, int]:
+    """All terms; of those that several groups have, the sum."""
+    found: Counter[str] = Counter()
+    for terms in groups:
+        found.update(terms)
+    return dict(found)
 
 
 def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], processes: int) -> dict[str, int]:
@@ -607,23 +616,19 @@ class StepTime:
         return sum(self.terms.values())
 
 
-def step_time(
-    model: ModelSizes, activations: Activations, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster
-) -> StepTime:
+def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
     """The time of `setup.accumulation` micro-batches on every process, and the update.
 
     Args:
-        model: its sizes.
-        activations: operations of a forward; where they are unknown, two per parameter and token.
-        optimizer: what it keeps.
+        work: what is trained; where the operations of a forward are unknown, they are two per parameter and token.
         setup: the strategy.
         cluster: the machines.
 
     Raises:
         ValueError: a speed that this setup needs is not known of the cluster.
     """
-    micro_batches, weights = setup.accumulation, weight_bytes(setup)
-    forward, backward = _compute(model, activations, setup, cluster)
+    model, micro_batches = work.model, setup.accumulation
+    forward, backward = _compute(model, work.activations, setup, cluster)
     compute = micro_batches * (forward + backward)
     reduction, gather = _collectives(model, setup, cluster)
     beside = {
@@ -641,7 +646,7 @@ def step_time(
         hidden["gradients between devices"] = min(reduction, free)
         reduction = max(0.0, reduction - free)
     terms |= {"gradients between devices": reduction, "weights between devices": gather}
-    for name, seconds in _update(model, optimizer, setup, cluster, weights).items():
+    for name, seconds in _update(model, work.optimizer, setup, cluster).items():
         terms[name] = terms.get(name, 0.0) + seconds
     return StepTime(_above_zero(terms), _above_zero(hidden))
 
@@ -708,15 +713,13 @@ def _weights_from(model: ModelSizes, setup: Setup, device: str) -> int:
     return 2 * setup.accumulation * model.elements * weight_bytes(setup) if setup.offload_param == device else 0
 
 
-def _update(
-    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster, weights: int
-) -> dict[str, float]:
+def _update(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster) -> dict[str, float]:
     """Seconds of the step itself, nothing beside it: the optimizer where its states are, and the way there and back.
 
     An optimizer with s states reads the master, the gradient and the states, and writes all but the gradient:
     `4·(3 + 2s)` bytes per element, 28 for Adam; the copy in 16 bits is 2 more.
     """
-    shards = 1 if setup.stage in (None, 0) else cluster.processes
+    shards, weights = 1 if setup.stage in (None, 0) else cluster.processes, weight_bytes(setup)
     own = model.trainable / shards
     on_device = float(own)
     if setup.offload_optimizer != "none":

@@ -31,7 +31,6 @@ from zero_plugin.plan.situation import (
     Affine,
     Cluster,
     ModelSizes,
-    OptimizerSizes,
     Setup,
     Stage,
     Workload,
@@ -148,7 +147,6 @@ def _computes_in_bf16(kind: AcceleratorKind) -> bool:
 
 
 _ZERO: Final = "zero_optimization"
-_ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # The key of a configuration that settles each field of a setup; `pin_memory` has two.
 KEYS: Final[Mapping[str, KeyPath]] = {
@@ -166,37 +164,6 @@ KEYS: Final[Mapping[str, KeyPath]] = {
     "param_buffer": (_ZERO, "offload_param", "buffer_size"),
     "overlap_comm": (_ZERO, "overlap_comm"),
 }
-
-
-def running_setup(resolved: Resolved, stage: Stage) -> Setup:
-    """What the memory of a run is computed from; activation checkpointing is the script's own, and part of the model.
-
-    Args:
-        resolved: its configuration.
-        stage: that it runs; None without ZeRO, where nothing is offloaded.
-    """
-    tree = resolved.tree
-    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Setup)}
-    found: dict[str, Any] = {}
-    for name, path in KEYS.items():
-        if path in PLACEMENT:
-            continue
-        value = tree.value(*path)
-        if not isinstance(value, bool | int | float):
-            default = deepspeed_default(path)
-            value = None if default is None else default[0]
-        if isinstance(value, bool | int | float):
-            found[name] = kinds[name](value)
-    width = _ELEMENT_BYTES.get(str(tree.value("data_types", "grad_accum_dtype")))
-    return Setup(
-        stage=stage,
-        precision=resolved.precision,
-        gradient_bytes=width or (4 if resolved.precision == "no" else 2),
-        offload_optimizer="none" if stage is None else resolved.offload_device("optimizer"),
-        offload_param="none" if stage is None else resolved.offload_device("param"),
-        pin_memory=any(tree.value(_ZERO, f"offload_{what}", "pin_memory") is True for what in ("optimizer", "param")),
-        **found,
-    )
 
 
 Planned = Mapping[KeyPath, tuple[Any, str]]
@@ -245,7 +212,6 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
     micro = facts.loop.micro_batch or _number(asked.value(*MICRO_BATCH))
     if micro is None and not (activations.saved.per_sample and _plans_micro_batch(facts)):
         micro, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
-    types = {"fp32": 4, "bf16": 2, "fp16": 2}
     unpinned = facts.machine.accelerator == "cpu" or any(asked.value(*path) is False for path in _PINNED)
     sub_group = KEYS["sub_group_size"]
     # Beside an open stage, device or ratio these two are a plan's, too; a micro-batch alone changes nothing else.
@@ -254,7 +220,7 @@ def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activatio
         stage=_fixed(tree, KEYS["stage"], 0),
         ddp=False,
         precision=resolved.precision,
-        gradient_bytes=types.get(str(tree.value("data_types", "grad_accum_dtype"))),
+        gradient_bytes=_ELEMENT_BYTES.get(str(tree.value("data_types", "grad_accum_dtype"))),
         offload_optimizer=_fixed(tree, KEYS["offload_optimizer"], "none"),
         offload_param=_fixed(tree, KEYS["offload_param"], "none"),
         ratio=None if ratio is AUTO else float(ratio),
@@ -531,16 +497,14 @@ def free_bytes(model: nn.Module, device: torch.device) -> int:
 class RunMemory:
     """What the memory of a run is computed from; see `footprint`."""
 
-    sizes: ModelSizes
-    activations: Activations
-    optimizer: OptimizerSizes
+    work: Workload
     setup: Setup
     cluster: Cluster
 
     @cached_property
     def footprint(self) -> Footprint:
         """On one process' device, on its machine and on its NVMe drive."""
-        return footprint(self.sizes, self.activations, self.optimizer, self.setup, self.cluster)
+        return footprint(self.work, self.setup, self.cluster)
 
     def changed(self, **fields: Any) -> RunMemory:
         """The same with other `fields` of its setup."""
@@ -571,12 +535,45 @@ def predict_memory(
     here = local_processes(processes)
     host = available_cpu_memory()
     device = torch.cuda.get_device_properties(processes.device).total_memory if on_gpu else host // here
+    optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
     return RunMemory(
-        _trained_sizes(model, facts),
-        activations or Activations(Affine()),
-        asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu),
+        Workload(_trained_sizes(model, facts), activations or Activations(Affine()), optimizer),
         running_setup(resolved, stage),
         Cluster(device, host, nodes=processes.world_size // here, devices=here),
+    )
+
+
+_ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def running_setup(resolved: Resolved, stage: Stage) -> Setup:
+    """What the memory of a run is computed from; activation checkpointing is the script's own, and part of the model.
+
+    Args:
+        resolved: its configuration.
+        stage: that it runs; None without ZeRO, where nothing is offloaded.
+    """
+    tree = resolved.tree
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Setup)}
+    found: dict[str, Any] = {}
+    for name, path in KEYS.items():
+        if path in PLACEMENT:
+            continue
+        value = tree.value(*path)
+        if not isinstance(value, bool | int | float):
+            default = deepspeed_default(path)
+            value = None if default is None else default[0]
+        if isinstance(value, bool | int | float):
+            found[name] = kinds[name](value)
+    width = _ELEMENT_BYTES.get(str(tree.value("data_types", "grad_accum_dtype")))
+    return Setup(
+        stage=stage,
+        precision=resolved.precision,
+        gradient_bytes=width or (4 if resolved.precision == "no" else 2),
+        offload_optimizer="none" if stage is None else resolved.offload_device("optimizer"),
+        offload_param="none" if stage is None else resolved.offload_device("param"),
+        pin_memory=any(tree.value(_ZERO, f"offload_{what}", "pin_memory") is True for what in ("optimizer", "param")),
+        **found,
     )
 
 

@@ -281,12 +281,11 @@ class _Question:
     def measure(self, setup: Setup) -> Footprint:
         """The memory of one setup on devices that have no more than may be used."""
         cluster = replace(self.cluster, device_bytes=self.usable(self.cluster.device_bytes))
-        return footprint(self.work.model, self.work.activations, self.work.optimizer, setup, cluster)
+        return footprint(self.work, setup, cluster)
 
     def candidate(self, setup: Setup, rejected: str = "", *, short: bool = False) -> Candidate:
         """A line of the table."""
-        time = step_time(self.work.model, self.work.activations, self.work.optimizer, setup, self.cluster)
-        return Candidate(setup, self.measure(setup), time, rejected, short)
+        return Candidate(setup, self.measure(setup), step_time(self.work, setup, self.cluster), rejected, short)
 
     def missing_memory(self, needed: Footprint) -> str:
         """What `needed` exceeds, with both numbers; "" where it fits."""
