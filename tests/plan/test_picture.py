@@ -40,7 +40,7 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
         draw_plan(file, choice, cluster, "a model on 8 GPUs", 0.1)
     text = file.read_text()
     assert "a model on 8 GPUs" in text
-    assert "40 GiB there, 36 usable" in text
+    assert "40 GiB available, 36 usable" in text
     for candidate in choice.table:
         assert (f">{name_setup(candidate.setup)}  " in text) == (candidate.rejected != "no NVMe disk is stated")
     assert choice.chosen is not None

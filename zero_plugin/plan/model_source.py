@@ -372,7 +372,10 @@ def model_sizes(module: nn.Module) -> ModelSizes:
             for (size, trained, expert, width), count in kinds.items()
         ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
-        largest_module=max((_own_elements(part.parameters(recurse=False)) for part in module.modules()), default=0),
+        largest_module=max(
+            sum(math.prod(_shape(parameter)) for parameter in part.parameters(recurse=False))
+            for part in module.modules()
+        ),
         hidden_size=hidden or common_width(shapes.values())[0],
         layers=len(repeated_blocks(module)) or stated_number(text, KEYS["layers"]),
         vocabulary=stated_number(text, KEYS["vocabulary"]),
@@ -394,10 +397,6 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
         is_row = isinstance(child, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
         found += child.children() if is_row else repeated_blocks(child)
     return found
-
-
-def _own_elements(parameters: Iterable[Tensor]) -> int:
-    return sum(math.prod(_shape(parameter)) for parameter in parameters)
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -142,6 +144,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     """
     check_picture(file)
     from matplotlib.figure import Figure  # not pyplot: it would choose a window system and keep the figure alive
+    from matplotlib.patches import Patch
 
     shown = _worth_drawing(choice)
     figure = Figure(figsize=(12, 1.9 + 0.34 * len(shown)), dpi=150, layout="constrained")
@@ -162,7 +165,7 @@ def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: 
     device.set_title(
         "strategy, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED
     )
-    handles = [_patch(colour) for colour in colours.values()]
+    handles = [Patch(color=colour) for colour in colours.values()]
     figure.legend(
         handles, list(colours), loc="outside lower center", ncols=min(6, len(handles)), frameon=False, fontsize=8
     )
@@ -201,10 +204,9 @@ def _worth_drawing(choice: Choice) -> list[Candidate]:
 
 def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:
     """A colour for each term, the model's states first, then the largest."""
-    totals: dict[str, int] = {}
-    for terms in (terms for group in footprints for terms in group):
-        for name, size in terms.items():
-            totals[name] = totals.get(name, 0) + size
+    totals: Counter[str] = Counter()
+    for terms in chain(*footprints):
+        totals.update(terms)
     first = [name for name in _ORDER if name in totals]
     names = [*first, *sorted(totals.keys() - {*first}, key=lambda name: -totals[name])]
     if len(names) > len(_COLOURS):
@@ -219,8 +221,9 @@ def _draw_bars(
     end = min(max(longest, capacity / _GIB), _BEYOND * capacity / _GIB)
     for row, terms in enumerate(bars):
         start = 0.0
+        sizes = {**terms, _REST: sum(size for name, size in terms.items() if name not in colours)}
         for name, colour in colours.items():
-            width = _width(terms, name, colours) / _GIB
+            width = sizes.get(name, 0) / _GIB
             if width and start < end:
                 axes.barh(
                     row, min(width, end - start), left=start, height=0.66, color=colour, edgecolor="white", lw=0.4
@@ -242,7 +245,7 @@ def _draw_bars(
     axes.axvline(capacity / _GIB, color=_INK, lw=1.2)
     axes.axvline(usable, color=_RED, lw=1.0, ls="--")
     axes.annotate(
-        f"{capacity / _GIB:.3g} GiB there, {usable:.3g} usable",
+        f"{capacity / _GIB:.3g} GiB available, {usable:.3g} usable",
         (capacity / _GIB, 1.0),
         (-3, 4),
         xycoords=("data", "axes fraction"),
@@ -258,15 +261,3 @@ def _draw_bars(
     axes.tick_params(colors=_MUTED, labelcolor=_INK)
     axes.grid(axis="x", color=_MUTED, alpha=0.2, linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def _width(terms: Mapping[str, int], name: str, colours: Mapping[str, str]) -> int:
-    if name == _REST:
-        return sum(size for term, size in terms.items() if term not in colours)
-    return terms.get(name, 0)
-
-
-def _patch(colour: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour)
