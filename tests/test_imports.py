@@ -24,7 +24,7 @@ WARM = {
     "zero_plugin.cli.selftest_checks.checks",
     "zero_plugin.cli.selftest_checks.worker",
     "zero_plugin.plan.activations",  # these read live models, or build some
-    "zero_plugin.plan.constants",
+    "zero_plugin.plan.speeds",
 }
 COLD_MODULES = [
     name

@@ -24,7 +24,7 @@ from zero_plugin.loop.memory_check import find_available_memory
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
 from zero_plugin.machine import hardware
 from zero_plugin.machine.hardware import Meter, count_cores, memory_available_bytes
-from zero_plugin.plan.constants import measure_cluster
+from zero_plugin.plan.speeds import measure_cluster
 
 CPU = torch.device("cpu")
 GIB = 2**30

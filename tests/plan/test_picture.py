@@ -13,7 +13,7 @@ import pytest
 from zero_plugin.errors import ConfigError, MachineError
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.output import _worth_drawing, draw_plan
+from zero_plugin.plan.plan_files import _worth_drawing, draw_plan
 from zero_plugin.plan.search import Choice, Wanted, plan
 from zero_plugin.plan.situation import Cluster, Workload, name_setup
 
@@ -77,7 +77,7 @@ def test_kinds_of_file(tmp_path: Path, suffix: str, magic: bytes) -> None:
 
 def test_the_colours_stay_apart_in_grey() -> None:
     """Terms that lie beside each other in a bar differ in lightness."""
-    from zero_plugin.plan.output import _COLOURS
+    from zero_plugin.plan.plan_files import _COLOURS
 
     def lightness(colour: str) -> float:
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.big_models.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
+from zero_plugin.big_models.module_hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
 from zero_plugin.big_models.placement import check_device_map, check_places, find_place, lookup
 from zero_plugin.big_models.stored import (
     OffloadedWeightsLoader,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin.big_models.hooks import has_offloaded_params
+from zero_plugin.big_models.module_hooks import has_offloaded_params
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Facts, Resolved
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem

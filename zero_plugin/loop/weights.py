@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.big_models.hooks import stored_values
+from zero_plugin.big_models.module_hooks import stored_values
 from zero_plugin.checkpoint.layout import session_fragments
 from zero_plugin.checkpoint.load_weights import WeightsReport, find_weights, initialize_tensors, match_weights
 from zero_plugin.checkpoint.objects import write_object

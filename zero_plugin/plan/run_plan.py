@@ -473,7 +473,7 @@ def _trained_sizes(model: nn.Module, facts: Facts) -> ModelSizes:
 
 def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster:
     """These machines, with the memory that is free now or stated in the configuration."""
-    from zero_plugin.plan.constants import measure_cluster
+    from zero_plugin.plan.speeds import measure_cluster
 
     settings = launch_settings(document)
     here = measure_cluster(devices, nodes, nvme_folder(document.deepspeed))

@@ -6,14 +6,14 @@ import sys
 
 from torch import nn
 
-from zero_plugin.big_models.hooks import align_module_device as align_module_device
-from zero_plugin.big_models.hooks import get_state_dict_from_offload as get_state_dict_from_offload
-from zero_plugin.big_models.hooks import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-from zero_plugin.big_models.hooks import has_offloaded_params as has_offloaded_params
 from zero_plugin.big_models.load import check_tied_parameters_in_config as check_tied_parameters_in_config
 from zero_plugin.big_models.load import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
 from zero_plugin.big_models.load import load_checkpoint_in_model as load_checkpoint_in_model
 from zero_plugin.big_models.load import load_state_dict as load_state_dict
+from zero_plugin.big_models.module_hooks import align_module_device as align_module_device
+from zero_plugin.big_models.module_hooks import get_state_dict_from_offload as get_state_dict_from_offload
+from zero_plugin.big_models.module_hooks import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from zero_plugin.big_models.module_hooks import has_offloaded_params as has_offloaded_params
 from zero_plugin.big_models.placement import calculate_maximum_sizes as calculate_maximum_sizes
 from zero_plugin.big_models.placement import check_device_map as check_device_map
 from zero_plugin.big_models.placement import clean_device_map as clean_device_map
