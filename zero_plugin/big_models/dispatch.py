@@ -61,7 +61,7 @@ def dispatch_model(
         skip_keys: keyword arguments, and keys of outputs, that stay where they are.
         preload_module_classes: names of classes that read weights of modules inside without calling these; torch's own
             attention and encoder layers need not be named.
-        force_hooks: also where the whole model is on one device.
+        force_hooks: also where the complete model is on one device.
 
     Returns:
         The model, with the map as `hf_device_map`.
@@ -244,9 +244,9 @@ def attach_align_device_hook(
         module: changed in place.
         execution_device: as for the hook; so are `offload`, `offload_buffers`, `skip_keys` and `tied_params_map`.
         offload: weights leave after each module's forward.
-        weights_map: values of offloaded tensors by name in the whole model; by default the modules' own, on the CPU.
+        weights_map: values of offloaded tensors by name in the complete model; by default the modules' own, on the CPU.
         offload_buffers: buffers leave too.
-        module_name: the module's name in the whole model.
+        module_name: the module's name in the complete model.
         skip_keys: keyword arguments that stay where they are.
         preload_module_classes: as for `dispatch_model`.
         tied_params_map: what hooks of the same model share.

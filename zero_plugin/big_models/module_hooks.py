@@ -393,8 +393,8 @@ def get_state_dict_from_offload(
 
     Args:
         module: one of a dispatched model.
-        module_name: the name, in the whole model, of one of its weights.
-        state_dict: of the whole model; entries of this module are replaced.
+        module_name: the name, in the complete model, of one of its weights.
+        state_dict: of the complete model; entries of this module are replaced.
         device_to_put_offload: where offloaded values come to.
 
     Returns:
@@ -415,7 +415,7 @@ def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 
 class LayerwiseCastingHook(ModelHook):
-    """The module's weights have one type in its forward and another between forwards.
+    """The module's weights have one dtype in its forward and another between forwards.
 
     Args:
         storage_dtype: between forwards.
@@ -429,21 +429,21 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """To the type of storage."""
+        """To the dtype of storage."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """To the type of the forward."""
+        """To the dtype of the forward."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Back to the type of storage."""
+        """Back to the dtype of storage."""
         self.interrupted(module)
         return output
 
     def interrupted(self, module: nn.Module) -> None:
-        """Back to the type of storage."""
+        """Back to the dtype of storage."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
@@ -457,7 +457,7 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Put a `LayerwiseCastingHook` on every linear and convolution layer.
 
-    Values lose what the storage type cannot hold; a loss is seen at once, and does not grow.
+    Values lose what the storage dtype cannot hold; a loss is seen at once, and does not grow.
 
     Args:
         module: changed in place.

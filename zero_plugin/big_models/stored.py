@@ -19,7 +19,7 @@ _INDEX = "index.json"
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name: some in memory, the others memory-mapped from the files that an index tells.
+    """Weights by name: some in memory, the others memory-mapped from the files that an index names.
 
     A file must keep its content while the model is used; one that is replaced by renaming does.
 
@@ -83,7 +83,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
     """Of a map, what is under a prefix, by the rest of its names.
 
     Args:
-        dataset: the whole map.
+        dataset: the complete map.
         prefix: with its dot.
     """
 
@@ -176,7 +176,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | Pa
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | Path) -> None:
-    """Put the tensors that an index tells into a model, on the CPU.
+    """Put the tensors that an index names into a model, on the CPU.
 
     Args:
         model: that has them, with any values or none.

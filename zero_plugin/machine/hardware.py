@@ -165,7 +165,7 @@ def choose_cores(
         processes: on this machine.
         gpus: the PCI address of each process's GPU, None where it is not known; empty on the CPU.
         allowed: cores that this process may use; by default its affinity.
-        system: where the kernel tells of nodes and devices.
+        system: where the kernel lists nodes and devices.
     """
     if not hasattr(os, "sched_setaffinity"):
         return Binding((), "this system binds no process to cores")
@@ -191,7 +191,7 @@ def read_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
 
 
 def find_gpus(processes: int, environ: Mapping[str, str], driver: Path = _GPU_DRIVER) -> tuple[str | None, ...]:
-    """The PCI address of the GPU of each local rank, as NVIDIA's driver numbers them; None for what it does not tell.
+    """The PCI address of the GPU of each local rank, as NVIDIA's driver numbers them; None for what it does not list.
 
     Args:
         processes: on this machine, on one GPU each.
@@ -296,7 +296,7 @@ class MemoryWatch:
     @property
     def kills(self) -> int | None:
         """Processes that the kernel has killed since for want of memory, in this container where it has a limit of
-        its own; None where the system does not tell."""
+        its own; None where the system does not count them."""
         now = count_memory_kills()
         return None if now is None or self._kills_before is None else now - self._kills_before
 
@@ -307,9 +307,11 @@ class MemoryWatch:
 
 
 def count_memory_kills() -> int | None:
-    """Processes that the kernel has ever killed here for want of memory; None where it does not tell."""
+    """Processes that the kernel has ever killed here for want of memory; None where it does not count them."""
     files = [folder / name for folder in own_groups("memory") for name in ("memory.events", "memory.oom_control")]
-    counts = (read_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat"))  # the last: the whole machine's
+    counts = (
+        read_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat")
+    )  # the last: the complete machine's
     return next((count for count in counts if count is not None), None)
 
 
@@ -379,7 +381,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def read(self, units: int, unit: str) -> dict[str, float]:
-        """`<unit>_per_second` since the last reading, if any `units` are told, and `memory_available_gb`."""
+        """`<unit>_per_second` since the last reading, if any `units` are given, and `memory_available_gb`."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         values = {f"{unit}_per_second": units * self._processes / max(seconds, 1e-9)} if units else {}
