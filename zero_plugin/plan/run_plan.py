@@ -168,7 +168,7 @@ KEYS: Final[Mapping[str, KeyPath]] = {
 
 Planned = Mapping[KeyPath, tuple[Any, str]]
 
-_PINNED: Final = tuple((_ZERO, what, "pin_memory") for what in ("offload_optimizer", "offload_param"))
+_PINNED: Final = ((_ZERO, "offload_optimizer", "pin_memory"), (_ZERO, "offload_param", "pin_memory"))
 # What a plan chooses where it is open.
 _CHOSEN: Final = ("stage", "offload_optimizer", "offload_param", "ratio", "sub_group_size", "micro_batch")
 _SIZES: Final = (

@@ -27,7 +27,7 @@ from zero_plugin.plan.situation import (
 
 # Without a global batch, micro-batches are powers of two up to this.
 _LARGEST_MICRO_BATCH: Final = 4096
-_RATIOS: Final = tuple(tenths / 10 for tenths in range(9, 0, -1))
+_RATIOS: Final = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 _GROUPS: Final = 20  # sub-groups of a process, so that a tenth of them is some
 # Optimizer and parameters. Weights follow the states, which are eight times as large, and not the other way round.
 _OFFLOADS: Final[tuple[tuple[Device, Device], ...]] = (
