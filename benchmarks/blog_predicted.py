@@ -26,11 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from zero_plugin.plan.activations import trace_activations
-from zero_plugin.plan.footprint import Footprint, footprint
-from zero_plugin.plan.live_model import model_sizes
+from zero_plugin.plan.costs import Footprint, footprint, step_time
 from zero_plugin.plan.machines import ATTAINABLE, state_cluster
-from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup
-from zero_plugin.plan.step_time import step_time
+from zero_plugin.plan.model_source import model_sizes
+from zero_plugin.plan.situation import Activations, Cluster, ModelSizes, OptimizerSizes, Setup, Workload
 
 MIB = 2**20
 OPTIMIZER = OptimizerSizes()
@@ -87,7 +86,7 @@ def main() -> None:
             apart = 4 * sizes.trainable if path == "DDP" else 0
             old = largest(sizes, kept, setup, replace(cluster, device_bytes=cluster.device_bytes - apart))
             new = largest(*measured["sdpa"], setup, cluster)
-            taken = footprint(sizes, kept, OPTIMIZER, replace(setup, micro_batch=max(old, 1)), cluster)
+            taken = footprint(Workload(sizes, kept, OPTIMIZER), replace(setup, micro_batch=max(old, 1)), cluster)
             name = "DDP" if path == "DDP" else f"stage {setup.stage}{' + CPU' if setup.offload_param == 'cpu' else ''}"
             batches.add_row(task.name, name, told(published), told(old), told(new), fill(taken))
         if task.seconds is not None:
@@ -118,7 +117,7 @@ def largest(model: ModelSizes, activations: Activations, setup: Setup, cluster: 
     """The largest micro-batch whose peak is within the device's memory; 0 where one sample is too many."""
 
     def fits(micro: int) -> bool:
-        needed = footprint(model, activations, OPTIMIZER, replace(setup, micro_batch=micro), cluster)
+        needed = footprint(Workload(model, activations, OPTIMIZER), replace(setup, micro_batch=micro), cluster)
         return needed.device_bytes <= cluster.device_bytes and needed.host_bytes <= cluster.host_bytes
 
     low, high = 0, 4096
@@ -131,7 +130,7 @@ def largest(model: ModelSizes, activations: Activations, setup: Setup, cluster: 
 def epoch(model: ModelSizes, activations: Activations, setup: Setup, cluster: Cluster, samples: int) -> float:
     """Seconds of training over all samples."""
     steps = -(-samples // (setup.micro_batch * cluster.processes))
-    return steps * step_time(model, activations, OPTIMIZER, setup, cluster).seconds
+    return steps * step_time(Workload(model, activations, OPTIMIZER), setup, cluster).seconds
 
 
 def compare(ddp: float, zero: float) -> tuple[str, str]:

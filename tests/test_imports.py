@@ -23,13 +23,8 @@ WARM = {
     "zero_plugin.launch.rendezvous",  # a subclass of torch's, imported by the process that runs torchrun's engine
     "zero_plugin.cli.selftest_checks.checks",
     "zero_plugin.cli.selftest_checks.worker",
-    "zero_plugin.machine.device_memory",
     "zero_plugin.plan.activations",  # these read live models, or build some
-    "zero_plugin.plan.constants",
-    "zero_plugin.plan.live_model",
-    "zero_plugin.plan.run_facts",
-    "zero_plugin.plan.run_plan",
-    "zero_plugin.plan.traced_bytes",
+    "zero_plugin.plan.speeds",
 }
 COLD_MODULES = [
     name

@@ -145,10 +145,10 @@ def train(run: Run, report: Path) -> None:
 
     from zero_plugin import Accelerator, set_seed
     from zero_plugin.plan.activations import trace_activations
-    from zero_plugin.plan.footprint import footprint
-    from zero_plugin.plan.live_model import model_sizes
-    from zero_plugin.plan.options import running_setup
-    from zero_plugin.plan.situation import Cluster, optimizer_sizes
+    from zero_plugin.plan.costs import footprint
+    from zero_plugin.plan.model_source import model_sizes
+    from zero_plugin.plan.run_plan import running_setup
+    from zero_plugin.plan.situation import Cluster, Workload, optimizer_sizes
 
     on_gpu = not run.cpu
     accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
@@ -207,7 +207,7 @@ def train(run: Run, report: Path) -> None:
     resolved = accelerator.resolved
     setup = running_setup(resolved, None if run.zero is None else resolved.zero_stage)
     here = Cluster(memory, 2**60, devices=run.processes)
-    found = footprint(sizes, activations, optimizer_sizes("adamw"), setup, here)
+    found = footprint(Workload(sizes, activations, optimizer_sizes("adamw")), setup, here)
     figures = Figures(
         peak=max(accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()),
         predicted=found.allocated_bytes,

@@ -122,7 +122,7 @@ def test_modules_that_read_weights_inside(tmp_path) -> None:
 
 
 def test_cpu_offload(make, tokens) -> None:
-    """Weights are in one copy in host memory, and on the meta device between forwards."""
+    """Weights are in one copy in CPU memory, and on the meta device between forwards."""
     expected = make()(tokens)["logits"]
     plain = make()
     address = plain.embedding.weight.data_ptr()

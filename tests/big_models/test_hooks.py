@@ -149,7 +149,7 @@ def test_modules_without_hooks_are_aligned_too() -> None:
 
 
 def test_a_pipeline_of_models() -> None:
-    """The one before goes back to host memory; on the CPU alone nothing moves and values are the same."""
+    """The one before goes back to CPU memory; on the CPU alone nothing moves and values are the same."""
     first, second, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3)
     expected = second(first(x))
     first, hook = cpu_offload_with_hook(first, "cpu")

@@ -204,7 +204,7 @@ def test_files_that_are_not_there_or_damaged(empty, checkpoint, tmp_path) -> Non
     [
         ({"device_map": "autp"}, "device_map='autp'; legal are 'auto', 'balanced', 'balanced_low_0', 'sequential', or"),
         ({"device_map": {"": 0}}, "device_map sends 'the model' to 0, but this machine has no GPU 0"),
-        ({"full_state_dict": False}, "every tensor is loaded whole"),
+        ({"full_state_dict": False}, "every tensor is loaded unpartitioned"),
     ],
 )
 def test_arguments_that_cannot_be(empty, checkpoint, arguments, message) -> None:

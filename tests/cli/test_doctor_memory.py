@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import zero_plugin.machine.memory
+import zero_plugin.machine.hardware
 from zero_plugin.cli.doctor_checks.finding import Needs
 from zero_plugin.cli.doctor_checks.memory_and_disks import check_host_memory, check_locked_memory, check_shared_memory
-from zero_plugin.machine.memory import lockable_bytes
+from zero_plugin.machine.hardware import lockable_bytes
 
 GIB = 2**30
 TWO = Needs(deepspeed=True, processes=2)
@@ -73,6 +73,6 @@ def test_who_may_lock_memory(
     """The limit does not bind a process with CAP_IPC_LOCK, which root has outside of most containers."""
     status = tmp_path / "status"
     status.write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
-    monkeypatch.setattr(zero_plugin.machine.memory, "_STATUS", status)
+    monkeypatch.setattr(zero_plugin.machine.hardware, "_STATUS", status)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert lockable_bytes() == lockable

@@ -134,7 +134,7 @@ def test_where_nothing_fits(plan: PlanCommand) -> None:
     assert code == 1
     assert "nothing fits with 10% of each memory left free" in output
     assert "any one of these would do:" in output
-    assert "in host memory instead of 16 GiB" in output
+    assert "in CPU memory instead of 16 GiB" in output
     assert "the largest model of this shape that fits: " in output
     assert not Path("plan.yaml").exists()
     typed = ("--offload_optimizer_device", "none", "--offload_param_device", "none", "--global_batch", "8")
@@ -148,8 +148,8 @@ def test_where_nothing_fits(plan: PlanCommand) -> None:
         (("--params", "seven"), ("--params: 'seven' is no count", "Write e.g. 7B")),
         ((*LLAMA, "--gpu_memory", "lots"), ("--gpu_memory: 'lots' is no size", "24GiB")),
         ((*LLAMA, "--gpu", "A1000"), ("--gpu: 'A1000' is no GPU that is known here", "A100-80GB")),
-        ((*LLAMA,), ("nothing tells how much memory a GPU has", "--gpu_memory")),
-        (("--gpu", "A100-80GB"), ("nothing tells the model's size", "--params")),
+        ((*LLAMA,), ("it is not known how much memory a GPU has", "--gpu_memory")),
+        (("--gpu", "A100-80GB"), ("the model's size is not given", "--params")),
         (("no_such_folder", "--gpu", "A100-80GB"), ("no_such_folder", "config.json")),
         ((*LLAMA, *NODE, "--micro_batch", "3"), ("64", "micro-batch 3")),
         ((*LLAMA, *NODE, "--output", "plan.txt"), ("plan.txt is neither YAML nor JSON", "plan.yaml")),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.big_models.stored import convert_file_size_to_int
+from zero_plugin.big_models.placement import convert_file_size_to_int
 from zero_plugin.config.amounts import read_bytes, read_count, require_bytes, round_up, show_bytes
 from zero_plugin.errors import ConfigError
 from zero_plugin.utils import convert_bytes

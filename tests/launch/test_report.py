@@ -13,7 +13,7 @@ import pytest
 
 from zero_plugin.launch.report import FirstFailure, describe_failure, describe_idle, find_first_failure, shell_code
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.memory import MemoryWatch, largest_processes
+from zero_plugin.machine.hardware import MemoryWatch, largest_processes
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Seen(MemoryWatch):
 
 
 def test_sigkill_is_explained_as_host_memory() -> None:
-    """-9 names host memory, this machine's size, and what lowers the use; other ends do not."""
+    """-9 names CPU memory, this machine's size, and how to reduce the use; other ends do not."""
     text = describe_failure(FirstFailure(2, -9))
     assert f"rank 2 was ended by signal 9 (SIGKILL), on {socket.gethostname()}" in text
     assert "nearly always the kernel, because CPU memory ran out" in text

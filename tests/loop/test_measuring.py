@@ -8,7 +8,7 @@ from torch import nn
 
 from zero_plugin import Accelerator
 from zero_plugin.loop.memory_check import Prediction, compare_memory, measure_states
-from zero_plugin.plan.footprint import Footprint
+from zero_plugin.plan.costs import Footprint
 from zero_plugin.plan.run_plan import RunMemory
 
 GIB = 2**30

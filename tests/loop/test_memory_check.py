@@ -24,7 +24,7 @@ from zero_plugin.loop.memory_check import (
     find_available_memory,
     insufficient_memory,
 )
-from zero_plugin.plan.footprint import Footprint
+from zero_plugin.plan.costs import Footprint
 
 GIB = 2**30
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

@@ -16,7 +16,7 @@ import torch
 from zero_plugin import Accelerator
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory, is_out_of_memory
 from zero_plugin.plan.run_plan import RunMemory
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
+from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, ParameterSize, Setup, Workload
 from zero_plugin.strategies.base import Saving
 
 CPU = torch.device("cpu")
@@ -53,10 +53,10 @@ def test_real_failures_of_the_host(kind: str, asked: str) -> None:
     """Torch's, NumPy's and Python's own are known for what they are, with the bytes that were asked for."""
     error = failure(kind)
     assert is_out_of_memory(error)
-    shortage = describe_out_of_memory(error, LOOP, CPU, rank=3)
-    assert shortage.headline.startswith("CPU memory ran out on rank 3, in the forward, at micro-batch 8: ")
-    assert asked in shortage.headline
-    assert "GiB are available" in shortage.headline
+    report = describe_out_of_memory(error, LOOP, CPU, rank=3)
+    assert report.headline.startswith("CPU memory ran out on rank 3, in the forward, at micro-batch 8: ")
+    assert asked in report.headline
+    assert "GiB are available" in report.headline
 
 
 @pytest.mark.parametrize("maker", ["CUDA", "HIP"])
@@ -76,8 +76,8 @@ def test_other_errors_are_none() -> None:
 
 def test_the_ways_are_numbered_by_their_cost() -> None:
     """Half the micro-batch with twice the accumulation first, then activation checkpointing, then the strategy's."""
-    shortage = describe_out_of_memory(failure("torch"), LOOP, CPU, rank=0)
-    first, *ways = shortage.advice.splitlines()
+    report = describe_out_of_memory(failure("torch"), LOOP, CPU, rank=0)
+    first, *ways = report.advice.splitlines()
     assert first == "What needs less memory, the cheapest first:"
     assert ways[0] == "  1. batch_size=4 with gradient_accumulation_steps 4, the same global batch"
     assert ways[1].startswith("  2. activation checkpointing")
@@ -100,25 +100,26 @@ def test_the_ways_are_numbered_by_their_cost() -> None:
 )
 def test_when_a_smaller_micro_batch_is_tried(change: dict[str, Any], cut: int, micro_batch: int) -> None:
     """Where the configuration leaves it open, the loop is counted by the layer, and there is a smaller one."""
-    shortage = describe_out_of_memory(failure("torch"), replace(LOOP, **change), CPU, rank=0)
-    assert (shortage.cut, shortage.micro_batch) == (cut, micro_batch)
+    report = describe_out_of_memory(failure("torch"), replace(LOOP, **change), CPU, rank=0)
+    assert (report.cut, report.micro_batch) == (cut, micro_batch)
 
 
 def test_what_the_plan_says_of_each_way() -> None:
     """In bytes, corrected by what was taken above the prediction; only the first way that fits is marked."""
     run = RunMemory(
-        ModelSizes("model", (ParameterSize(2**30),)),
-        Activations(Affine(0, 2**30), checkpointed=Affine(0, 2**25)),
-        OptimizerSizes(),
+        Workload(
+            ModelSizes("model", (ParameterSize(2**30),)),
+            Activations(Affine(0, 2**30), checkpointed=Affine(0, 2**25)),
+        ),
         Setup(stage=2, precision="bf16", micro_batch=8, accumulation=2),
         Cluster(device_bytes=10 * 2**30, host_bytes=2**40, devices=4),
     )
     loop = replace(LOOP, run=run, savings=(*LOOP.savings, Saving("offload", {"offload_optimizer": "cpu"})))
-    shortage = describe_out_of_memory(failure("python"), loop, CPU, rank=0)
-    _, smaller, checkpointing, *_ = shortage.advice.splitlines()
+    report = describe_out_of_memory(failure("python"), loop, CPU, rank=0)
+    _, smaller, checkpointing, *_ = report.advice.splitlines()
     assert "4, the same global batch: " in smaller
     assert checkpointing.endswith(" GiB of 10 GiB; according to the plan the cheapest that fits")
-    assert shortage.advice.count("the cheapest that fits") == 1
+    assert report.advice.count("the cheapest that fits") == 1
     taken = replace(loop, taken=2 * run.footprint.allocated_bytes)
     corrected = describe_out_of_memory(failure("python"), taken, CPU, rank=0).advice.splitlines()[1]
     assert gib_of(corrected) == pytest.approx(2 * gib_of(smaller), rel=0.01)
@@ -132,10 +133,10 @@ def gib_of(line: str) -> float:
 def test_where_a_smaller_micro_batch_does_not_help() -> None:
     """Host memory under a GPU does not hold the batches' activations: it is neither tried nor advised."""
     error = failure("python")
-    shortage = describe_out_of_memory(error, LOOP, torch.device("cuda", 0), rank=0)
-    assert shortage.cut == 0
-    assert "batch_size=4" not in shortage.advice
-    assert "A smaller micro-batch does not help: CPU memory ran out" in shortage.advice
+    report = describe_out_of_memory(error, LOOP, torch.device("cuda", 0), rank=0)
+    assert report.cut == 0
+    assert "batch_size=4" not in report.advice
+    assert "A smaller micro-batch does not help: CPU memory ran out" in report.advice
 
 
 class Hungry(torch.optim.SGD):
@@ -161,10 +162,10 @@ def test_the_call_in_which_it_was() -> None:
         optimizer.step()
     accelerator.end_training()
     assert "in backward(), at" in describe_out_of_memory(in_backward.value, LOOP, CPU, rank=0).headline
-    shortage = describe_out_of_memory(in_step.value, LOOP, CPU, rank=0)
-    assert "in optimizer.step(), at" in shortage.headline
-    assert shortage.cut == 0
-    assert "does not help: the optimizer's states need it" in shortage.advice
+    report = describe_out_of_memory(in_step.value, LOOP, CPU, rank=0)
+    assert "in optimizer.step(), at" in report.headline
+    assert report.cut == 0
+    assert "does not help: the optimizer's states need it" in report.advice
 
 
 SCRIPT = """

@@ -22,10 +22,9 @@ from zero_plugin.launch.build import _find_cluster
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.loop.memory_check import find_available_memory
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
-from zero_plugin.machine import control_groups, memory
-from zero_plugin.machine.device_memory import Meter, memory_available_bytes
-from zero_plugin.machine.hardware import count_cores
-from zero_plugin.plan.constants import measure_cluster
+from zero_plugin.machine import hardware
+from zero_plugin.machine.hardware import Meter, count_cores, memory_available_bytes
+from zero_plugin.plan.speeds import measure_cluster
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -71,8 +70,7 @@ def machine(
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / name).write_text(f"{content}\n")
-    monkeypatch.setattr(control_groups, "PROC", proc)
-    monkeypatch.setattr(memory, "PROC", proc)
+    monkeypatch.setattr(hardware, "PROC", proc)
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
 
@@ -130,13 +128,13 @@ USERS: dict[str, Callable[[], int]] = {
 @pytest.mark.usefixtures("job")
 def test_everyone_has_the_jobs_memory(user: str) -> None:
     """What can be had is the job's, not the node's, whoever asks."""
-    assert USERS[user]() == memory.available_cpu_memory() == 48 * GIB
+    assert USERS[user]() == hardware.available_cpu_memory() == 48 * GIB
 
 
 @pytest.mark.usefixtures("job")
 def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Of doctor, env, the launcher after a kill, and a run that has no memory left."""
-    assert memory.total_cpu_memory() == 64 * GIB
+    assert hardware.total_cpu_memory() == 64 * GIB
     findings = {finding.check: finding for finding in examine(document_from_mapping({}, "code"), {}, build=False)}
     assert findings["host memory"].found.startswith("48 GiB of 64 GiB free")
     env()
@@ -153,8 +151,8 @@ def test_the_limit_of_the_own_group(
     """No limit, one above the machine's memory, one that more is taken of already, and one that counts."""
     size = None if limit is None else limit * GIB
     machine(tmp_path, monkeypatch, version, "a", {"a": group(version, size, 12 * GIB, 2 * GIB)})
-    assert memory.total_cpu_memory() == total * GIB
-    assert memory.available_cpu_memory() == left * GIB
+    assert hardware.total_cpu_memory() == total * GIB
+    assert hardware.available_cpu_memory() == left * GIB
 
 
 @pytest.mark.parametrize("version", [2, 1])
@@ -163,7 +161,7 @@ def test_cached_files_can_be_had(version: int, tmp_path: Path, monkeypatch: pyte
     stat = {"active_file": 4, "file_dirty": 2, "file_writeback": 1, "shmem": 8, "unevictable": 16, "inactive_anon": 8}
     files = group(version, 64 * GIB, 60 * GIB, 3 * GIB, **{name: size * GIB for name, size in stat.items()})
     machine(tmp_path, monkeypatch, version, "a", {"a": files})
-    assert memory.available_cpu_memory() == (64 - 60 + 3 + 4 - 2 - 1) * GIB
+    assert hardware.available_cpu_memory() == (64 - 60 + 3 + 4 - 2 - 1) * GIB
 
 
 def quota(version: int, cores: float | None) -> dict[str, int | str]:
@@ -212,9 +210,9 @@ def test_every_level_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The least total and the least rest may be of different groups; above `memory.high` a process is slowed down."""
     groups = {"a": group(2, 64 * GIB, 60 * GIB), "a/b": group(2, 32 * GIB, 4 * GIB), "": {"memory.stat": "anon 1"}}
     machine(tmp_path, monkeypatch, 2, "a/b", groups)
-    assert (memory.total_cpu_memory(), memory.available_cpu_memory()) == (32 * GIB, 4 * GIB)
+    assert (hardware.total_cpu_memory(), hardware.available_cpu_memory()) == (32 * GIB, 4 * GIB)
     (tmp_path / "cgroup/a/b/memory.high").write_text(f"{6 * GIB}\n")
-    assert (memory.total_cpu_memory(), memory.available_cpu_memory()) == (6 * GIB, 2 * GIB)
+    assert (hardware.total_cpu_memory(), hardware.available_cpu_memory()) == (6 * GIB, 2 * GIB)
 
 
 @pytest.mark.parametrize(("own", "total"), [("docker/c", 16), ("docker/c/job", 8)])
@@ -223,14 +221,14 @@ def test_a_container(version: int, own: str, total: int, tmp_path: Path, monkeyp
     """Its own group is mounted as the root, while its processes may be told the path on the host."""
     groups = {"docker/c": group(version, 16 * GIB, GIB), "docker/c/job": group(version, 8 * GIB, GIB)}
     machine(tmp_path, monkeypatch, version, own, groups, root="docker/c")
-    assert (memory.total_cpu_memory(), memory.available_cpu_memory()) == (total * GIB, (total - 1) * GIB)
+    assert (hardware.total_cpu_memory(), hardware.available_cpu_memory()) == (total * GIB, (total - 1) * GIB)
 
 
 @pytest.mark.parametrize("own", ["../outside", "gone"])
 def test_a_group_that_cannot_be_seen(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those above it that can be seen count."""
     machine(tmp_path, monkeypatch, 2, own, {"": group(2, 16 * GIB, GIB)})
-    assert memory.available_cpu_memory() == 15 * GIB
+    assert hardware.available_cpu_memory() == 15 * GIB
 
 
 def test_the_limit_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +236,10 @@ def test_the_limit_of_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = psutil.Process().memory_info().vms
     limit = mapped + 2**20
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    assert memory.total_cpu_memory() == min(limit, psutil.virtual_memory().total)
-    assert memory.available_cpu_memory() <= 2**20
+    assert hardware.total_cpu_memory() == min(limit, psutil.virtual_memory().total)
+    assert hardware.available_cpu_memory() <= 2**20
 
 
 def test_this_machine() -> None:
     """Whatever it is, there is something of it left."""
-    assert 0 < memory.available_cpu_memory() < memory.total_cpu_memory() <= psutil.virtual_memory().total
+    assert 0 < hardware.available_cpu_memory() < hardware.total_cpu_memory() <= psutil.virtual_memory().total

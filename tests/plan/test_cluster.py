@@ -30,7 +30,7 @@ CPU = replace(HERE, device_name="CPU")
 
 
 def test_known_gpu_is_another_machine() -> None:
-    """`--gpu` takes nothing of this machine; every speed is there with its source, and host memory is stated."""
+    """`--gpu` takes nothing of this machine; every speed is there with its source, and CPU memory is stated."""
     cluster = state_cluster(gpu="h100", gpus=8, nodes=2, host_memory=64 * GIB, here=HERE)
     assert cluster.processes == 16
     assert cluster.device_bytes == 81559 * 2**20
@@ -79,7 +79,7 @@ def test_cpu_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("stated", "told"),
     [
-        ({}, "--gpu: nothing tells how much memory a GPU has"),
+        ({}, "--gpu: it is not known how much memory a GPU has"),
         ({"gpu": "A1000"}, "Did you mean A6000?"),
         ({"gpu": "T4", "gpus": 0}, "--gpus: 0 is below 1"),
         ({"gpu": "T4", "nodes": -1}, "--nodes: -1 is below 1"),

@@ -3,7 +3,7 @@
 Bytes per parameter on a device with AdamW in bf16, on N devices: without ZeRO 20 (fp32 weights, gradients, two states,
 and one more of that size while it steps); stage 1 10 + 12/N (weights, fp32 sums, the last gradients and the copy that
 is reduced are whole); stage 2 2 + 20/N; stage 3 18/N. Offloaded: stage 2 keeps 2 + 4/N, stage 3 2/N, or next to nothing
-with its parameters offloaded too; host memory then takes 18 to 22. Of a device 90 % counts, less 1 GiB of context: 37
+with its parameters offloaded too; CPU memory then takes 18 to 22. Of a device 90 % counts, less 1 GiB of context: 37
 GB of an A100-40GB, 76 of an A100-80GB, 22 of a 24 GB card, 29 of a V100-32GB. Decoders have a sequence of 2,048 where
 nothing else is said, and 16 samples per device and step: without checkpointing one keeps 13 GB at 7 billion parameters,
 with it 1 GB.
@@ -18,8 +18,7 @@ import pytest
 
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Choice, plan
+from zero_plugin.plan.search import Choice, Wanted, plan
 from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize, Workload
 
 GIB = 2**30
@@ -55,7 +54,7 @@ CASES = (
     Case("1.3B on one A100", 1.3 * B, machine("A100-40GB"), {"stage": None, **NONE}),
     # 54 GB of 37, and one process shares with nobody: states must go. Weights (5 GB) and sums (11) stay.
     Case("2.7B on one A100", 2.7 * B, machine("A100-40GB"), OFFLOAD),
-    # 16-bit weights take 14 GB; stage 2's fp32 sums would take 28 more, stage 3 has them in host memory.
+    # 16-bit weights take 14 GB; stage 2's fp32 sums would take 28 more, stage 3 has them in CPU memory.
     Case("7B on one A100-40GB", 7 * B, machine("A100-40GB"), {"stage": 3, "offload_optimizer": "cpu"}),
     # 14 + 28 GB and activations fit 76, so the weights stay.
     Case("7B on one A100-80GB", 7 * B, machine("A100-80GB", host_gib=500), OFFLOAD),
@@ -76,7 +75,7 @@ CASES = (
         {"precision": "fp16"},
         sequence=1024,
     ),
-    # ZeRO-3 Offload's: 40B on one V100 and 1.5 TB. 80 GB of weights must live in host memory.
+    # ZeRO-3 Offload's: 40B on one V100 and 1.5 TB. 80 GB of weights must live in CPU memory.
     Case(
         "40B on one V100-32GB",
         40 * B,
@@ -138,25 +137,25 @@ CASES = (
         {"stage": 3, **NONE},
         {"global_batch": 64},
     ),
-    # 30 of 22 GB whole; 27 GB of host memory for what leaves.
+    # 30 of 22 GB whole; 27 GB of CPU memory for what leaves.
     Case("GPT-2 XL on one RTX 3090", 1.5 * B, machine("RTX-3090", host_gib=64), OFFLOAD, {"precision": "fp16"}, 1024),
-    # All states need 30 GB of host memory, and 15 may be used: about a third of them, which the device's 22 GB allow.
+    # All states need 30 GB of CPU memory, and 15 may be used: about a third of them, which the device's 22 GB allow.
     Case(
-        "1.5B on one RTX 3090 with little host memory",
+        "1.5B on one RTX 3090 with little CPU memory",
         1.5 * B,
         machine("RTX-3090", host_gib=18),
         {"stage": 3, **OFFLOAD, "ratio": "part"},
     ),
     # 7B needs 126 GB somewhere; there are 22 and 29.
-    Case("7B on one RTX 3090 with little host memory", 7 * B, machine("RTX-3090", host_gib=32), None),
-    # 20 × 30 = 600 GB of 230 in host memory; 360 of them are masters and states that a disk takes.
+    Case("7B on one RTX 3090 with little CPU memory", 7 * B, machine("RTX-3090", host_gib=32), None),
+    # 20 × 30 = 600 GB of 230 in CPU memory; 360 of them are masters and states that a disk takes.
     Case(
         "30B on one A100 with a disk",
         30 * B,
         machine("A100-40GB", host_gib=256, nvme=2000 * GIB),
         {"stage": 3, "offload_optimizer": "nvme"},
     ),
-    # A disk is there, and is a hundred times slower than host memory, where all has room.
+    # A disk is there, and is a hundred times slower than CPU memory, where all has room.
     Case(
         "7B with a disk that is not needed", 7 * B, machine("A100-40GB", nvme=2000 * GIB), {"offload_optimizer": "cpu"}
     ),

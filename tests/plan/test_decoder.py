@@ -11,7 +11,7 @@ from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.activations import trace_activations
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
-from zero_plugin.plan.live_model import model_sizes
+from zero_plugin.plan.model_source import model_sizes
 from zero_plugin.plan.situation import Activations
 
 TOKENS = 256
@@ -54,7 +54,7 @@ def test_parameters_are_met(billions: float) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({}, "nothing tells the model's size"),
+        ({}, "the model's size is not given"),
         ({"parameters": 1_000_000, "hidden_size": 4096, "layers": 32}, "too few for 32 layers"),
         ({"parameters": 7_000_000_000, "hidden_size": 4096, "layers": 2, "intermediate": 11_008}, "not 7,000,000,000"),
     ],

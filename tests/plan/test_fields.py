@@ -19,10 +19,9 @@ from zero_plugin.config.resolve.facts import (
 )
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
-from zero_plugin.plan.fields import fits_nowhere, fixed_fields, open_fields, planned_values
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Change, plan, what_if
+from zero_plugin.plan.run_plan import fits_nowhere, fixed_fields, open_fields, planned_values
+from zero_plugin.plan.search import Change, Wanted, plan, what_if
 from zero_plugin.plan.situation import OptimizerSizes, Workload, asked_optimizer, optimizer_sizes
 
 MACHINE = MachineFacts("cuda", 8, fp16=True)
@@ -46,7 +45,7 @@ def asked(zero: dict[str, Any], **keys: Any) -> Document:
 
 
 def fixed(document: Document, facts: Facts) -> Wanted:
-    return fixed_fields(document, resolve(document, replace(facts, complete=False)), facts, sized=True, margin=0.1)
+    return fixed_fields(document, resolve(document, replace(facts, complete=False)), facts, ACTIVATIONS)
 
 
 def test_what_is_open_is_free_and_all_else_is_fixed() -> None:
@@ -95,7 +94,7 @@ def test_reasons_name_what_is_short() -> None:
     assert "by the plan, since stage 3" in found[DEVICE][1]
     assert "GiB on the device, 21.6 GiB usable" in found[DEVICE][1]
     assert "of 24 GiB on each device" in found[STAGE][1]
-    assert "in host memory" in found[STAGE][1]
+    assert "in CPU memory" in found[STAGE][1]
     assert found[STAGE][1].endswith("(activations: closed formula of a decoder, 2,048 tokens a sample)")
     assert ("train_micro_batch_size_per_gpu",) not in found  # it was fixed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.plan.live_model import forward_arguments
+from zero_plugin.plan.model_source import forward_arguments
 
 
 class Named(nn.Module):

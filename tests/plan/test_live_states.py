@@ -11,9 +11,28 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.footprint import footprint, gathered_parameters, host_swap_buffers, reduction_buffers
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
-from zero_plugin.plan.states import device_states, host_tensors, nvme_states, sub_groups, weight_bytes, window_gradients
+from zero_plugin.plan.costs import (
+    device_states,
+    footprint,
+    gathered_parameters,
+    host_swap_buffers,
+    host_tensors,
+    nvme_states,
+    reduction_buffers,
+    sub_groups,
+    weight_bytes,
+    window_gradients,
+)
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    OptimizerSizes,
+    ParameterSize,
+    Setup,
+    Workload,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -159,7 +178,7 @@ def peak_differences(name: str, case: Case, world: int, model: ModelSizes, live:
     optimizer = OptimizerSizes(case.optimizer, STATES[case.optimizer], step_copies=2 if way.stage else 0)
     # A shared weight gets two gradients, which are then added.
     made = Activations(Affine(), Affine(fixed=3 * largest * width))
-    phases = footprint(model, made, optimizer, way, Cluster(10**12, 10**12, devices=world)).phases
+    phases = footprint(Workload(model, made, optimizer), way, Cluster(10**12, 10**12, devices=world)).phases
     sums = {
         phase: sum(size for term, size in terms.items() if term not in ("context", "fragmentation"))
         for phase, terms in phases.items()

@@ -10,7 +10,7 @@ from torch.utils.data import (
 )
 
 from zero_plugin.data.prepare import prepare_loader
-from zero_plugin.plan.run_facts import probe_loop
+from zero_plugin.plan.run_plan import probe_loop
 
 DATA = TensorDataset(torch.arange(22), torch.arange(22))
 

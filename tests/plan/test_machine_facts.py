@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from zero_plugin.plan.run_facts import probe_machine
+from zero_plugin.plan.run_plan import probe_machine
 
 
 def test_this_machine():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.plan.live_model import probe_model
+from zero_plugin.plan.model_source import probe_model
 
 
 def model_with(config):

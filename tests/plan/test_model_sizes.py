@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.plan.live_model import model_sizes, repeated_blocks
-from zero_plugin.plan.model_source import is_expert
+from zero_plugin.plan.model_source import is_expert, model_sizes, repeated_blocks
 from zero_plugin.plan.situation import ParameterSize
 
 

@@ -127,7 +127,7 @@ def test_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (sizes.elements, sizes.source, activations.sample_length) == (10**12 + 10**6, "my_models:huge", 1)
     assert open_model(ModelSource("my_models:looks"), 128)[0].elements == 16
     assert open_model(ModelSource("my_models:gpt2"), 128)[1].sample_length == 128
-    with pytest.raises(ConfigError, match="returned Linear, which does not tell what the forward takes"):
+    with pytest.raises(ConfigError, match="returned Linear, from which it is not known what the forward takes"):
         open_model(ModelSource("my_models:bare"), 128)
     with pytest.raises(ConfigError, match="OSError: no file"):
         open_model(ModelSource("my_models:broken"), 128)

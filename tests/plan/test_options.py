@@ -9,8 +9,7 @@ import pytest
 
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted, batches, options
-from zero_plugin.plan.search import plan
+from zero_plugin.plan.search import Wanted, batches, options, plan
 from zero_plugin.plan.situation import Activations, Affine, ModelSizes, OptimizerSizes, ParameterSize, Workload
 
 MODEL = ModelSizes("one", (ParameterSize(1_000_000, 1000),), hidden_size=8192)

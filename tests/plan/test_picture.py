@@ -13,9 +13,8 @@ import pytest
 from zero_plugin.errors import ConfigError, MachineError
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.plot import _worth_drawing, draw_plan
-from zero_plugin.plan.search import Choice, plan
+from zero_plugin.plan.plan_files import _worth_drawing, draw_plan
+from zero_plugin.plan.search import Choice, Wanted, plan
 from zero_plugin.plan.situation import Cluster, Workload, name_setup
 
 
@@ -41,7 +40,7 @@ def test_every_way_that_could_run_is_drawn(tmp_path: Path) -> None:
         draw_plan(file, choice, cluster, "a model on 8 GPUs", 0.1)
     text = file.read_text()
     assert "a model on 8 GPUs" in text
-    assert "40 GiB there, 36 usable" in text
+    assert "40 GiB available, 36 usable" in text
     for candidate in choice.table:
         assert (f">{name_setup(candidate.setup)}  " in text) == (candidate.rejected != "no NVMe disk is stated")
     assert choice.chosen is not None
@@ -78,7 +77,7 @@ def test_kinds_of_file(tmp_path: Path, suffix: str, magic: bytes) -> None:
 
 def test_the_colours_stay_apart_in_grey() -> None:
     """Terms that lie beside each other in a bar differ in lightness."""
-    from zero_plugin.plan.plot import _COLOURS
+    from zero_plugin.plan.plan_files import _COLOURS
 
     def lightness(colour: str) -> float:
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))

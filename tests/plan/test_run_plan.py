@@ -16,7 +16,7 @@ from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, Opt
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError
-from zero_plugin.plan.live_model import probe_model
+from zero_plugin.plan.model_source import probe_model
 from zero_plugin.plan.run_plan import plan_open_fields
 
 ALONE = Processes(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -70,7 +70,7 @@ def test_alone_it_is_the_largest_that_fits() -> None:
     found, reason = micro_batch(prepared(asked(TYPED), gpt2()))
     assert "by the plan the largest that fits, with " in reason
     assert "of 8 GiB on each device" in reason
-    assert "of inputs from model.config, as no DataLoader tells what a sample is, 128 tokens a sample" in reason
+    assert "of inputs from model.config, as no DataLoader shows what a sample is, 128 tokens a sample" in reason
     less, _ = micro_batch(prepared(asked(TYPED, "4GiB"), gpt2()))
     assert 1 < less < found
 
@@ -123,7 +123,7 @@ def test_by_the_decoders_formula() -> None:
     """A module with the widths of a language model is planned by them where nobody knows what its forward takes."""
     found, reason = micro_batch(prepared(asked(TYPED), OwnDecoder()))
     assert found > 1
-    assert "closed formula of a decoder, as no DataLoader tells what a sample is, 512 tokens a sample" in reason
+    assert "closed formula of a decoder, as no DataLoader shows what a sample is, 512 tokens a sample" in reason
 
 
 @pytest.mark.parametrize("config", [TYPED, OPEN], ids=["typed", "open"])

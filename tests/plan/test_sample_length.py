@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.decoder import usual_length
-from zero_plugin.plan.model_source import ModelSource, open_model
+from zero_plugin.plan.model_source import ModelSource, open_model, usual_length
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 100, "n_positions": 256}
 

@@ -10,11 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from zero_plugin.errors import ConfigError
+from zero_plugin.plan.costs import footprint, step_time
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
-from zero_plugin.plan.footprint import footprint
 from zero_plugin.plan.machines import KNOWN_DEVICES, state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Candidate, Choice, plan, scale_model, what_if
+from zero_plugin.plan.search import Candidate, Choice, Wanted, plan, scale_model, what_if
 from zero_plugin.plan.situation import (
     Activations,
     Affine,
@@ -26,7 +25,6 @@ from zero_plugin.plan.situation import (
     Workload,
     highest,
 )
-from zero_plugin.plan.step_time import step_time
 
 GIB = 2**30
 EXAMPLES = settings(max_examples=25)
@@ -111,7 +109,7 @@ def test_larger_models_are_shared_as_much_or_more(
 ) -> None:
     """With the batch and the offload fixed, a larger model of the same shape never gets a lower stage.
 
-    There is host memory for everything: where it runs out, stage 2 needs less of it than stage 3 does.
+    There is CPU memory for everything: where it runs out, stage 2 needs less of it than stage 3 does.
     """
     cluster = replace(cluster, host_bytes=2**60)
     model, activations = drawn
@@ -148,9 +146,9 @@ def test_what_fits_fits(
     usable = replace(cluster, device_bytes=int((1 - margin) * cluster.device_bytes))
     for candidate in choice.table:
         setup = candidate.setup
-        needed = footprint(*drawn, optimizer, setup, usable)
+        needed = footprint(Workload(*drawn, optimizer), setup, usable)
         assert candidate.footprint == needed
-        assert candidate.time == step_time(*drawn, optimizer, setup, cluster)
+        assert candidate.time == step_time(Workload(*drawn, optimizer), setup, cluster)
         if total is not None:
             assert setup.micro_batch * setup.accumulation * cluster.processes == total
         room = (
@@ -236,7 +234,7 @@ def test_what_if(drawn: tuple[ModelSizes, Activations], cluster: Cluster) -> Non
     assert bool(answer.changes) <= (choice.chosen is None)
     for change in answer.changes:
         assert not change.chosen.rejected
-        assert footprint(*drawn, OptimizerSizes(), change.chosen.setup, change.cluster).device_bytes <= (
+        assert footprint(Workload(*drawn, OptimizerSizes()), change.chosen.setup, change.cluster).device_bytes <= (
             change.cluster.device_bytes
         )
     assume(answer.largest_elements > 10**7)  # below, rounding of small tensors counts
@@ -252,7 +250,7 @@ def test_larger_micro_batches_are_never_slower(
 ) -> None:
     """Which is why the search takes the largest that fits: the same samples in fewer micro-batches."""
     setups = [Setup(stage=stage, micro_batch=m, accumulation=16 // m) for m in (1, 2, 4, 8, 16)]
-    seconds = [step_time(*drawn, optimizer, setup, cluster).seconds for setup in setups]
+    seconds = [step_time(Workload(*drawn, optimizer), setup, cluster).seconds for setup in setups]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(seconds))
 
 
@@ -309,7 +307,7 @@ def test_checkpointing_never_costs_more(
     cluster = state_cluster(gpu_memory=1000 * GIB, host_memory=1000 * GIB, gpus=processes)
     plain = Setup(stage=stage, micro_batch=samples, accumulation=accumulation)
     least, most = (
-        footprint(model, decoder_activations(model, length), OptimizerSizes(), setup, cluster).device_bytes
+        footprint(Workload(model, decoder_activations(model, length), OptimizerSizes()), setup, cluster).device_bytes
         for setup in (replace(plain, activation_checkpointing=True), plain)
     )
     assert least <= most

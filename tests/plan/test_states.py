@@ -9,17 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_plugin.plan.footprint import footprint, gathered_parameters, host_swap_buffers, step_moments
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
-from zero_plugin.plan.states import (
+from zero_plugin.plan.costs import (
     device_states,
     flat_elements,
+    footprint,
+    gathered_parameters,
+    host_swap_buffers,
     host_tensors,
     nvme_states,
     sharded_elements,
+    step_moments,
     sub_groups,
     touched_elements,
     window_gradients,
+)
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    OptimizerSizes,
+    ParameterSize,
+    Setup,
+    Workload,
 )
 
 GIB = 2**30
@@ -126,9 +138,9 @@ def test_frozen_weights_cost_themselves_alone(stage: Any) -> None:
 def test_frozen_weights_keep_their_type_without_zero() -> None:
     """In 16 bits they take two bytes and no copy under autocast; what is trained is fp32."""
     halves = ModelSizes("lora", (ParameterSize(2**24, 448, trainable=False, width=2), ParameterSize(2**20)))
-    terms = footprint(halves, NONE, ADAM, Setup(None), A100).phases["forward"]
+    terms = footprint(Workload(halves, NONE, ADAM), Setup(None), A100).phases["forward"]
     assert (terms["parameters"], terms["autocast copies"]) == (2 * SEVEN.elements + 4 * 2**20, 2 * 2**20)
-    zero = footprint(halves, NONE, ADAM, Setup(2), A100).phases["forward"]
+    zero = footprint(Workload(halves, NONE, ADAM), Setup(2), A100).phases["forward"]
     assert zero["parameters"] == 2 * SEVEN.elements + 2 * 2**20
 
 
@@ -220,13 +232,13 @@ def test_a_step_at_stage_3_works_on_one_sub_group() -> None:
 def test_terms_of_the_peak() -> None:
     """The footprint's device is its largest phase, and what torch allocates is less by context and fragmentation."""
     activations = Activations(Affine(GIB, 2 * GIB), Affine(0, GIB // 2))
-    found = footprint(SEVEN, activations, ADAM, Setup(2, micro_batch=3), A100)
+    found = footprint(Workload(SEVEN, activations, ADAM), Setup(2, micro_batch=3), A100)
     sums = {name: sum(terms.values()) for name, terms in found.phases.items()}
     assert set(sums) == {"initialisation", "forward", "backward", "step"}
     assert found.device_bytes == max(sums.values()) == sums[found.device_phase]
     assert found.phases["forward"]["activations"] == 7 * GIB
     assert found.allocated_bytes < found.device_bytes
-    small = footprint(SEVEN, NONE, ADAM, Setup(2, micro_batch=3), A100)
+    small = footprint(Workload(SEVEN, NONE, ADAM), Setup(2, micro_batch=3), A100)
     assert small.device_phase == "step"
 
 
@@ -235,49 +247,50 @@ def test_checkpointed_activations() -> None:
     setup = Setup(2, activation_checkpointing=True)
     plain = Activations(Affine(0, 100 * GIB), Affine(0, GIB))
     less = replace(plain, checkpointed=Affine(0, 3 * GIB), checkpointed_transient=Affine(0, 2 * GIB))
-    terms = footprint(SEVEN, less, ADAM, setup, A100).phases["forward"]
+    terms = footprint(Workload(SEVEN, less, ADAM), setup, A100).phases["forward"]
     assert (terms["activations"], terms["transient"]) == (3 * GIB, 2 * GIB)
-    assert footprint(SEVEN, plain, ADAM, setup, A100).phases["forward"]["activations"] == 100 * GIB
+    assert footprint(Workload(SEVEN, plain, ADAM), setup, A100).phases["forward"]["activations"] == 100 * GIB
 
 
 def test_gradients_of_one_micro_batch_come_as_activations_go() -> None:
     """Only where they accumulate do the last backward's activations meet the gradients of all parameters."""
     once, twice = (
-        footprint(SEVEN, NONE, ADAM, Setup(None, "no", accumulation=n), replace(A100, devices=1)) for n in (1, 2)
+        footprint(Workload(SEVEN, NONE, ADAM), Setup(None, "no", accumulation=n), replace(A100, devices=1))
+        for n in (1, 2)
     )
     assert "gradients" not in {name for name, size in once.phases["forward"].items() if size}
     assert twice.phases["forward"]["gradients"] == 4 * SEVEN.elements
     # DDP's buckets exist throughout; before the last backward gradients accumulate beside them.
     ddp = Setup(None, "no", gradient_views=True)
-    once, twice = (footprint(SEVEN, NONE, ADAM, replace(ddp, accumulation=n), A100) for n in (1, 2))
+    once, twice = (footprint(Workload(SEVEN, NONE, ADAM), replace(ddp, accumulation=n), A100) for n in (1, 2))
     assert once.phases["forward"]["gradients"] == 4 * SEVEN.elements
     assert twice.phases["forward"]["gradients"] == 8 * SEVEN.elements
 
 
 def test_flat_copy_is_made_where_it_fits() -> None:
-    """DeepSpeed flattens on the device while the parameters are still there, else in host memory."""
-    room = footprint(SEVEN, NONE, ADAM, Setup(2), A100)
+    """DeepSpeed flattens on the device while the parameters are still there, else in CPU memory."""
+    room = footprint(Workload(SEVEN, NONE, ADAM), Setup(2), A100)
     assert room.phases["initialisation"]["flat copy"] == 2 * SEVEN.elements
-    tight = footprint(SEVEN, NONE, ADAM, Setup(2), replace(A100, device_bytes=20 * GIB))
+    tight = footprint(Workload(SEVEN, NONE, ADAM), Setup(2), replace(A100, device_bytes=20 * GIB))
     assert "flat copy" not in tight.phases["initialisation"]
 
 
 def test_host_memory_is_of_a_node() -> None:
     """All its processes together; page-locked tensors take powers of two, and NVMe's buffers count for memlock."""
     setup = Setup(3, offload_optimizer="cpu", pin_memory=False)
-    one = footprint(SEVEN, NONE, ADAM, setup, A100)
-    two = footprint(SEVEN, NONE, ADAM, setup, replace(A100, nodes=2))
+    one = footprint(Workload(SEVEN, NONE, ADAM), setup, A100)
+    two = footprint(Workload(SEVEN, NONE, ADAM), setup, replace(A100, nodes=2))
     states = 20 * SEVEN.elements
     assert one.host_bytes - one.host["processes"] == states == 2 * (two.host_bytes - two.host["processes"])
     assert (one.pinned, one.locked) == (0, 0)
-    pinned = footprint(SEVEN, NONE, ADAM, replace(setup, pin_memory=True), A100)
+    pinned = footprint(Workload(SEVEN, NONE, ADAM), replace(setup, pin_memory=True), A100)
     # 7/8 × 2^30 elements of each process become 2^30: the gradients, twice. The optimizer pins nothing.
     assert pinned.host["gradients"] == 8 * 2 * 4 * 2**30 == 8 * pinned.pinned
     assert pinned.host["master weights"] + pinned.host["optimizer states"] == 12 * SEVEN.elements
     # Each of the 448 partitions of 4 MiB was pinned by itself before all of them were in one.
-    both = footprint(SEVEN, NONE, ADAM, replace(setup, pin_memory=True, offload_param="cpu"), A100)
+    both = footprint(Workload(SEVEN, NONE, ADAM), replace(setup, pin_memory=True, offload_param="cpu"), A100)
     assert both.pinned - pinned.pinned == 2 * 2**30 + 448 * 4 * 2**20
-    swapping = footprint(SEVEN, NONE, ADAM, replace(setup, offload_optimizer="nvme"), A100)
+    swapping = footprint(Workload(SEVEN, NONE, ADAM), replace(setup, offload_optimizer="nvme"), A100)
     assert swapping.locked == swapping.pinned == 4 * 4 * SEVEN.elements // 8
 
 

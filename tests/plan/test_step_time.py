@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, ParameterSize, Setup
-from zero_plugin.plan.step_time import StepTime, step_time
+from zero_plugin.plan.costs import StepTime, step_time
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    OptimizerSizes,
+    ParameterSize,
+    Setup,
+    Workload,
+)
 
 # One billion parameters in ten tensors; numbers of which each term can be told apart.
 MODEL = ModelSizes("one", (ParameterSize(100_000_000, 10),))
@@ -38,7 +47,7 @@ def terms(setup: Setup, cluster: Cluster = CLUSTER, **changed: Any) -> dict[str,
 
 def time(setup: Setup, cluster: Cluster = CLUSTER, **changed: Any) -> StepTime:
     given = {"model": MODEL, "activations": WORK, "optimizer": ADAM} | changed
-    return step_time(given["model"], given["activations"], given["optimizer"], setup, cluster)
+    return step_time(Workload(given["model"], given["activations"], given["optimizer"]), setup, cluster)
 
 
 def test_one_device() -> None:
@@ -117,7 +126,7 @@ def test_nodes() -> None:
 def test_host_optimizer() -> None:
     """30 bytes of each element at 4e10 on the node, 4 down and 2 up over each of four devices' PCIe."""
     found = terms(Setup(stage=2, offload_optimizer="cpu"))
-    assert found["optimizer on the host"] == pytest.approx(30e9 / 4e10)
+    assert found["optimizer on the CPU"] == pytest.approx(30e9 / 4e10)
     assert found["PCIe"] == pytest.approx((4e9 + 2e9) / 4 / 1e10)
     assert "optimizer" not in found
     unpinned = terms(Setup(stage=2, offload_optimizer="cpu", pin_memory=False))
@@ -127,13 +136,13 @@ def test_host_optimizer() -> None:
 def test_nodes_share_the_host_optimizer() -> None:
     """Each of two nodes updates a half."""
     found = terms(Setup(stage=2, offload_optimizer="cpu"), replace(CLUSTER, nodes=2))
-    assert found["optimizer on the host"] == pytest.approx(30e9 / 2 / 4e10)
+    assert found["optimizer on the CPU"] == pytest.approx(30e9 / 2 / 4e10)
 
 
 def test_optimizer_without_a_kernel_of_deepspeeds() -> None:
     """SGD runs torch's loop on the host: 14 bytes an element, ten times as slow."""
     found = terms(Setup(stage=2, offload_optimizer="cpu"), optimizer=OptimizerSizes("sgd", 0))
-    assert found["optimizer on the host"] == pytest.approx(10 * 14e9 / 4e10)
+    assert found["optimizer on the CPU"] == pytest.approx(10 * 14e9 / 4e10)
 
 
 def test_ratio() -> None:
@@ -142,7 +151,7 @@ def test_ratio() -> None:
     setup = Setup(stage=3, offload_optimizer="cpu", ratio=0.5, sub_group_size=25_000_000)
     found = terms(setup)
     assert found["optimizer"] == pytest.approx(30 * 125e6 / 1e12)
-    assert found["optimizer on the host"] == pytest.approx((30 * 125e6 + 8 * 250e6) * 4 / 4e10)
+    assert found["optimizer on the CPU"] == pytest.approx((30 * 125e6 + 8 * 250e6) * 4 / 4e10)
     assert found["PCIe"] == pytest.approx((4 * 125e6 + 2 * 125e6) / 1e10)
 
 

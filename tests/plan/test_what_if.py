@@ -8,8 +8,7 @@ import pytest
 
 from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import WhatIf, plan, scale_model, what_if
+from zero_plugin.plan.search import Wanted, WhatIf, plan, scale_model, what_if
 from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Workload
 
 GIB = 2**30
@@ -43,7 +42,7 @@ def test_fixed_field_is_freed() -> None:
     assert first.cluster == cluster
 
 
-@pytest.mark.parametrize(("flag", "where"), [("host_bytes", "in host memory"), ("device_bytes", "on each device")])
+@pytest.mark.parametrize(("flag", "where"), [("host_bytes", "in CPU memory"), ("device_bytes", "on each device")])
 def test_least_memory(flag: str, where: str) -> None:
     """The amount that is told suffices, and two hundredths less do not."""
     cluster = state_cluster(gpu="A100-40GB", host_memory=32 * GIB)

@@ -16,10 +16,9 @@ from zero_plugin import Accelerator, DummyOptim, DummyScheduler
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.errors import ConfigError
 from zero_plugin.plan.activations import trace_activations
-from zero_plugin.plan.live_model import model_sizes
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.search import Choice, plan
+from zero_plugin.plan.model_source import model_sizes
+from zero_plugin.plan.search import Choice, Wanted, plan
 from zero_plugin.plan.situation import Workload, optimizer_sizes
 
 AUTO: Mapping[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "ds_configs" / "auto.yaml").read_text())

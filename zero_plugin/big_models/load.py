@@ -115,7 +115,7 @@ def _load_mapped(path: Path) -> dict[str, Tensor]:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a transformers model says that some of its weights are tied; false for any other."""
+    """Whether some weights of a transformers model are tied according to its configuration; false for any other."""
     pretrained = as_pretrained(model)
     if pretrained is None:
         return False
@@ -242,7 +242,7 @@ def load_checkpoint_in_model(
             first.
         device_map: see `dispatch_model`; by default each tensor stays where it is, or goes to the CPU.
         offload_folder: needed with parts on disk, at least for their index.
-        dtype: type of floating tensors; by default each as the model has it.
+        dtype: of floating tensors; by default each as the model has it.
         offload_state_dict: no effect.
         offload_buffers: buffers of parts on disk stay there; otherwise they go to the CPU.
         keep_in_fp32_modules: parts of names whose tensors are fp32 under a 16-bit `dtype`.
@@ -404,4 +404,4 @@ def _check_names(
 
 def _refuse_parts(full_state_dict: bool) -> None:
     if not full_state_dict:
-        raise ValueError("full_state_dict=False: every tensor is loaded whole; leave it out.")
+        raise ValueError("full_state_dict=False: every tensor is loaded unpartitioned; leave it out.")

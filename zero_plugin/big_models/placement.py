@@ -1,21 +1,21 @@
-"""Which part of a model goes where: GPUs first, then CPU memory, then disk, as far as each has room."""
+"""Which part of a model goes where: GPUs first, then CPU memory, then disk; and how many bytes its parts take."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.big_models.stored import compute_module_sizes, convert_file_size_to_int, get_max_layer_size
-from zero_plugin.machine.device_memory import memory_available_bytes
-from zero_plugin.machine.memory import available_cpu_memory
-from zero_plugin.tensors.modules import find_tied_parameters
+from zero_plugin.config.amounts import read_bytes
+from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes
+from zero_plugin.tensors.modules import as_dtype, find_tied_parameters, named_module_tensors
 
 Part: TypeAlias = tuple[str, nn.Module | Tensor]
 Place: TypeAlias = int | str
@@ -25,11 +25,11 @@ _logger = logging.getLogger(__name__)
 
 _HOST: Final = ("mps", "cpu", "disk")  # places beside GPU indices, in the order in which they are filled
 
-# Of a single GPU's memory, or the host's, that nobody has put a limit on, what the weights may take; the rest is for
+# Of a single GPU's memory, or CPU memory, that nobody has put a limit on, what the weights may take; the rest is for
 # activations.
 _WEIGHTS_OF_ONE: Final = 0.9
 
-# How much more than its equal part a GPU may take, in largest layers, so that whole layers find room.
+# How much more than its equal part a GPU may take, in largest layers, so that complete layers fit.
 _LAYERS_OF_SLACK: Final = 1.25
 
 
@@ -67,12 +67,12 @@ def get_balanced_memory(
     """Limits, in bytes, with which `infer_auto_device_map` gives all GPUs about equally much.
 
     Every GPU but the last may take an equal part of the model, and 1.25 of the larger of: a module that is not to be
-    split, a mean layer. The last one keeps its limit, so that rounding sends nothing to the host.
+    split, a mean layer. The last one keeps its limit, so that rounding sends nothing to the CPU.
 
     Args:
         model: may be on the meta device.
         max_memory: as for `get_max_memory`; a GPU with 0 takes no part. By default 90 % of a single
-            GPU, and of the host where there is none.
+            GPU, and of CPU memory where there is none.
         no_split_module_classes: names of the classes that are not to be split; by default transformers' own.
         dtype: as for `compute_module_sizes`.
         special_dtypes: as for `compute_module_sizes`.
@@ -81,7 +81,7 @@ def get_balanced_memory(
     limits = get_max_memory(max_memory)
     gpus = [place for place, limit in limits.items() if isinstance(place, int) and limit > 0]
     if len(gpus) < 2 and max_memory is None:
-        only = next(iter(limits))  # the GPU, or the host where there is none
+        only = next(iter(limits))  # the GPU, or CPU memory where there is none
         limits[only] = int(limits[only] * _WEIGHTS_OF_ONE)
     if len(gpus) < 2:
         return limits
@@ -129,7 +129,7 @@ def infer_auto_device_map(
     """Fill the places in their order with the model's modules in theirs.
 
     A module that does not fit is divided, down to single tensors; tied weights go to one place, with the modules that
-    hold them. The first GPU, and the host where there is something on disk, keep room for the largest layer that is
+    hold them. The first GPU, and CPU memory where there is something on disk, keep memory for the largest layer that is
     still to be placed, because that one may come in for its forward.
 
     Args:
@@ -137,12 +137,12 @@ def infer_auto_device_map(
         max_memory: as for `get_max_memory`; the disk has no limit.
         no_split_module_classes: names of classes whose modules go to one place as a whole (a block with a residual
             connection); by default transformers' own.
-        dtype: the type that floating tensors will have, as for `compute_module_sizes`.
+        dtype: the dtype that floating tensors will have, as for `compute_module_sizes`.
         special_dtypes: as for `compute_module_sizes`.
         verbose: print each decision.
         clean_result: name a module in place of its parts where all of them go to one place.
-        offload_buffers: buffers of modules that are not on a GPU stay with them. Otherwise they take room on a GPU, and
-            a warning says so if there is none.
+        offload_buffers: buffers of modules that are not on a GPU stay with them. Otherwise they take memory of a GPU,
+            and it is a warning if there is none.
         fallback_allocation: on a place where the next module does not fit by itself, look for a later one that does.
 
     Returns:
@@ -176,10 +176,10 @@ class _Filling:
         self._queue = list(_inside("", model))
         self._layers: dict[str, int] = {}
 
-    def fill(self, fallback: bool, say: Callable[[str], None]) -> dict[str, Place]:
+    def fill(self, fallback: bool, log: Callable[[str], None]) -> dict[str, Place]:
         device_map: dict[str, Place] = {}
         places = [place for place in self.used if place != "disk"]
-        # What is on the host runs on the first GPU, what is on disk on the host if there is no GPU: room for a layer.
+        # What is in CPU memory runs on the first GPU; what is on disk, on the CPU if there is no GPU. A layer must fit.
         running = next(iter(self.gpus), "cpu")
         while self._queue:
             place = places[0] if places else "disk"
@@ -187,18 +187,18 @@ class _Filling:
             keeps_room = place in (running, "cpu")
             reserved = max(map(self._largest_layer, rest), default=0) if keeps_room else 0
             reserved_otherwise = max(map(self._largest_layer, self._queue)) if keeps_room else 0
-            room = math.inf if place == "disk" else self.limits[place] - self.used[place] - reserved
+            free = math.inf if place == "disk" else self.limits[place] - self.used[place] - reserved
             partners = self._partners(name, rest)
-            divisible = [*partners, (name, part)] if self.sizes[name] <= room else [(name, part)]
+            divisible = [*partners, (name, part)] if self.sizes[name] <= free else [(name, part)]
             size = sum(self.sizes[part_name] for part_name, _ in [(name, part), *partners])
-            if size <= room:
+            if size <= free:
                 together = [name, *(partner for partner, _ in partners)]
-                say(f"{' with '.join(together)} ({size} bytes) goes to {place}.")
+                log(f"{' with '.join(together)} ({size} bytes) goes to {place}.")
                 self.used[place] += size
                 device_map |= dict.fromkeys(together, place)
                 self._queue = [entry for entry in rest if entry[0] not in together]
             elif divided := next((entry for entry in divisible if self._is_divisible(entry[1])), None):
-                say(f"{name} ({size} bytes) does not fit on {place}, where {room} are left; {divided[0]} is divided.")
+                log(f"{name} ({size} bytes) does not fit on {place}, where {free} are left; {divided[0]} is divided.")
                 at = self._queue.index(divided)
                 self._queue[at : at + 1] = _inside(*divided)
             elif (
@@ -206,13 +206,13 @@ class _Filling:
                 and not self.used[place]
                 and (found := self._find(rest, self.limits[place] - reserved_otherwise))
             ):
-                say(f"{name} ({size} bytes) does not fit on {place}; {found[0]} does.")
+                log(f"{name} ({size} bytes) does not fit on {place}; {found[0]} does.")
                 self._bring_forward(found)
             else:
-                say(f"{name} ({size} bytes) does not fit on {place}, where {room} are left, and is not divided.")
+                log(f"{name} ({size} bytes) does not fit on {place}, where {free} are left, and is not divided.")
                 if not self.used[place]:
                     _logger.info(
-                        f"Nothing goes to {place}: {name} and the room for a layer need {size + reserved} bytes."
+                        f"Nothing goes to {place}: {name} and the memory for a layer need {size + reserved} bytes."
                     )
                 self.used[place] += reserved
                 places.pop(0)
@@ -234,13 +234,13 @@ class _Filling:
             return False
         return any(True for _ in part.children())
 
-    def _find(self, parts: list[Part], room: int) -> Part | None:
+    def _find(self, parts: list[Part], free: int) -> Part | None:
         """The first part, or part of one, that fits."""
         for entry in parts:
             partners = self._partners(entry[0], self._queue)
-            if self.sizes[entry[0]] + sum(self.sizes[name] for name, _ in partners) <= room:
+            if self.sizes[entry[0]] + sum(self.sizes[name] for name, _ in partners) <= free:
                 return entry
-            if self._is_divisible(entry[1]) and (found := self._find(list(_inside(*entry)), room)):
+            if self._is_divisible(entry[1]) and (found := self._find(list(_inside(*entry)), free)):
                 return found
         return None
 
@@ -317,7 +317,7 @@ def _warn_of_buffers(filling: _Filling, buffers: Mapping[str, int], device_map: 
         return
     if all(filling.limits[gpu] < filling.used[gpu] + offloaded for gpu in filling.gpus):
         warnings.warn(
-            f"Buffers of modules that are not on a GPU take {offloaded} bytes there, and no GPU has room for them. "
+            f"Buffers of modules that are not on a GPU take {offloaded} bytes there, and no GPU has memory for them. "
             "Pass offload_buffers=True to leave them with their modules.",
             stacklevel=3,
         )
@@ -325,7 +325,7 @@ def _warn_of_buffers(filling: _Filling, buffers: Mapping[str, int], device_map: 
 
 @lru_cache  # asked at every forward of every module
 def find_place(device: int | str | torch.device) -> torch.device:
-    """The device of a GPU index or a name, with its index, as tensors that are there tell it.
+    """The device of a GPU index or a name, with its index, as tensors on it have it.
 
     Raises:
         ValueError: there is no such device here.
@@ -352,3 +352,77 @@ def check_places(device_map: Mapping[str, int | str | torch.device]) -> None:
                 find_place(device)
             except ValueError as error:
                 raise ValueError(f"device_map sends {name or 'the model'!r} to {device!r}, but {error}") from error
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes in a number, or in a text such as `5GB` (decimal) or `5GiB` (binary), see `read_bytes`.
+
+    Raises:
+        ValueError: it is no size; a text without a unit is none.
+    """
+    found = read_bytes(size, least=0)
+    if found is None or (isinstance(size, str) and size.strip().isdigit()):
+        raise ValueError(f"{size!r} is no size; write a number of bytes, or a text such as '5GB' or '200MiB'")
+    return found
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of every parameter, buffer and module by name; the complete model's under the empty name.
+
+    A tensor that has several names counts under the first of them.
+
+    Args:
+        model: may be on the meta device.
+        dtype: the dtype that floating tensors will have; one that is smaller than that already keeps its size.
+        special_dtypes: the dtype that the tensors of these names will have.
+        buffers_only: without parameters.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    for name, tensor in tensors:
+        bytes_each = tensor.dtype.itemsize
+        if special_dtypes is not None and name in special_dtypes:
+            bytes_each = as_dtype(special_dtypes[name]).itemsize
+        elif dtype is not None and tensor.dtype.is_floating_point:
+            bytes_each = min(bytes_each, as_dtype(dtype).itemsize)
+        parts = name.split(".")
+        for depth in range(len(parts) + 1):
+            sizes[".".join(parts[:depth])] += tensor.numel() * bytes_each
+    return sizes
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, nn.Module | Tensor]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Collection[str],
+) -> tuple[int, list[str]]:
+    """Bytes of the largest layer, and the names of those that are as large.
+
+    Args:
+        modules: by name; a layer is a tensor, a module without modules inside, or one that is not to be split.
+        module_sizes: from `compute_module_sizes`.
+        no_split_module_classes: names of the classes that are not to be split.
+    """
+    layers: list[str] = []
+    remaining = list(reversed(modules))
+    while remaining:
+        name, module = remaining.pop()
+        inside = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if inside and type(module).__name__ not in no_split_module_classes:
+            remaining.extend((f"{name}.{child}", part) for child, part in reversed(inside))
+        else:
+            layers.append(name)
+    largest = max((module_sizes.get(name, 0) for name in layers), default=0)
+    return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of the model, and its largest layer as `get_max_layer_size` returns it."""
+    sizes = compute_module_sizes(model)
+    parts: list[tuple[str, nn.Module | Tensor]] = [*named_module_tensors(model), *model.named_children()]
+    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or ())

@@ -1,14 +1,10 @@
-"""Weights in memory-mapped files, and how many bytes a model and its parts take.
-
-Mapped weights are read when they are used, and are in memory only as far as the system has room.
-"""
+"""Weights in memory-mapped files, which are read when they are used, and written to them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from zero_plugin.config.amounts import read_bytes
 from zero_plugin.errors import CheckpointError
-from zero_plugin.tensors.modules import as_dtype, named_module_tensors, set_module_tensor_to_device
+from zero_plugin.tensors.modules import as_dtype, set_module_tensor_to_device
 
 _INDEX = "index.json"
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name: some in memory, the others memory-mapped from the files that an index tells.
+    """Weights by name: some in memory, the others memory-mapped from the files that an index names.
 
     A file must keep its content while the model is used; one that is replaced by renaming does.
 
@@ -88,7 +83,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
     """Of a map, what is under a prefix, by the rest of its names.
 
     Args:
-        dataset: the whole map.
+        dataset: the complete map.
         prefix: with its dot.
     """
 
@@ -181,7 +176,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | Pa
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | Path) -> None:
-    """Put the tensors that an index tells into a model, on the CPU.
+    """Put the tensors that an index names into a model, on the CPU.
 
     Args:
         model: that has them, with any values or none.
@@ -197,77 +192,3 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_na
     """Of a state dict, what is in some modules, or is named itself."""
     under = tuple(f"{name}." for name in submodule_names)
     return {name: tensor for name, tensor in state_dict.items() if name in submodule_names or name.startswith(under)}
-
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes in a number, or in a text such as `5GB` (decimal) or `5GiB` (binary), see `read_bytes`.
-
-    Raises:
-        ValueError: it is no size; a text without a unit is none.
-    """
-    found = read_bytes(size, least=0)
-    if found is None or (isinstance(size, str) and size.strip().isdigit()):
-        raise ValueError(f"{size!r} is no size; write a number of bytes, or a text such as '5GB' or '200MiB'")
-    return found
-
-
-def compute_module_sizes(
-    model: nn.Module,
-    dtype: torch.dtype | str | None = None,
-    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
-    buffers_only: bool = False,
-) -> dict[str, int]:
-    """Bytes of every parameter, buffer and module by name; the whole model's under the empty name.
-
-    A tensor that has several names counts under the first of them.
-
-    Args:
-        model: may be on the meta device.
-        dtype: the type that floating tensors will have; one that is smaller than that already keeps its size.
-        special_dtypes: the type that the tensors of these names will have.
-        buffers_only: without parameters.
-    """
-    sizes: dict[str, int] = defaultdict(int)
-    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
-    for name, tensor in tensors:
-        bytes_each = tensor.dtype.itemsize
-        if special_dtypes is not None and name in special_dtypes:
-            bytes_each = as_dtype(special_dtypes[name]).itemsize
-        elif dtype is not None and tensor.dtype.is_floating_point:
-            bytes_each = min(bytes_each, as_dtype(dtype).itemsize)
-        parts = name.split(".")
-        for depth in range(len(parts) + 1):
-            sizes[".".join(parts[:depth])] += tensor.numel() * bytes_each
-    return sizes
-
-
-def get_max_layer_size(
-    modules: Sequence[tuple[str, nn.Module | Tensor]],
-    module_sizes: Mapping[str, int],
-    no_split_module_classes: Collection[str],
-) -> tuple[int, list[str]]:
-    """Bytes of the largest layer, and the names of those that are as large.
-
-    Args:
-        modules: by name; a layer is a tensor, a module without modules inside, or one that is not to be split.
-        module_sizes: from `compute_module_sizes`.
-        no_split_module_classes: names of the classes that are not to be split.
-    """
-    layers: list[str] = []
-    remaining = list(reversed(modules))
-    while remaining:
-        name, module = remaining.pop()
-        inside = list(module.named_children()) if isinstance(module, nn.Module) else []
-        if inside and type(module).__name__ not in no_split_module_classes:
-            remaining.extend((f"{name}.{child}", part) for child, part in reversed(inside))
-        else:
-            layers.append(name)
-    largest = max((module_sizes.get(name, 0) for name in layers), default=0)
-    return largest, [name for name in layers if module_sizes.get(name, 0) == largest]
-
-
-def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of the model, and its largest layer as `get_max_layer_size` tells it."""
-    sizes = compute_module_sizes(model)
-    parts: list[tuple[str, nn.Module | Tensor]] = [*named_module_tensors(model), *model.named_children()]
-    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or ())

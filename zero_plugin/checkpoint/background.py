@@ -33,7 +33,7 @@ from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import time_out
 from zero_plugin.distributed.collectives import SCRIPT, Peers, all_or_none, announce, describe_error
 from zero_plugin.errors import CheckpointError
-from zero_plugin.machine.memory import available_cpu_memory
+from zero_plugin.machine.hardware import available_cpu_memory
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import Fragment
 

@@ -527,12 +527,12 @@ def make_folder(folder: Path) -> None:
 
 
 def reserve(file: BinaryIO, size: int) -> None:
-    """Make a file that is opened for writing `size` bytes long, and give it the room where the file system can.
+    """Make a file that is opened for writing `size` bytes long, and reserve the disk space where the file system can.
 
     `os.posix_fallocate` is no substitute: where the file system cannot, it writes a byte into every block.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is no space.
     """
     file.truncate(size)
     fallocate = getattr(_LIBC, "fallocate", None)  # Linux; fallocate(2)

@@ -18,8 +18,7 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.find import find_config_file
 from zero_plugin.config.packages import installed_version
 from zero_plugin.launch.flags import document_from_flags
-from zero_plugin.machine.hardware import count_cores, has_gpu_driver
-from zero_plugin.machine.memory import total_cpu_memory
+from zero_plugin.machine.hardware import count_cores, has_gpu_driver, total_cpu_memory
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_tpu
 
 _PACKAGES = ("torch", "torch_xla", "deepspeed", "transformers", "accelerate", "peft", "safetensors", "numpy")

@@ -19,12 +19,10 @@ from zero_plugin.cli.flags import with_options
 from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import has_gpu_driver
-from zero_plugin.plan.fields import write_plan
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
-from zero_plugin.plan.options import Wanted
-from zero_plugin.plan.plot import check_picture, draw_plan
-from zero_plugin.plan.search import Candidate, Choice, WhatIf, what_if
+from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
+from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
 from zero_plugin.plan.situation import (
     Cluster,
@@ -383,7 +381,7 @@ class Options:
         sizes = {name: None if text is None else require_bytes(f"--{name}", text) for name, text in texts.items()}
         here = None
         if self.gpu is None and sizes["gpu_memory"] is None and has_gpu_driver():
-            from zero_plugin.plan.constants import measure_cluster  # imports torch
+            from zero_plugin.plan.speeds import measure_cluster  # imports torch
 
             here = measure_cluster(self.gpus, self.nodes or 1)
         return state_cluster(gpu=self.gpu, gpus=self.gpus, nodes=self.nodes, here=here, **sizes)

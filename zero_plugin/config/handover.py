@@ -116,12 +116,12 @@ _ATTEMPT: Final = re.compile(r"attempt_\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Shortage:
-    """Memory has run out in a worker.
+class OutOfMemoryReport:
+    """What a worker says that has run out of memory.
 
     Attributes:
         headline: where, with what was needed and what is there.
-        advice: lines on what lowers the use, the cheapest first.
+        advice: lines on how to reduce its use, the cheapest first.
         cut: into how many micro-batches the next attempt is to cut each of the loader's batches, with as many times the
             accumulation; 0 where a smaller micro-batch is not open, or would not help.
         micro_batch: samples of a micro-batch then.
@@ -138,18 +138,18 @@ def micro_batch_cut(environ: Mapping[str, str]) -> int:
     return int(environ.get(CUT_VARIABLE, "1"))
 
 
-def leave_shortage(shortage: Shortage, environ: Mapping[str, str]) -> bool:
-    """Leave it for the launcher; False where none reads it, so that it has to be said here."""
+def leave_out_of_memory_report(report: OutOfMemoryReport, environ: Mapping[str, str]) -> bool:
+    """Leave it for the launcher; False where none reads it, so that it has to be logged here."""
     if CUT_VARIABLE not in environ or _ERROR_FILE not in environ:
         return False
     try:
-        Path(environ[_ERROR_FILE]).parents[1].joinpath(_FILE).write_text(json.dumps(asdict(shortage)), encoding="utf-8")
+        Path(environ[_ERROR_FILE]).parents[1].joinpath(_FILE).write_text(json.dumps(asdict(report)), encoding="utf-8")
     except OSError:
         return False
     return True
 
 
-def take_shortage(folder: Path) -> Shortage | None:
+def take_out_of_memory_report(folder: Path) -> OutOfMemoryReport | None:
     """What a worker has left, and no longer is there after this.
 
     Args:
@@ -158,7 +158,7 @@ def take_shortage(folder: Path) -> Shortage | None:
     for file in folder.glob(f"*/attempt_*/{_FILE}"):
         text = file.read_text(encoding="utf-8")
         file.unlink()
-        return Shortage(**json.loads(text))
+        return OutOfMemoryReport(**json.loads(text))
     return None
 
 

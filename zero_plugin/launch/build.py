@@ -30,8 +30,15 @@ from zero_plugin.launch.hosts import asked_launcher, build_hosts_spec
 from zero_plugin.launch.report import STATIC_PORT, find_problems
 from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Request, Setting
 from zero_plugin.launch.tpu import build_tpu_spec, choose_tpu
-from zero_plugin.machine.hardware import Binding, Machine, choose_cores, find_gpus, has_gpu_driver, port_is_free
-from zero_plugin.machine.memory import available_cpu_memory
+from zero_plugin.machine.hardware import (
+    Binding,
+    Machine,
+    available_cpu_memory,
+    choose_cores,
+    find_gpus,
+    has_gpu_driver,
+    port_is_free,
+)
 from zero_plugin.machine.network import (
     OWN_ADDRESS,
     address_towards,
@@ -41,9 +48,9 @@ from zero_plugin.machine.network import (
     is_own_address,
 )
 from zero_plugin.machine.scheduler_job import Allocation, find_allocation
-from zero_plugin.plan.fields import lay_plan, nvme_folder, plan_before_run, waits_for_plan
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource
+from zero_plugin.plan.run_plan import lay_plan, nvme_folder, plan_before_run, waits_for_plan
 from zero_plugin.plan.situation import Cluster
 
 
@@ -124,7 +131,7 @@ def _has_bf16(document: Document, accelerator: Literal["cpu", "cuda"]) -> bool:
     """Whether the workers compute in bf16: found out for `mixed_precision: auto` alone, since that imports torch."""
     if document.launch.value("mixed_precision") is not AUTO:
         return True
-    from zero_plugin.plan.run_facts import probe_machine
+    from zero_plugin.plan.run_plan import probe_machine
 
     return probe_machine(accelerator).bf16
 
@@ -262,7 +269,7 @@ def _find_cluster(document: Document, settings: LaunchSettings, processes: int) 
     if settings.gpu_memory is not None and folder is None:
         host = settings.host_memory or available_cpu_memory()
         return state_cluster(gpu_memory=settings.gpu_memory, host_memory=host, gpus=each, nodes=nodes)
-    from zero_plugin.plan.constants import measure_cluster  # imports torch
+    from zero_plugin.plan.speeds import measure_cluster  # imports torch
 
     here = measure_cluster(each, nodes, folder)
     return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)

@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.handover import CUT_VARIABLE, Shortage, take_shortage
+from zero_plugin.config.handover import CUT_VARIABLE, OutOfMemoryReport, take_out_of_memory_report
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
 from zero_plugin.launch.hosts import run_on_hosts
 from zero_plugin.launch.report import Failure, describe_failure, describe_idle, find_first_failure, shell_code, tell_end
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
-from zero_plugin.machine.memory import MemoryWatch
+from zero_plugin.machine.hardware import MemoryWatch
 from zero_plugin.machine.op_builds import RunningBuilds
 
 _logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def run_workers(spec: LaunchSpec) -> int:
         nonlocal restarts
         restarts += 1
         if restarts <= max_restarts:
-            first, smaller = find_first_failure(failures, folder), _cut_micro_batch(take_shortage(folder))
+            first, smaller = find_first_failure(failures, folder), _cut_micro_batch(take_out_of_memory_report(folder))
             message = "%s; all workers start again (restart %d of %d)%s"
             _logger.warning(message, tell_end(first), restarts, max_restarts, smaller)
 
@@ -197,14 +197,14 @@ def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWat
             elastic_launch(config, executable)(*arguments)
         except ChildFailedError as error:
             first = find_first_failure(error.failures, folder)
-            shortage = take_shortage(folder)
+            out_of_memory = take_out_of_memory_report(folder)
             # Launchers of several machines begin again together, or not at all: that is --max_restarts.
-            if spec.machines == 1 and (smaller := _cut_micro_batch(shortage)):
+            if spec.machines == 1 and (smaller := _cut_micro_batch(out_of_memory)):
                 _logger.warning("%s; all workers start again%s", tell_end(first), smaller)
                 continue
             processes = {rank: failure.pid for rank, failure in error.failures.items()}
             described = describe_failure(
-                first, machines=spec.machines, memory=memory, processes=processes, shortage=shortage
+                first, machines=spec.machines, memory=memory, processes=processes, out_of_memory=out_of_memory
             )
             _logger.error("%s", "\n".join([described, *describe_idle(idle)]))
             return shell_code(first.exitcode)
@@ -260,14 +260,14 @@ def torchrun_config(spec: LaunchSpec, folder: Path, **more: Any) -> Any:
     )
 
 
-def _cut_micro_batch(shortage: Shortage | None) -> str:
+def _cut_micro_batch(report: OutOfMemoryReport | None) -> str:
     """Let the workers started from now on have smaller micro-batches; how, or "" where they may not."""
-    if shortage is None or not shortage.cut:
+    if report is None or not report.cut:
         return ""
-    os.environ[CUT_VARIABLE] = str(shortage.cut)
+    os.environ[CUT_VARIABLE] = str(report.cut)
     return (
-        f" with micro-batch {shortage.micro_batch}, which makes {shortage.cut} of each of the loader's batches, and as "
-        f"many times the accumulation. {shortage.headline}"
+        f" with micro-batch {report.micro_batch}, which makes {report.cut} of each of the loader's batches, and as "
+        f"many times the accumulation. {report.headline}"
     )
 
 

@@ -230,7 +230,7 @@ def best_precision(machine: Machine) -> str:
     """bf16 where there is a TPU, or GPUs that compute in it, else no."""
     if not machine.gpus:
         return "bf16" if machine.tpu else "no"
-    from zero_plugin.plan.run_facts import probe_machine  # imports torch, which counting the GPUs has done already
+    from zero_plugin.plan.run_plan import probe_machine  # imports torch, which counting the GPUs has done already
 
     return "bf16" if probe_machine("cuda").bf16 else "no"
 

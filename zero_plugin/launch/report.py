@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
-from zero_plugin.config.handover import Shortage
+from zero_plugin.config.handover import OutOfMemoryReport
 from zero_plugin.config.launch_settings import asks_for_cpu
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import Problem
 from zero_plugin.launch.spec import Program, Request
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.hardware import Machine, port_is_free
-from zero_plugin.machine.memory import MemoryWatch, largest_processes, total_cpu_memory
+from zero_plugin.machine.hardware import Machine, MemoryWatch, largest_processes, port_is_free, total_cpu_memory
 
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -42,7 +41,7 @@ _MEANINGS: Final[Mapping[int, str]] = {
     "built extensions (~/.cache/torch_extensions), and build them on this kind of machine.",
 }
 _GPU_MEMORY: Final = (
-    "GPU memory ran out. What lowers it, the cheapest first: a smaller batch per process with as many more\n"
+    "GPU memory ran out. To reduce its use, the cheapest first: a smaller batch per process with as many more\n"
     "gradient_accumulation_steps; activation checkpointing; a higher zero_stage; offload_optimizer_device: cpu;\n"
     "at stage 3 offload_param_device: cpu."
 )
@@ -50,8 +49,8 @@ _NO_ANSWER: Final = (
     "It waited for another process, which has failed, hangs, or cannot be reached any more: look at what the\n"
     "launchers of other machines say, and at the network between."
 )
-_LOWERS_CPU_MEMORY: Final = (
-    "What lowers it: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
+_LESS_CPU_MEMORY: Final = (
+    "To reduce its use: fewer processes per machine, offload to NVMe in place of the CPU, fewer data loader workers,\n"
     "`pin_memory: false` in the offload sections. Errors that other ranks printed only follow from this one."
 )
 
@@ -115,7 +114,7 @@ def describe_failure(
     machines: int = 1,
     memory: MemoryWatch | None = None,
     processes: Mapping[int, int] | None = None,
-    shortage: Shortage | None = None,
+    out_of_memory: OutOfMemoryReport | None = None,
 ) -> str:
     """A few lines for people: who failed first, where, how, what that means and what to do.
 
@@ -124,15 +123,15 @@ def describe_failure(
         machines: of the run; with several, a failure on another one may have come before.
         memory: what was seen of CPU memory while the workers ran.
         processes: the process id of each rank that failed, to find its part of that.
-        shortage: what a worker that ran out of memory has left.
+        out_of_memory: what a worker that ran out of memory has left.
     """
     host = socket.gethostname()
     where = f"on {host}" if machines == 1 else f"of those on {host}"
     output = "" if first.exitcode < 0 else "; its output is above"
     lines = [f"{tell_end(first)}, {where}{output}. All workers are stopped."]
-    if shortage is not None:
-        lines += [shortage.headline, shortage.advice]
-        if shortage.cut:
+    if out_of_memory is not None:
+        lines += [out_of_memory.headline, out_of_memory.advice]
+        if out_of_memory.cut:
             lines.append("With --max_restarts 1 on every machine the run starts again with the smaller micro-batch.")
     elif first.kind == "OutOfMemoryError":
         lines.append(_GPU_MEMORY)
@@ -186,7 +185,7 @@ def _explain_kill(memory: MemoryWatch | None, processes: Mapping[int, int]) -> s
     ]
     if others and kills != 0:
         lines.append(f"The largest of all processes that are still here: {', '.join(others)}.")
-    return "\n".join(lines if kills == 0 else [*lines, _LOWERS_CPU_MEMORY])
+    return "\n".join(lines if kills == 0 else [*lines, _LESS_CPU_MEMORY])
 
 
 def _explain_bus_error() -> str:

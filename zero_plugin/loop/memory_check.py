@@ -26,13 +26,12 @@ from zero_plugin.distributed.collectives import broadcast_object_list, gather_ob
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, MachineError, StrategyError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
-from zero_plugin.machine.device_memory import peak_bytes
-from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes
-from zero_plugin.plan.footprint import Footprint
-from zero_plugin.plan.live_model import model_sizes
-from zero_plugin.plan.options import Stage
-from zero_plugin.plan.run_plan import RunMemory, find_activations, free_bytes, local_processes, predict_memory
-from zero_plugin.plan.situation import Activations
+from zero_plugin.machine.hardware import available_cpu_memory, lockable_bytes
+from zero_plugin.plan.activations import find_activations
+from zero_plugin.plan.costs import Footprint
+from zero_plugin.plan.model_source import model_sizes
+from zero_plugin.plan.run_plan import RunMemory, free_bytes, local_processes, predict_memory
+from zero_plugin.plan.situation import Activations, Stage
 from zero_plugin.strategies.base import Session
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT
 
@@ -177,7 +176,7 @@ def check_memory_without_zero(
     capacity = settings.gpu_memory or min(gather_object([free]))
     if not capacity:
         return None
-    traced = [None if processes.rank else find_activations(model, model_sizes(model), peek(), resolved.precision)[0]]
+    traced = [None if processes.rank else find_activations(model, model_sizes(model), peek(), resolved.precision)]
     activations = broadcast_object_list(traced)[0]
     run = predict_memory(model, resolved, None, facts, processes, activations).changed(gradient_views=gradient_views)
     needed = run.footprint.allocated_bytes
@@ -272,6 +271,11 @@ class Prediction:
             "weights": terms["parameters"] + terms["master weights"] + terms["buffers"],
             "optimizer states": terms["optimizer states"],
         }
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that torch's allocator has handed out on the device so far; None on one that has no such count."""
+    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else None
 
 
 def watch_memory(session: Session, optimizer: AcceleratedOptimizer, prediction: Prediction) -> None:

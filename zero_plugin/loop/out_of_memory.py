@@ -21,13 +21,13 @@ import torch
 
 from zero_plugin.config.amounts import read_bytes, show_bytes
 from zero_plugin.config.document import Document
-from zero_plugin.config.handover import Shortage, leave_shortage, micro_batch_cut
+from zero_plugin.config.handover import OutOfMemoryReport, leave_out_of_memory_report, micro_batch_cut
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.data.batch_sampler import smaller_cut
 from zero_plugin.distributed.collective_check import tell_loss
 from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.loop.fewer_processes import redistribute_steps
-from zero_plugin.machine.device_memory import memory_available_bytes
+from zero_plugin.machine.hardware import memory_available_bytes
 from zero_plugin.plan.run_plan import RunMemory
 from zero_plugin.strategies.base import Saving
 
@@ -99,7 +99,9 @@ def phase_of(trace: TracebackType | None) -> Phase:
     return "the forward"
 
 
-def describe_out_of_memory(error: BaseException, loop: FailedLoop, device: torch.device, rank: int) -> Shortage:
+def describe_out_of_memory(
+    error: BaseException, loop: FailedLoop, device: torch.device, rank: int
+) -> OutOfMemoryReport:
     """Describe the requested and available memory, what needs less, and whether to retry with a smaller micro-batch.
 
     Args:
@@ -125,7 +127,7 @@ def describe_out_of_memory(error: BaseException, loop: FailedLoop, device: torch
     if not depends:
         lines.append(f"  A smaller micro-batch does not help: {_why_not(phase, on_device=on_device)}.")
     retries = factor and loop.is_open and not loop.decides
-    return Shortage(
+    return OutOfMemoryReport(
         headline,
         "\n".join(["What needs less memory, the cheapest first:", *lines]),
         cut=loop.cut * factor if retries else 0,
@@ -133,7 +135,7 @@ def describe_out_of_memory(error: BaseException, loop: FailedLoop, device: torch
     )
 
 
-def explain_out_of_memory(explain: Callable[[BaseException], Shortage]) -> Callable[[], None]:
+def explain_out_of_memory(explain: Callable[[BaseException], OutOfMemoryReport]) -> Callable[[], None]:
     """When an out-of-memory error ends this process, report the description that `explain` returns for it.
 
     It is passed to the launcher, which prints it once; without a launcher it is logged below the traceback. The other
@@ -163,7 +165,7 @@ def explain_out_of_memory(explain: Callable[[BaseException], Shortage]) -> Calla
 
 
 # The methods of all Accelerators that have not ended; the newest one is used.
-_explaining: Final[list[weakref.WeakMethod[Callable[[BaseException], Shortage]]]] = []
+_explaining: Final[list[weakref.WeakMethod[Callable[[BaseException], OutOfMemoryReport]]]] = []
 _explained: BaseException | None = None
 
 
@@ -172,23 +174,23 @@ def describe_end(error: BaseException | None) -> list[str]:
 
     The other processes, which may wait for this one in a collective operation, are notified to exit.
     """
-    shortage = _report_of(error)
-    if shortage is None:
+    report = _report_of(error)
+    if report is None:
         return []
     tell_loss("has run out of memory")
-    return _lines(shortage)
+    return _lines(report)
 
 
 def _explain(error: BaseException | None) -> None:
-    shortage = _report_of(error)
-    if shortage is None:
+    report = _report_of(error)
+    if report is None:
         return
-    if not leave_shortage(shortage, os.environ):
-        _log.error("\n".join(_lines(shortage)))
+    if not leave_out_of_memory_report(report, os.environ):
+        _log.error("\n".join(_lines(report)))
     tell_loss("has run out of memory")
 
 
-def _report_of(error: BaseException | None) -> Shortage | None:
+def _report_of(error: BaseException | None) -> OutOfMemoryReport | None:
     """The description by the newest Accelerator, once for each error; None for errors of another kind."""
     global _explained
     while error is not None and not is_out_of_memory(error):
@@ -200,9 +202,9 @@ def _report_of(error: BaseException | None) -> Shortage | None:
     return explaining[-1](error)
 
 
-def _lines(shortage: Shortage) -> list[str]:
-    lines = [shortage.headline, shortage.advice]
-    if shortage.cut:
+def _lines(report: OutOfMemoryReport) -> list[str]:
+    lines = [report.headline, report.advice]
+    if report.cut:
         lines.append(
             "This run is not restarted: a training loop that has failed cannot continue in the same process. "
             "`zero-plugin launch` restarts it with the smaller micro-batch, also with one process."
@@ -233,7 +235,7 @@ def _with_plan(options: Iterable[Saving], loop: FailedLoop, taken: int) -> Itera
     capacity = run.cluster.device_bytes
     short_by = max(1.0, taken / run.footprint.allocated_bytes) if loop.taken else 1.0
     for option in options:
-        if option.changes.get("activation_checkpointing") and run.activations.checkpointed is None:
+        if option.changes.get("activation_checkpointing") and run.work.activations.checkpointed is None:
             yield option.text
             continue
         needed = int(short_by * run.changed(**option.changes).footprint.device_bytes)

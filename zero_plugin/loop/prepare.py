@@ -29,13 +29,18 @@ from zero_plugin.config.resolve.run_record import describe_run, keep_record
 from zero_plugin.data.active import RunningLoops
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.loop.memory_check import Prediction, check_memory, check_memory_without_zero, watch_memory
+from zero_plugin.loop.memory_check import (
+    Prediction,
+    check_memory,
+    check_memory_without_zero,
+    peak_bytes,
+    watch_memory,
+)
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.scheduler import AcceleratedScheduler, describe_counting, own_steps
 from zero_plugin.loop.training import Pair, Training, parameters_left_out
 from zero_plugin.loop.window import LoaderProgress, Window
-from zero_plugin.machine.device_memory import peak_bytes
-from zero_plugin.plan.live_model import probe_model
+from zero_plugin.plan.model_source import probe_model
 from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
 from zero_plugin.strategies.base import SessionRequest, Strategy
 from zero_plugin.strategies.torch_optimizers import CurveLR, build_scheduler, describe_optimizer

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zero_plugin.config.handover import Shortage
+from zero_plugin.config.handover import OutOfMemoryReport
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
 from zero_plugin.config.tree import AUTO
@@ -24,6 +24,7 @@ from zero_plugin.data.prepare import peek_batch, prepare_loader
 from zero_plugin.distributed.collective_check import collective
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.first_steps import FirstSteps
+from zero_plugin.loop.memory_check import peak_bytes
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.out_of_memory import FailedLoop, describe_out_of_memory
 from zero_plugin.loop.prepare import add_optimizer, join_loaders, prepare_scheduler, start_training, wrap_optimizer
@@ -32,8 +33,7 @@ from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_other_steps
 from zero_plugin.loop.window import LoaderProgress, Window
-from zero_plugin.machine.device_memory import peak_bytes
-from zero_plugin.plan.run_facts import accelerator_kind, probe_loop, probe_machine, surely_train
+from zero_plugin.plan.run_plan import accelerator_kind, probe_loop, probe_machine, surely_train
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
 
@@ -139,7 +139,7 @@ class Prepared:
         gc.collect()
         torch.cuda.empty_cache()  # does nothing if CUDA was not used
 
-    def describe_out_of_memory(self, error: BaseException) -> Shortage:
+    def describe_out_of_memory(self, error: BaseException) -> OutOfMemoryReport:
         """Describe an out-of-memory error, and whether the launcher may restart the run."""
         run, training = self._run, self.trained[0] if self.trained else None
         micro_batch = run.document.deepspeed.get("train_micro_batch_size_per_gpu")

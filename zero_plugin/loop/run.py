@@ -32,10 +32,8 @@ from zero_plugin.loop.fewer_processes import find_intended_processes
 from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut, explain_out_of_memory
 from zero_plugin.loop.pretrained import checking_pretrained
 from zero_plugin.loop.same_everywhere import check_same_run
-from zero_plugin.machine.device_memory import Meter
-from zero_plugin.machine.memory import available_cpu_memory
-from zero_plugin.plan.run_facts import accelerator_kind, probe_machine
-from zero_plugin.plan.run_plan import local_processes
+from zero_plugin.machine.hardware import Meter, available_cpu_memory
+from zero_plugin.plan.run_plan import accelerator_kind, local_processes, probe_machine
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.select import select_strategy
 from zero_plugin.trackers.running import Trackers

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_plugin.big_models.align import has_offloaded_params
+from zero_plugin.big_models.module_hooks import has_offloaded_params
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.resolve.facts import Facts, Resolved
 from zero_plugin.errors import CheckpointError, ConfigError, LoopError, Problem
@@ -283,7 +283,7 @@ def _refuse_device_map(model: nn.Module) -> None:
             "does not fit on one device, use ZeRO stage 3: from_pretrained() after Accelerator() then loads only the "
             "partition of this process."
         )
-    if any(has_offloaded_params(module) for module in model.modules()):
+    if any(hasattr(module, "_hf_hook") and has_offloaded_params(module) for module in model.modules()):
         raise LoopError(
             f"prepare() got a {type(model).__name__} whose weights are on the device only during a forward "
             "(cpu_offload, disk_offload): they get no gradients.\nPrepare it without offload; if it does not fit, use "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.big_models.align import stored_values
+from zero_plugin.big_models.module_hooks import stored_values
 from zero_plugin.checkpoint.load_weights import WeightsReport, find_weights, initialize_tensors, match_weights
 from zero_plugin.checkpoint.objects import write_object
 from zero_plugin.checkpoint.save import write_configuration
@@ -39,7 +39,7 @@ from zero_plugin.errors import CheckpointError, LoopError
 from zero_plugin.loop.memory_check import check_memory_to_load
 from zero_plugin.loop.prepared import Prepared
 from zero_plugin.loop.run import Run
-from zero_plugin.machine.memory import available_cpu_memory
+from zero_plugin.machine.hardware import available_cpu_memory
 from zero_plugin.plan.run_plan import local_processes
 from zero_plugin.tensors.empty import init_empty_weights, outermost_modules
 from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, persistent_tensors, shared_names, tensor_slots

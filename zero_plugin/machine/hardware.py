@@ -1,19 +1,90 @@
-"""What the launcher must know of this machine before it starts a process: GPUs, cores, ports.
+"""This machine's GPUs, cores, ports, memory and disks, as far as this process may use them.
 
-Each process is bound to the cores of the memory near its GPU, or to an even share.
+Everything in this package that asks for one of them asks here; torch is imported for GPUs alone. A container or a
+scheduler's job is limited by its control groups, which are read first. Each process of a run is bound to the cores of
+the memory near its GPU, or to an even share.
 """
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
+import resource
+import shutil
 import socket
+import tempfile
+import threading
+import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
 
-from zero_plugin.machine.control_groups import own_groups, read_text
+import psutil
+
 from zero_plugin.machine.xla_runtime import find_tpu
+
+if TYPE_CHECKING:
+    import torch
+
+PROC: Final = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A line of `mountinfo`: which part of a file system is seen at which folder, its kind and its options."""
+
+    root: str
+    folder: str
+    kind: str
+    options: tuple[str, ...]
+
+
+def own_groups(controller: str) -> Iterator[Path]:
+    """Folders of this process' control groups, of either version, its own first, then those above it.
+
+    A limit of each of them holds for this process.
+
+    Args:
+        controller: whose groups, where each controller has its own (version 1), e.g. `memory` or `cpu`.
+    """
+    own = {}
+    for line in read_text(PROC / "self" / "cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), group))
+    for mount in read_mounts(PROC / "self" / "mountinfo"):
+        name = {"cgroup2": "", "cgroup": controller}.get(mount.kind)
+        if name in own and (name == "" or name in mount.options):
+            inside = Path(own[name])  # of a container the own group may be mounted as the root
+            folder = Path(mount.folder, inside.relative_to(mount.root) if inside.is_relative_to(mount.root) else "")
+            yield from (group for group in (folder, *folder.parents) if group.is_relative_to(mount.folder))
+
+
+def read_mounts(mountinfo: Path) -> Iterator[Mount]:
+    """The mounts that a file of the kernel lists, in their order; of two on one folder the later covers the earlier."""
+    for line in read_text(mountinfo).splitlines():
+        before, _, after = line.partition(" - ")
+        root, folder = (word.encode().decode("unicode_escape") for word in before.split()[3:5])
+        kind, *_, options = after.split()
+        yield Mount(root, folder, kind, tuple(options.split(",")))
+
+
+def read_numbers(file: Path) -> dict[str, int]:
+    """A file of lines `name number`; empty where there is none."""
+    words = (line.split() for line in read_text(file).splitlines())
+    return {line[0]: int(line[1]) for line in words if len(line) == 2 and line[1].isdigit()}
+
+
+def read_text(file: Path) -> str:
+    """The text without the blanks around it; "" where there is no such file, or it may not be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
 
 _SYSTEM: Final = Path("/sys")
 _GPU_DRIVER: Final = Path("/proc/driver/nvidia/gpus")
@@ -94,7 +165,7 @@ def choose_cores(
         processes: on this machine.
         gpus: the PCI address of each process's GPU, None where it is not known; empty on the CPU.
         allowed: cores that this process may use; by default its affinity.
-        system: where the kernel tells of nodes and devices.
+        system: where the kernel lists nodes and devices.
     """
     if not hasattr(os, "sched_setaffinity"):
         return Binding((), "this system binds no process to cores")
@@ -120,7 +191,7 @@ def read_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
 
 
 def find_gpus(processes: int, environ: Mapping[str, str], driver: Path = _GPU_DRIVER) -> tuple[str | None, ...]:
-    """The PCI address of the GPU of each local rank, as NVIDIA's driver numbers them; None for what it does not tell.
+    """The PCI address of the GPU of each local rank, as NVIDIA's driver numbers them; None for what it does not list.
 
     Args:
         processes: on this machine, on one GPU each.
@@ -167,3 +238,247 @@ def parse_cores(text: str) -> frozenset[int]:
         first, _, last = piece.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return frozenset(cores)
+
+
+_LOOK_S: Final = 1.0
+_STATUS: Final = Path("/proc/self/status")
+_CAP_IPC_LOCK: Final = 14  # linux/capability.h
+# Files of a control group of version 2, then 1: a limit, and what is taken; how the counts in `memory.stat` begin that
+# include the groups below it (in version 2 all do).
+_LIMITS: Final = (
+    ("memory.max", "memory.current", "", "file_"),
+    ("memory.high", "memory.current", "", "file_"),  # above it processes hardly run
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "total_"),
+)
+
+
+def total_cpu_memory() -> int:
+    """Bytes that this process and its workers may have at most: the machine's, or the least limit that holds here.
+
+    Limits are those of the control groups (of a container, or a scheduler's job) from this process' own up to the root,
+    and `ulimit -v`.
+    """
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
+
+
+def available_cpu_memory() -> int:
+    """Bytes that could be taken now without swapping: the kernel's estimate, or the least that a limit leaves.
+
+    See `total_cpu_memory`. Of what a limit counts as taken, `_reclaimable` can be had.
+    """
+    return max(0, min([int(psutil.virtual_memory().available), *(limit - taken for limit, taken in _limits())]))
+
+
+class MemoryWatch:
+    """Looks every second, while it is entered.
+
+    Attributes:
+        available: bytes that could be had at the last look; None before the first.
+        resident: bytes in memory of each child of this process at the last look that found it, by process id.
+    """
+
+    def __init__(self) -> None:
+        self.available: int | None = None
+        self.resident: dict[int, int] = {}
+        self._kills_before = count_memory_kills()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="zero_plugin memory", daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+
+    @property
+    def kills(self) -> int | None:
+        """Processes that the kernel has killed since for want of memory, in this container where it has a limit of
+        its own; None where the system does not count them."""
+        now = count_memory_kills()
+        return None if now is None or self._kills_before is None else now - self._kills_before
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            self.available = available_cpu_memory()
+            self.resident.update({pid: size for pid in _children() if (size := _resident_bytes(pid))})
+
+
+def count_memory_kills() -> int | None:
+    """Processes that the kernel has ever killed here for want of memory; None where it does not count them."""
+    files = [folder / name for folder in own_groups("memory") for name in ("memory.events", "memory.oom_control")]
+    counts = (
+        read_numbers(file).get("oom_kill") for file in (*files, PROC / "vmstat")
+    )  # the last: the complete machine's
+    return next((count for count in counts if count is not None), None)
+
+
+def largest_processes(count: int) -> list[tuple[int, int, str]]:
+    """Bytes in memory, id and name of the largest processes that can be seen here, without this one; largest first."""
+    numbers = [int(entry.name) for entry in PROC.glob("[0-9]*")]
+    sizes = sorted(((_resident_bytes(pid), pid) for pid in numbers if pid != os.getpid()), reverse=True)
+    return [(size, pid, read_text(PROC / str(pid) / "comm")) for size, pid in sizes[:count]]
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Every limit of this process' memory, and how many bytes of it are taken; no limit may be a huge number."""
+    for group in own_groups("memory"):
+        for limit, taken, lists, writes in _LIMITS:
+            size = read_text(group / limit)
+            if size.isdigit():  # else "max", or no such file
+                yield int(size), int(read_text(group / taken) or 0) - _reclaimable(group, lists, writes)
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        yield address_space, int(psutil.Process().memory_info().vms)
+
+
+def _reclaimable(group: Path, lists: str, writes: str) -> int:
+    """Bytes that a control group is charged for and that the kernel frees before a process is refused memory.
+
+    These are the pages of files on its two lists for reclaim. It prefers the inactive list, but moves pages over from
+    the active one as soon as it needs them, so that both can be had, as in the kernel's own `MemAvailable`. A page that
+    was written and is not on the disk yet cannot be freed before it is, and such pages are on the same lists: they are
+    taken off. What else a group counts as `file` is on other lists: pages of tmpfs and of shared memory have no file to
+    be read from again, and are among the anonymous ones; what a process has locked is unevictable.
+    """
+    stat = Counter(read_numbers(group / "memory.stat"))
+    on_lists = stat[f"{lists}inactive_file"] + stat[f"{lists}active_file"]
+    return max(0, on_lists - stat[f"{writes}dirty"] - stat[f"{writes}writeback"])
+
+
+def _children() -> list[int]:
+    """Processes that any thread of this one has started."""
+    return [int(pid) for task in PROC.glob("self/task/*/children") for pid in read_text(task).split()]
+
+
+def _resident_bytes(pid: int) -> int:
+    pages = read_text(PROC / str(pid) / "statm").split()[1:2]
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
+
+
+def lockable_bytes() -> int | None:
+    """What a process may lock, as `ulimit -l` says; None without a limit, as for root, or CAP_IPC_LOCK."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    lines = read_text(_STATUS).splitlines()  # none where this is not Linux
+    held = next((line for line in lines if line.startswith("CapEff:")), "CapEff: 0")
+    has_capability = int(held.split()[1], 16) >> _CAP_IPC_LOCK & 1
+    return None if limit == resource.RLIM_INFINITY or has_capability else limit
+
+
+class Meter:
+    """Throughput between two readings.
+
+    Args:
+        processes: how many run, each taken to be as fast as this one.
+        device: where this process computes.
+    """
+
+    def __init__(self, processes: int, device: torch.device) -> None:
+        self._processes = processes
+        self._device = device
+        self._since = time.perf_counter()
+
+    def read(self, units: int, unit: str) -> dict[str, float]:
+        """`<unit>_per_second` since the last reading, if any `units` are given, and `memory_available_gb`."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        values = {f"{unit}_per_second": units * self._processes / max(seconds, 1e-9)} if units else {}
+        return values | {"memory_available_gb": memory_available_bytes(self._device) / 1e9}
+
+
+def memory_available_bytes(device: torch.device) -> int:
+    """Memory that could still be taken: of a GPU, else of the CPUs."""
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's allocator
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return available_cpu_memory()
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return the memory that torch's allocator holds unused to the device.
+
+    Args:
+        garbage_collection: collect garbage first, which takes long.
+    """
+    if garbage_collection:
+        gc.collect()
+    import torch
+
+    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+
+
+# A folder for NVMe offload: its file system, its free space, whether it takes O_DIRECT, and how fast it is.
+_DISK_BLOCK: Final = 8 << 20
+_DISK_SECONDS: Final = 0.4  # each of writing and reading
+_DISK_MOST: Final = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What was measured of a folder; speeds in bytes per second, None where O_DIRECT is refused."""
+
+    filesystem: str
+    free: int
+    direct: bool
+    write: float | None = None
+    read: float | None = None
+
+
+def look_at_disk(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> Disk | None:
+    """Measure for about a second, with one file that is removed; None where no file can be made.
+
+    A folder that is not there yet is measured by the nearest one above it, and is not made.
+    """
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".zero_plugin_doctor_", dir=there)
+    except OSError:
+        return None
+    os.close(descriptor)
+    try:
+        free = shutil.disk_usage(there).free
+        speeds = _measure(name, min(_DISK_MOST, free // 4 // _DISK_BLOCK * _DISK_BLOCK))
+    finally:
+        Path(name).unlink(missing_ok=True)
+    kind = filesystem_of(there, mounts)
+    return Disk(kind, free, False) if speeds is None else Disk(kind, free, True, *speeds)
+
+
+def filesystem_of(folder: Path, mounts: Path) -> str:
+    """The kind of file system that a folder lies on, as the kernel's `mountinfo` has it."""
+    wanted, kind, longest = str(folder.resolve()), "unknown", -1
+    for mount in read_mounts(mounts):
+        inside = wanted == mount.folder or wanted.startswith(mount.folder.rstrip("/") + "/")
+        if inside and len(mount.folder) >= longest:  # of two on one folder, the later covers the other
+            kind, longest = mount.kind, len(mount.folder)
+    return kind
+
+
+def _measure(file: str, most: int) -> tuple[float, float] | None:
+    """Bytes per second of writing and of reading past the page cache; None where O_DIRECT is refused."""
+    if not hasattr(os, "O_DIRECT") or most < _DISK_BLOCK:
+        return None
+    block = mmap.mmap(-1, _DISK_BLOCK)  # O_DIRECT wants memory at a page's border
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_DIRECT)
+    except OSError:
+        return None
+    try:
+        block[:8] = b"doctor.."
+        done, began = 0, time.perf_counter()
+        while done < most and time.perf_counter() - began < _DISK_SECONDS:
+            done += os.pwrite(descriptor, block, done)
+        os.fdatasync(descriptor)
+        written = done / max(time.perf_counter() - began, 1e-9)
+        size, done, began = done, 0, time.perf_counter()
+        while done < size and time.perf_counter() - began < _DISK_SECONDS:
+            done += os.preadv(descriptor, [block], done)
+        return written, done / max(time.perf_counter() - began, 1e-9)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError, Problem
@@ -13,6 +12,7 @@ from zero_plugin.plan.situation import Activations, Affine, ModelSizes, Paramete
 _VOCABULARY: Final = 32_000  # Llama's and Llama 2's
 _HEAD_SIZE: Final = 128  # Llama's at every size
 _WIDTH_PER_LAYER: Final = 128  # Llama 7B: 4096 / 32; 13B: 5120 / 40
+_MARGIN: Final = 0.2  # see `Activations.margin`
 _INDEX_BYTES: Final = 8  # token ids and labels are int64
 
 
@@ -47,7 +47,7 @@ def decoder_sizes(
         ConfigError: neither parameters nor a width is given, or the numbers contradict each other.
     """
     if not (parameters or hidden_size or layers):
-        raise _error("nothing tells the model's size", "Give --params, or --hidden_size and --layers.")
+        raise _error("the model's size is not given", "Give --params, or --hidden_size and --layers.")
     hidden = hidden_size or (_WIDTH_PER_LAYER * layers if layers else _usual_width(parameters or 0))
     depth = layers or max(1, round(hidden / _WIDTH_PER_LAYER))
     words = vocabulary or _VOCABULARY
@@ -175,6 +175,7 @@ def decoder_activations(
             * sequence_length**2,  # 4·T·q per token and layer, of which the mask leaves a half
             sample_length=sequence_length,
             source=f"closed formula of a decoder{' under autocast' if autocast else ''}",
+            margin=_MARGIN,
         )
 
     one = (4 + 2 * item) * hidden
@@ -201,27 +202,3 @@ def _usual_width(parameters: int) -> int:
 
 def _error(message: str, fix: str) -> ConfigError:
     return ConfigError([Problem("plan", "", message, fix)])
-
-
-DEFAULT_LENGTH: Final = 2048
-# How configurations call the number of positions that a model has.
-_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "block_size")
-
-
-def usual_length(config: Any = None) -> int:
-    """2048 tokens, or all of a model's positions where it has fewer.
-
-    Args:
-        config: of the model, an object or a mapping; the language part of a nested one counts.
-    """
-    if isinstance(config, Mapping):
-        text: Any = config.get("text_config") or config
-    else:
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return min(DEFAULT_LENGTH, stated_number(text, _POSITIONS) or DEFAULT_LENGTH)
-
-
-def stated_number(config: Any, names: Iterable[str]) -> int | None:
-    """The first number above 0 that a configuration, an object or a mapping, has under one of `names`."""
-    found = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)

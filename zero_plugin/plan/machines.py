@@ -29,7 +29,7 @@ class KnownDevice:
         tensor_tflops: dense peak in 16 bits with sums in fp32.
         fp32_tflops: peak in fp32, TF32 off, as torch has it.
         memory_gb_s: gigabytes per second of its memory.
-        pcie: bytes per second between it and the host, each way.
+        pcie: bytes per second between it and CPU memory, each way.
         nvlink_gb_s: gigabytes per second to its peers, each way; 0 without NVLink.
         bf16: whether its tensor cores take bf16; else bf16 runs as fp32.
     """
@@ -182,7 +182,7 @@ def state_cluster(
         base = _of_memory(gpu_memory, here)
     else:
         fix = "Write --gpu A100-80GB, or --gpu_memory 24GiB --host_memory 64GiB --gpus 8."
-        raise _problem("gpu", "nothing tells how much memory a GPU has", fix)
+        raise _problem("gpu", "it is not known how much memory a GPU has", fix)
     changes: dict[str, Any] = {_FIELDS[flag]: number for flag, number in numbers.items()}
     cluster = replace(base, **changes, sources={**base.sources, **dict.fromkeys(changes, "stated")})
     return cluster if cluster.host_bytes else _with_assumed_host(cluster)

@@ -1,24 +1,31 @@
-"""The model that is planned for, by its configuration, its weights' headers, a function, or a few numbers.
+"""The model that is planned for: its sizes, its width, and inputs for its forward; no weight is read or allocated.
 
-Without torch, but where a model is to be built and traced.
+It is a live module, or named by its configuration, its weights' headers, a function, or a few numbers. torch is
+imported only where a model is built.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from zero_plugin.config.packages import installed_version
 from zero_plugin.config.resolve.facts import ModelFacts, Precision
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.plan.decoder import DEFAULT_LENGTH, decoder_activations, decoder_sizes, stated_number, usual_length
+from zero_plugin.plan.decoder import decoder_activations, decoder_sizes
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize
 from zero_plugin.tensors.safetensors_files import read_header, read_keys, weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _AGAIN: Final = "Download the file again."
 _FUNCTION: Final = re.compile(r"[\w.]+:\w+")
@@ -92,15 +99,11 @@ def open_model(
         )
     if config.is_file():
         if source.trace and installed_version("transformers"):
-            from zero_plugin.plan.live_model import build_model, example_inputs
-
             model = build_model(config)
             length = sequence_length or usual_length(model.config)
             return _traced(model, example_inputs(model, length), precision, str(config))
         return _from_config(config, sequence_length, precision)
     if _FUNCTION.fullmatch(source.model):
-        from zero_plugin.plan.live_model import call_function
-
         return _traced(*call_function(source.model, sequence_length), precision, source.model)
     raise _error(
         f"{source.model} is neither a file, nor a folder, nor module:function",
@@ -109,8 +112,7 @@ def open_model(
 
 
 def _traced(model: Any, example: Any, precision: Precision, name: str) -> tuple[ModelSizes, Activations]:
-    from zero_plugin.plan.activations import trace_activations
-    from zero_plugin.plan.live_model import model_sizes
+    from zero_plugin.plan.activations import trace_activations  # imports torch
 
     return replace(model_sizes(model), source=name), trace_activations(model, example, precision)
 
@@ -153,7 +155,7 @@ def _from_weights(
     if not shapes:
         raise _error(f"{folder} holds neither config.json nor *.safetensors", "Name the folder of a model.")
     if source.parameters is not None:
-        raise _error(f"--params is given beside {folder}, whose weights tell it", "Leave one of them out.")
+        raise _error(f"--params is given beside {folder}, whose weights have it", "Leave one of them out.")
     sizes = Counter((math.prod(shape), is_expert(name)) for name, shape in shapes.items())
     hidden = source.hidden_size or common_width(shapes.values())[0]
     depth = max((int(found[1]) + 1 for found in map(_LAYER.search, shapes) if found), default=None)
@@ -315,6 +317,223 @@ def _read_config(file: Path, where: str, fix: str = _AGAIN) -> dict[str, Any]:
         return read_keys(file)
     except (OSError, ValueError) as error:
         raise _error(f"{file} cannot be read: {error}", fix, where) from None
+
+
+DEFAULT_LENGTH: Final = 2048
+# How configurations call the number of positions that a model has.
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "block_size")
+
+
+def usual_length(config: Any = None) -> int:
+    """2048 tokens, or all of a model's positions where it has fewer.
+
+    Args:
+        config: of the model, an object or a mapping; the language part of a nested one counts.
+    """
+    if isinstance(config, Mapping):
+        text: Any = config.get("text_config") or config
+    else:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return min(DEFAULT_LENGTH, stated_number(text, _POSITIONS) or DEFAULT_LENGTH)
+
+
+def stated_number(config: Any, names: Iterable[str]) -> int | None:
+    """The first number above 0 that a configuration, an object or a mapping, has under one of `names`."""
+    found = (config.get(name) if isinstance(config, Mapping) else getattr(config, name, None) for name in names)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), None)
+
+
+Example: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
+
+_ONE_LABEL: Final = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
+_LABEL_PER_TOKEN: Final = (
+    *("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification"),
+)
+
+
+def model_sizes(module: nn.Module) -> ModelSizes:
+    """Sizes of `module`, on whatever device it is, `meta` and partitioned (`ds_shape`) included.
+
+    A parameter that several modules share counts once; tensors of one size, all trainable or all frozen, are one entry.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    kinds: Counter[tuple[int, bool, bool, int]] = Counter()
+    for name, parameter in module.named_parameters():
+        shapes[name] = _shape(parameter)
+        elements, width = math.prod(shapes[name]), parameter.element_size()
+        kinds[elements, parameter.requires_grad, is_expert(name), width] += 1
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    hidden, _ = stated_width(config, "model.config")
+    return ModelSizes(
+        name=type(module).__name__,
+        parameters=tuple(
+            ParameterSize(size, count, trained, expert, width)
+            for (size, trained, expert, width), count in kinds.items()
+        ),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
+        largest_module=max(
+            sum(math.prod(_shape(parameter)) for parameter in part.parameters(recurse=False))
+            for part in module.modules()
+        ),
+        hidden_size=hidden or common_width(shapes.values())[0],
+        layers=len(repeated_blocks(module)) or stated_number(text, KEYS["layers"]),
+        vocabulary=stated_number(text, KEYS["vocabulary"]),
+        source="the model",
+    )
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The modules that activation checkpointing recomputes one by one: the outermost that stand in a row of their kind.
+
+    A row is a ModuleList or a Sequential that holds at least two modules of one class, which have modules of their own:
+    transformer layers, residual blocks.
+    """
+    from torch import nn
+
+    found: list[nn.Module] = []
+    for child in module.children():
+        kinds = Counter(type(block) for block in child.children() if any(True for _ in block.children()))
+        is_row = isinstance(child, nn.ModuleList | nn.Sequential) and max(kinds.values(), default=0) > 1
+        found += child.children() if is_row else repeated_blocks(child)
+    return found
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def probe_model(model: nn.Module) -> ModelFacts:
+    """Sizes of `model`, without touching its data; partitioned parameters (`ds_shape`) count as unpartitioned ones.
+
+    A parameter shared by several modules counts once.
+    """
+    return model_facts(map(_shape, model.parameters()), getattr(model, "config", None), "model.config")
+
+
+def build_model(config: Path) -> nn.Module:
+    """The model of a `config.json`, of the class that it names, else a causal one, on the meta device.
+
+    Raises:
+        ConfigError: transformers does not know it.
+    """
+    import torch
+    import transformers
+
+    try:
+        settings = transformers.AutoConfig.from_pretrained(config)
+        named = (settings.architectures or [""])[0]
+        if settings.problem_type is None and settings.num_labels > 1:
+            settings.problem_type = "single_label_classification"  # what it takes integer labels for, by their values
+        with torch.device("meta"):
+            if hasattr(transformers, named):
+                return getattr(transformers, named)(settings)  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(settings)  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        message = f"transformers builds no model from {config}: {reason}"
+        fix = "Give a function that builds it, as module:function, or --params, --hidden_size and --layers."
+        raise _error(message, fix) from error
+
+
+def example_inputs(model: Any, sequence_length: int) -> Callable[[int], dict[str, Tensor]]:
+    """A function from a number of samples to a training batch for a transformers model, with labels; shapes only.
+
+    Args:
+        model: any transformers model for text or images.
+        sequence_length: tokens of one sample, of an encoder's and of a decoder's.
+
+    Raises:
+        ConfigError: it is none, or takes other inputs.
+    """
+    import torch
+
+    name, config = type(model).__name__, getattr(model, "config", None)
+    main = getattr(model, "main_input_name", "what its code says")
+    if config is None or main not in ("input_ids", "pixel_values"):
+        fix = "Give a function that returns the model and example inputs, as module:function."
+        raise _error(f"{name} takes {main}, for which there is no example", fix)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    def make(samples: int) -> dict[str, Tensor]:
+        tokens = integers(samples, sequence_length)
+        batch = {main: tokens}
+        if main == "pixel_values":
+            size = getattr(config, "image_size", None) or 224  # ImageNet's, as most of these models were trained on
+            height, width = size if isinstance(size, list | tuple) else (size, size)
+            batch[main] = torch.empty(samples, getattr(config, "num_channels", 3), height, width, device="meta")
+        elif getattr(config, "is_encoder_decoder", False):
+            batch["decoder_input_ids"] = tokens
+        if name.endswith(_LABEL_PER_TOKEN):
+            batch["labels"] = tokens
+        elif name.endswith(_ONE_LABEL):
+            batch["labels"] = integers(samples)
+        elif name.endswith("ForQuestionAnswering"):
+            batch |= {"start_positions": integers(samples), "end_positions": integers(samples)}
+        return batch
+
+    return make
+
+
+def call_function(name: str, sequence_length: int | None) -> tuple[nn.Module, Any]:
+    """The module that a function returns, and example inputs: those returned with it, else a transformers model's.
+
+    The function runs under the meta device, so that no weight is allocated, and where it needs values on the CPU.
+
+    Args:
+        name: `module:function`; the module is looked for in the current folder too.
+        sequence_length: tokens of one sample, for a transformers model; None: `usual_length`.
+
+    Raises:
+        ConfigError: there is no such function, it fails, or it returns something else.
+    """
+    import torch
+    from torch import nn
+
+    module_name, function_name = name.split(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+        try:
+            with torch.device("meta"):
+                found = function()
+        except (RuntimeError, NotImplementedError):  # it looks at a tensor's values
+            found = function()
+    except Exception as error:  # whatever a user's function raises
+        fix = "Name a function without arguments that can be imported here, e.g. train:build_model."
+        raise _error(f"{name}: {type(error).__name__}: {error}", fix) from error
+    finally:
+        sys.path.remove(here)
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module):
+        return found[0], found[1]
+    if isinstance(found, nn.Module) and hasattr(found, "main_input_name"):
+        return found, example_inputs(found, sequence_length or usual_length(found.config))
+    fix = "Return (module, example inputs): a dict of keyword arguments, a tuple of positional ones, or one tensor."
+    raise _error(f"{name}: it returned {type(found).__name__}, from which it is not known what the forward takes", fix)
+
+
+def forward_arguments(model: nn.Module, batch: Any) -> Iterator[Example]:
+    """The likeliest first: those of the batch's keys that the forward knows; or its items, without the last, the first.
+
+    Args:
+        model: whose forward.
+        batch: as a loader gives it; None gives nothing.
+    """
+    if isinstance(batch, Mapping):
+        known = inspect.signature(model.forward).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        yield {name: value for name, value in batch.items() if takes_any or name in known}
+        yield from ((value,) for value in list(batch.values())[:1])
+    elif isinstance(batch, list | tuple):
+        yield list(batch)
+        if len(batch) > 1:
+            yield list(batch[:-1])  # the last one is what the loss compares with
+            yield [batch[0]]
+    elif batch is not None:
+        yield [batch]
 
 
 def _error(message: str, fix: str, where: str = "plan") -> ConfigError:

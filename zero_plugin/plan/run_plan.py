@@ -1,37 +1,387 @@
-"""The plan of a run from its model, its data and its machines, the same on every process; and what it predicts."""
+"""The plan of a run: the fields of its configuration that only a plan can fill, and the memory that it predicts.
+
+A launcher plans before the run, of what is known then; process 0 of a run plans for all, from the loop, the model and
+the machines. torch is imported where there is a model.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any
-
-import torch
-from torch import nn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.resolve.facts import Facts, Precision, Resolved
+from zero_plugin.config.resolve.draft import deepspeed_default
+from zero_plugin.config.resolve.facts import PLACEMENT, Facts, LoopFacts, MachineFacts, Resolved
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.resolve.training import MICRO_BATCH, unplanned_micro_batch
-from zero_plugin.config.tree import KeyPath
-from zero_plugin.distributed.collectives import broadcast_object_list, gather_object
-from zero_plugin.distributed.processes import Processes
-from zero_plugin.errors import ConfigError
-from zero_plugin.machine.device_memory import memory_available_bytes
-from zero_plugin.machine.memory import available_cpu_memory
-from zero_plugin.plan.activations import trace_activations
-from zero_plugin.plan.constants import measure_cluster
-from zero_plugin.plan.decoder import decoder_activations, usual_length
-from zero_plugin.plan.fields import BY_FORMULA, TRACED, UNKNOWN, Planned, fill_fields, nvme_folder, open_fields
-from zero_plugin.plan.footprint import Footprint, footprint
-from zero_plugin.plan.live_model import example_inputs, forward_arguments, model_sizes
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes
+from zero_plugin.plan.costs import Footprint, footprint
 from zero_plugin.plan.machines import state_cluster
-from zero_plugin.plan.options import Stage, running_setup
-from zero_plugin.plan.situation import Activations, Affine, Cluster, ModelSizes, OptimizerSizes, Setup, asked_optimizer
+from zero_plugin.plan.model_source import ModelSource, model_sizes, open_model
+from zero_plugin.plan.search import Change, Choice, Wanted, plan, what_if
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    Setup,
+    Stage,
+    Workload,
+    asked_optimizer,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from zero_plugin.distributed.processes import Processes
+
+
+def probe_loop(
+    loaders: Sequence[DataLoader[Any]],
+    prepared: Sequence[Sized],
+    *,
+    processes: int = 1,
+    split_batches: bool = False,
+    cut: int = 1,
+) -> LoopFacts:
+    """Facts of the training loader: the first of `loaders` that shuffles, else the first.
+
+    Args:
+        loaders: the DataLoaders of one `prepare`, as the user gave them.
+        prepared: this process's part of each.
+        processes: data-parallel processes.
+        split_batches: whether a loader's batch is the global one, to be split among the processes.
+        cut: into how many micro-batches each of its batches comes.
+    """
+    if not loaders:
+        return LoopFacts()
+    from torch.utils.data import RandomSampler
+
+    shuffles = [isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders]
+    index = shuffles.index(True) if True in shuffles else 0
+    size, reason, fixed = _batch_size(loaders[index])
+    if size is not None and split_batches:
+        size, reason = max(1, size // processes), f"{reason} {size} ÷ {processes} processes (split_batches)"
+    if size is not None and cut > 1:
+        size, reason = max(1, size // cut), f"{reason} {size} ÷ {cut}, since memory ran out with more"
+    given = _length(loaders[index])
+    return LoopFacts(size, reason, fixed, _length(prepared[index]), None if given is None else given * cut)
+
+
+def surely_train(loaders: Sequence[DataLoader[Any]]) -> bool:
+    """Whether some loader is none for evaluation, which would go through its data in order."""
+    from torch.utils.data import SequentialSampler
+
+    return any(not isinstance(getattr(loader, "sampler", None), SequentialSampler) for loader in loaders)
+
+
+def _batch_size(loader: DataLoader[Any]) -> tuple[int | None, str, bool]:
+    """Samples per batch, how that was found, and whether every full batch has it."""
+    if loader.batch_size is not None:
+        return loader.batch_size, "the training DataLoader's batch_size", True
+    from torch.utils.data import BatchSampler
+
+    batches: Any = loader.batch_sampler
+    if batches is None and isinstance(loader.sampler, BatchSampler):
+        batches = loader.sampler
+    declared = getattr(batches, "batch_size", None)
+    if isinstance(declared, int):
+        return declared, "the training DataLoader's batch_sampler.batch_size", True
+    if isinstance(batches, list | tuple) and batches:
+        return len(batches[0]), "the first batch that the training DataLoader lists", False
+    return None, "", False  # what is drawn or read to look at it may be lost to the loop, or change its order
+
+
+def _length(loader: Sized) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # a stream or a sampler has no length
+        return None
+
+
+AcceleratorKind = Literal["cpu", "cuda", "xla"]
+
+
+def probe_machine(accelerator: AcceleratorKind | None = None, processes: int = 1) -> MachineFacts:
+    """Facts of this process's device.
+
+    Args:
+        accelerator: device kind of the run; None takes CUDA where a GPU is visible, else the CPU.
+        processes: data-parallel world size.
+    """
+    import torch
+
+    kind: AcceleratorKind = accelerator or ("cuda" if torch.cuda.is_available() else "cpu")
+    return MachineFacts(
+        accelerator=kind,
+        processes=processes,
+        bf16=_computes_in_bf16(kind),
+        fp16=kind == "cuda",
+    )
+
+
+def accelerator_kind(device: torch.device) -> AcceleratorKind:
+    """What of a device decides how a run is resolved."""
+    return "cuda" if device.type == "cuda" else "xla" if device.type == "xla" else "cpu"
+
+
+def _computes_in_bf16(kind: AcceleratorKind) -> bool:
+    """Whether bf16 runs in hardware; elsewhere torch emulates it slowly."""
+    import torch
+
+    if kind == "cuda":
+        return bool(torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False))
+    if kind == "cpu":
+        # oneDNN's own answer for this processor (AVX-512 or better on x86, BF16 instructions on ARM)
+        return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
+    return True
+
+
+_ZERO: Final = "zero_optimization"
+
+# The key of a configuration that settles each field of a setup; `pin_memory` has two.
+KEYS: Final[Mapping[str, KeyPath]] = {
+    **dict(zip(("stage", "offload_optimizer", "offload_param"), PLACEMENT, strict=True)),
+    "ratio": (_ZERO, "offload_optimizer", "ratio"),
+    "sub_group_size": (_ZERO, "sub_group_size"),
+    "micro_batch": ("train_micro_batch_size_per_gpu",),
+    "accumulation": ("gradient_accumulation_steps",),
+    "reduce_bucket": (_ZERO, "reduce_bucket_size"),
+    "allgather_bucket": (_ZERO, "allgather_bucket_size"),
+    "prefetch_bucket": (_ZERO, "stage3_prefetch_bucket_size"),
+    "persistence_threshold": (_ZERO, "stage3_param_persistence_threshold"),
+    "max_live_parameters": (_ZERO, "stage3_max_live_parameters"),
+    "max_reuse_distance": (_ZERO, "stage3_max_reuse_distance"),
+    "param_buffer": (_ZERO, "offload_param", "buffer_size"),
+    "overlap_comm": (_ZERO, "overlap_comm"),
+}
+
+
+Planned = Mapping[KeyPath, tuple[Any, str]]
+
+_PINNED: Final = ((_ZERO, "offload_optimizer", "pin_memory"), (_ZERO, "offload_param", "pin_memory"))
+# What a plan chooses where it is open.
+_CHOSEN: Final = ("stage", "offload_optimizer", "offload_param", "ratio", "sub_group_size", "micro_batch")
+_SIZES: Final = (
+    *("reduce_bucket", "allgather_bucket", "prefetch_bucket", "persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance"),
+)
+
+
+def open_fields(tree: Tree, facts: Facts) -> tuple[KeyPath, ...]:
+    """The fields that only a plan can fill, as far as a training configuration leaves them open.
+
+    The micro-batch is one of them where ZeRO trains and no loader tells it, now or, before a run, yet.
+
+    Args:
+        tree: the training configuration.
+        facts: of the loop, and whether one may still come.
+    """
+    paths = (*PLACEMENT, KEYS["ratio"], *([MICRO_BATCH] if _plans_micro_batch(facts) else ()))
+    return tuple(path for path in paths if tree.value(*path) is AUTO)
+
+
+def nvme_folder(tree: Tree) -> Path | None:
+    """Where a training configuration has NVMe offload keep its files."""
+    folders = [tree.value(_ZERO, f"offload_{what}", "nvme_path") for what in ("optimizer", "param")]
+    return next((Path(folder) for folder in folders if isinstance(folder, str)), None)
+
+
+def fixed_fields(document: Document, resolved: Resolved, facts: Facts, activations: Activations) -> Wanted:
+    """What the configuration fixes of a strategy.
+
+    Args:
+        document: what was asked for, with ZeRO.
+        resolved: the same, resolved as far as it can be without a plan.
+        facts: of the loop and the machine.
+        activations: where it is not known what a sample takes, a plan chooses no micro-batch.
+    """
+    tree, asked = resolved.tree, document.deepspeed
+    total = _number(asked.value("train_batch_size"))
+    steps = _number(asked.value("gradient_accumulation_steps"))
+    ratio = tree.value(*KEYS["ratio"], default=1.0)
+    micro = facts.loop.micro_batch or _number(asked.value(*MICRO_BATCH))
+    if micro is None and not (activations.saved.per_sample and _plans_micro_batch(facts)):
+        micro, _ = unplanned_micro_batch(total, steps, facts.machine.processes)
+    unpinned = facts.machine.accelerator == "cpu" or any(asked.value(*path) is False for path in _PINNED)
+    sub_group = KEYS["sub_group_size"]
+    # Beside an open stage, device or ratio these two are a plan's, too; a micro-batch alone changes nothing else.
+    is_placed = all(asked.value(*path) is not AUTO for path in (*PLACEMENT, KEYS["ratio"]))
+    return Wanted(
+        stage=_fixed(tree, KEYS["stage"], 0),
+        ddp=False,
+        precision=resolved.precision,
+        gradient_bytes=_ELEMENT_BYTES.get(str(tree.value("data_types", "grad_accum_dtype"))),
+        offload_optimizer=_fixed(tree, KEYS["offload_optimizer"], "none"),
+        offload_param=_fixed(tree, KEYS["offload_param"], "none"),
+        ratio=None if ratio is AUTO else float(ratio),
+        sub_group_size=_size(tree, sub_group) if is_placed else _number(asked.value(*sub_group)),
+        micro_batch=micro,
+        accumulation=steps or (None if total else 1),
+        activation_checkpointing=False,  # the script's own is part of the model
+        overlap_comm=asked.value(_ZERO, "overlap_comm") if asked.value(_ZERO, "overlap_comm") is not AUTO else None,
+        param_buffer=_number(tree.value(*KEYS["param_buffer"])),  # no default: where it is open, the model tells
+        pin_memory=False if unpinned else (True if is_placed else None),
+        gradient_views=None,  # DDP's
+        global_batch=total,
+        margin=activations.margin,
+        **{name: _size(tree, KEYS[name]) for name in _SIZES},
+    )
+
+
+def planned_values(choice: Choice, wanted: Wanted, asked: Tree) -> dict[KeyPath, tuple[Any, str]]:
+    """The value and the reason for every field that is open in `asked` and that the plan has chosen.
+
+    Args:
+        choice: something fits.
+        wanted: what the plan was asked.
+        asked: the training configuration.
+    """
+    assert choice.chosen is not None, "what fits nowhere fills nothing"
+    setup, default = choice.chosen.setup, Setup().sub_group_size
+    names = {name for name in _CHOSEN if asked.value(*KEYS[name]) is AUTO and name != "micro_batch"}
+    if wanted.micro_batch is None:
+        names.add("micro_batch")
+    if setup.sub_group_size == default:
+        names.discard("sub_group_size")  # the rule for it says so
+    elif asked.value(*KEYS["sub_group_size"]) is None:
+        names.add("sub_group_size")  # the plan counts on smaller ones than DeepSpeed's default
+    if setup.offload_optimizer == "none":
+        names.discard("ratio")
+    found = {KEYS[name]: (getattr(setup, name), choice.reasons[name]) for name in _CHOSEN if name in names}
+    if not setup.pin_memory and wanted.pin_memory is None:
+        pinned = (path for path in _PINNED if asked.has_section(*path[:-1]))
+        found |= dict.fromkeys(pinned, (False, choice.reasons["pin_memory"]))
+    return found
+
+
+def fits_nowhere(choice: Choice, changes: Sequence[Change], where: str) -> ConfigError:
+    """The error of a plan by which nothing fits: the closest, what it is short of, and what would do.
+
+    Args:
+        choice: without a candidate that fits.
+        changes: from `what_if`.
+        where: what left the choice to the plan.
+    """
+    ways = "; ".join(_as_key(change.what) for change in changes[:3])
+    fix = (
+        f"Any of these would do: {ways}." if ways else "No single change would do; take a smaller model, or more GPUs."
+    )
+    return ConfigError([Problem(where, _ZERO, f"auto, but nothing fits: {choice.why_not}", fix)])
+
+
+def _as_key(change: str) -> str:
+    """A change of a `Wanted` field as what to write."""
+    field, free, rest = change.partition(" free instead of ")
+    if not free:
+        return change
+    if field == "activation_checkpointing":
+        return "activation checkpointing (transformers: gradient_checkpointing_enable())"
+    if field == "pin_memory":
+        return f"{' and '.join(dotted(path) for path in _PINNED)}: auto instead of {rest}"
+    return f"{dotted(KEYS[field])}: auto instead of {rest}"
+
+
+def _plans_micro_batch(facts: Facts) -> bool:
+    """Whether the micro-batch is left to a plan: what is not trained has none, and off DeepSpeed no number needs it."""
+    trains = facts.optimizer is not None or not facts.complete
+    return trains and facts.strategy == "deepspeed" and facts.loop.micro_batch is None
+
+
+def _fixed(tree: Tree, path: KeyPath, default: Any) -> Any:
+    """The settled value, None where it is open."""
+    value = tree.value(*path, default=default)
+    return None if value is AUTO else default if value is None else value
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _size(tree: Tree, path: KeyPath) -> int | None:
+    """Elements as resolution has settled them, else DeepSpeed's default; None where the model will tell."""
+    value = tree.value(*path)
+    if value is AUTO:
+        return None
+    default = deepspeed_default(path)
+    return _number(int(default[0]) if value is None and default is not None else value)
+
+
+def fill_fields(
+    document: Document,
+    resolved: Resolved,
+    facts: Facts,
+    model: ModelSizes,
+    activations: Activations,
+    cluster: Cluster,
+) -> Planned:
+    """The values of the fields that only a plan can fill, with their reasons.
+
+    Args:
+        document: what was asked for, with ZeRO and a field open.
+        resolved: the same, resolved as far as it can be without a plan.
+        facts: of the loop and the machine; complete in a run.
+        model: its sizes.
+        activations: in the resolved precision.
+        cluster: the machines.
+
+    Raises:
+        ConfigError: nothing fits, or what is fixed excludes itself.
+    """
+    on_gpu = facts.machine.accelerator == "cuda"
+    work = Workload(model, activations, asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu))
+    wanted = fixed_fields(document, resolved, facts, activations)
+    choice = plan(work, cluster, wanted)
+    if choice.chosen is None:
+        first = open_fields(document.deepspeed, facts)[0]
+        where = document.deepspeed.entries[first].origin.where
+        raise fits_nowhere(choice, what_if(work, cluster, wanted).changes, where)
+    return planned_values(choice, wanted, document.deepspeed)
+
+
+def waits_for_plan(document: Document, facts: Facts) -> bool:
+    """Whether a field is open that only a plan can fill."""
+    asked = open_fields(document.deepspeed, facts)
+    missing = resolve(document, replace(facts, complete=False)).missing if asked else ()
+    return any(path in missing for path in asked)
+
+
+def plan_before_run(
+    document: Document, facts: Facts, source: ModelSource, sequence_length: int | None, cluster: Cluster
+) -> Planned:
+    """What a plan chooses for the fields that wait for it, the micro-batch among them where it is open.
+
+    Args:
+        document: what was asked for, with ZeRO.
+        facts: of the machine, and whatever else is known of the run, not complete; where a GPU's memory is stated, the
+            workers have GPUs.
+        source: the model.
+        sequence_length: tokens of one sample; None: `usual_length`.
+        cluster: the machines.
+
+    Raises:
+        ConfigError: there is no such model, nothing fits, or what is fixed excludes itself.
+    """
+    if launch_settings(document).gpu_memory is not None:
+        facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
+    resolved = resolve(document, replace(facts, complete=False))
+    model, activations = open_model(source, sequence_length, resolved.precision)
+    return fill_fields(document, resolved, facts, model, activations, cluster)
+
+
+def lay_plan(document: Document, planned: Planned) -> Document:
+    """The document with what the plan has chosen in the place of what was open, each value with its reason."""
+    chosen = {path: Entry(value, Origin("rule", "the plan", reason)) for path, (value, reason) in planned.items()}
+    return replace(document, deepspeed=document.deepspeed.replace(chosen))
 
 
 def plan_open_fields(
@@ -55,11 +405,13 @@ def plan_open_fields(
     Raises:
         ConfigError: nothing fits, or what is fixed excludes itself.
     """
-    if not (asked := open_fields(document.deepspeed, facts)):
+    if facts.strategy != "deepspeed" or not (asked := open_fields(document.deepspeed, facts)):
         return facts, None
+    from zero_plugin.distributed.collectives import broadcast_object_list, gather_object
+
     resolved = resolve(document, replace(facts, complete=False))
     if not (waiting := [path for path in asked if path in resolved.missing]):
-        return facts, None  # there is no ZeRO here
+        return facts, None
     peers = gather_object([(free_bytes(model, processes.device), processes.local_rank == 0)])
     free = min(size for size, _ in peers)
     nodes = max(1, sum(is_first for _, is_first in peers))
@@ -90,14 +442,16 @@ def _plan(
 
     That one is chosen only where something tells what a sample takes, and is as without a plan where nothing fits.
     """
+    from zero_plugin.plan.activations import find_activations
+
     alone = waiting == [MICRO_BATCH]
     sizes = model_sizes(model) if alone else _trained_sizes(model, facts)
     guesses = facts.loop.micro_batch is None
-    activations, margin = find_activations(model, sizes, batch, resolved.precision, guesses=guesses)
+    activations = find_activations(model, sizes, batch, resolved.precision, guesses=guesses)
     if alone and not activations.saved.per_sample:
         return {}, None
     try:
-        planned = fill_fields(document, resolved, facts, sizes, activations, measure(), margin=margin)
+        planned = fill_fields(document, resolved, facts, sizes, activations, measure())
     except ConfigError as error:
         if not alone:
             raise
@@ -117,48 +471,16 @@ def _trained_sizes(model: nn.Module, facts: Facts) -> ModelSizes:
     return sizes
 
 
-def find_activations(
-    model: nn.Module, sizes: ModelSizes, batch: Any, precision: Precision, *, guesses: bool = False
-) -> tuple[Activations, float]:
-    """What a forward keeps, and the margin that fits how it is known: traced, by formula, or not at all.
-
-    Args:
-        model: the user's module.
-        sizes: its own.
-        batch: as the loop's are; None where there is none.
-        precision: of the computation.
-        guesses: whether samples of a usual length stand for the loop's, where the batch tells nothing.
-    """
-    for example in forward_arguments(model, batch):
-        try:
-            return trace_activations(model, example, precision), TRACED
-        except ConfigError:  # noqa: PERF203 - not the arguments that the loop passes
-            continue
-    length, why = _sequence_length(batch), ""
-    if guesses and not length:
-        length, why = usual_length(getattr(model, "config", None)), ", as no DataLoader tells what a sample is"
-        with suppress(ConfigError):
-            found = trace_activations(model, example_inputs(model, length), precision)
-            return replace(found, source=f"{found.source} of inputs from model.config{why}"), TRACED
-    if length and sizes.hidden_size and sizes.layers and sizes.vocabulary:
-        found = decoder_activations(sizes, length, precision)
-        return replace(found, source=f"{found.source}{why}"), BY_FORMULA
-    return Activations(Affine(), source=f"unknown, so that {UNKNOWN:.0%} of the memory stay free for them"), UNKNOWN
-
-
-def _sequence_length(batch: Any) -> int:
-    """Tokens of one sample: of the first matrix of integers in the batch; 0 where there is none."""
-    leaves = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
-    matrices = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 2)
-    return next((leaf.shape[1] for leaf in matrices if not leaf.is_floating_point()), 0)
-
-
 def _cluster(document: Document, free: int, devices: int, nodes: int) -> Cluster:
     """These machines, with the memory that is free now or stated in the configuration."""
+    from zero_plugin.plan.speeds import measure_cluster
+
     settings = launch_settings(document)
     here = measure_cluster(devices, nodes, nvme_folder(document.deepspeed))
     if free:
         here = replace(here, device_bytes=free, sources={**here.sources, "device_bytes": "free now"})
+    if settings.gpu_memory is None and settings.host_memory is None:
+        return here
     return state_cluster(gpu_memory=settings.gpu_memory, host_memory=settings.host_memory, here=here)
 
 
@@ -175,16 +497,14 @@ def free_bytes(model: nn.Module, device: torch.device) -> int:
 class RunMemory:
     """What the memory of a run is computed from; see `footprint`."""
 
-    sizes: ModelSizes
-    activations: Activations
-    optimizer: OptimizerSizes
+    work: Workload
     setup: Setup
     cluster: Cluster
 
     @cached_property
     def footprint(self) -> Footprint:
         """On one process' device, on its machine and on its NVMe drive."""
-        return footprint(self.sizes, self.activations, self.optimizer, self.setup, self.cluster)
+        return footprint(self.work, self.setup, self.cluster)
 
     def changed(self, **fields: Any) -> RunMemory:
         """The same with other `fields` of its setup."""
@@ -209,16 +529,51 @@ def predict_memory(
         processes: this process and its peers.
         activations: what a forward keeps; None leaves them out.
     """
+    import torch
+
     on_gpu = processes.device.type == "cuda"
     here = local_processes(processes)
     host = available_cpu_memory()
     device = torch.cuda.get_device_properties(processes.device).total_memory if on_gpu else host // here
+    optimizer = asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu)
     return RunMemory(
-        _trained_sizes(model, facts),
-        activations or Activations(Affine()),
-        asked_optimizer(resolved.optimizer, facts.optimizer, on_gpu=on_gpu),
+        Workload(_trained_sizes(model, facts), activations or Activations(Affine()), optimizer),
         running_setup(resolved, stage),
         Cluster(device, host, nodes=processes.world_size // here, devices=here),
+    )
+
+
+_ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def running_setup(resolved: Resolved, stage: Stage) -> Setup:
+    """What the memory of a run is computed from; activation checkpointing is the script's own, and part of the model.
+
+    Args:
+        resolved: its configuration.
+        stage: that it runs; None without ZeRO, where nothing is offloaded.
+    """
+    tree = resolved.tree
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(Setup)}
+    found: dict[str, Any] = {}
+    for name, path in KEYS.items():
+        if path in PLACEMENT:
+            continue
+        value = tree.value(*path)
+        if not isinstance(value, bool | int | float):
+            default = deepspeed_default(path)
+            value = None if default is None else default[0]
+        if isinstance(value, bool | int | float):
+            found[name] = kinds[name](value)
+    width = _ELEMENT_BYTES.get(str(tree.value("data_types", "grad_accum_dtype")))
+    return Setup(
+        stage=stage,
+        precision=resolved.precision,
+        gradient_bytes=width or (4 if resolved.precision == "no" else 2),
+        offload_optimizer="none" if stage is None else resolved.offload_device("optimizer"),
+        offload_param="none" if stage is None else resolved.offload_device("param"),
+        pin_memory=any(tree.value(_ZERO, f"offload_{what}", "pin_memory") is True for what in ("optimizer", "param")),
+        **found,
     )
 
 

@@ -4,14 +4,225 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from zero_plugin.config.amounts import round_up, show_bytes
-from zero_plugin.errors import ConfigError
-from zero_plugin.plan.footprint import Footprint, footprint
-from zero_plugin.plan.options import Option, Wanted, batches, options
-from zero_plugin.plan.situation import Activations, Affine, Cluster, Highest, ModelSizes, Setup, Workload, name_setup
-from zero_plugin.plan.step_time import StepTime, step_time
+from zero_plugin.config.resolve.facts import ModelFacts, Precision
+from zero_plugin.config.resolve.zero import choose_bucket, choose_persistence_threshold
+from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.plan.costs import Footprint, StepTime, footprint, step_time, sub_groups_on_device
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    Device,
+    Highest,
+    ModelSizes,
+    OptimizerSizes,
+    Setup,
+    Stage,
+    Workload,
+    name_setup,
+)
+
+# Without a global batch, micro-batches are powers of two up to this.
+_LARGEST_MICRO_BATCH: Final = 4096
+_RATIOS: Final = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_GROUPS: Final = 20  # sub-groups of a process, so that a tenth of them is some
+# Optimizer and parameters. Weights follow the states, which are eight times as large, and not the other way round.
+_OFFLOADS: Final[tuple[tuple[Device, Device], ...]] = (
+    ("none", "none"),
+    ("cpu", "none"),
+    ("cpu", "cpu"),
+    ("nvme", "none"),
+    ("nvme", "cpu"),
+    ("nvme", "nvme"),
+)
+_GRADIENT_BYTES: Final[dict[Precision, int]] = {"no": 4, "bf16": 4, "fp16": 2}  # as resolution settles it
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the user has fixed; None is free. The fields are those of `Setup`, and:
+
+    Attributes:
+        stage: `ddp` is training without ZeRO. Free, it is that or stages 1 to 3; stage 0 is only taken where it is
+            asked for.
+        ddp: whether a free stage may be training without ZeRO.
+        global_batch: samples per optimizer step, on all processes together. Free, the micro-batch is the largest power
+            of two that fits, and what counts is the time per sample.
+        margin: the share of device memory, CPU memory and disk that stays free, since a peak is predicted within 10 %.
+    """
+
+    stage: Literal["ddp", 0, 1, 2, 3] | None = None
+    ddp: bool = True
+    precision: Precision = "bf16"
+    gradient_bytes: int | None = None
+    offload_optimizer: Device | None = None
+    offload_param: Device | None = None
+    ratio: float | None = None
+    sub_group_size: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    activation_checkpointing: bool | None = None
+    reduce_bucket: int | None = None
+    allgather_bucket: int | None = None
+    prefetch_bucket: int | None = None
+    persistence_threshold: int | None = None
+    max_live_parameters: int | None = None
+    max_reuse_distance: int | None = None
+    param_buffer: int | None = None
+    overlap_comm: bool | None = None
+    pin_memory: bool | None = None
+    gradient_views: bool | None = None
+    global_batch: int | None = None
+    margin: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One line of a plan: setups that differ only in `ratio`, and in the batch that each then gets.
+
+    Attributes:
+        setups: from the least memory on the device to the most.
+        refused: why this cannot run whatever the memory; "" where it can.
+    """
+
+    setups: tuple[Setup, ...]
+    refused: str = ""
+
+
+def options(work: Workload, cluster: Cluster, wanted: Wanted) -> Iterator[Option]:
+    """All of them, the simpler ones first: less offload, a lower stage, no checkpointing.
+
+    Raises:
+        ConfigError: the fixed stage and offloads exclude each other.
+    """
+    base = _base(work.model, wanted)
+    checkpointing = (False, True) if work.activations.checkpointed is not None else (False,)
+    if wanted.activation_checkpointing is not None:
+        checkpointing = (wanted.activation_checkpointing,)
+    found = False
+    for offloads in _offloads(wanted):
+        for stage in _stages(wanted, offloads):
+            found = True
+            setup = _at_stage(base, stage, offloads, wanted)
+            for recomputed in checkpointing:
+                recomputing = replace(setup, activation_checkpointing=recomputed)
+                yield from _ratios(recomputing, work.model, work.optimizer, cluster, wanted)
+    if not found:
+        parts = {"stage": wanted.stage, "optimizer to": wanted.offload_optimizer, "parameters to": wanted.offload_param}
+        asked = ", ".join(f"{name} {'auto' if value is None else value}" for name, value in parts.items())
+        fix = "The optimizer goes to cpu from stage 1 up; parameters, and anything on nvme, need stage 3."
+        if wanted.ratio not in (None, 1.0):
+            asked += f", ratio {wanted.ratio:g}"
+            fix += " A ratio below 1 needs stage 3, and the optimizer on cpu."
+        raise ConfigError([Problem("plan", "zero_optimization", f"no such strategy: {asked}", fix)])
+
+
+def batches(cluster: Cluster, wanted: Wanted) -> list[dict[str, Any]]:
+    """The `micro_batch` and `accumulation` that give the global batch, the largest micro-batch first.
+
+    Raises:
+        ConfigError: none do.
+    """
+    processes, micro, accumulation = cluster.processes, wanted.micro_batch, wanted.accumulation
+    if wanted.global_batch is None:
+        exponents = range(_LARGEST_MICRO_BATCH.bit_length() - 1, -1, -1)
+        sizes = [micro] if micro is not None else [2**exponent for exponent in exponents]
+        return [{"micro_batch": size, "accumulation": accumulation or 1} for size in sizes]
+    share, rest = divmod(wanted.global_batch, processes)
+    sizes = [size for size in range(share, 0, -1) if share % size == 0] if not rest else []
+    pairs = [(size, share // size) for size in sizes]
+    pairs = [pair for pair in pairs if micro in (None, pair[0]) and accumulation in (None, pair[1])]
+    if not pairs:
+        parts = {"micro-batch": micro, "accumulation": accumulation, "processes": processes}
+        product = " × ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
+        message = f"{wanted.global_batch} is no multiple of {product}"
+        if micro and accumulation:
+            message = f"{wanted.global_batch} is not {product}"
+        raise ConfigError([Problem("plan", "train_batch_size", message, "Change one of them.")])
+    return [{"micro_batch": size, "accumulation": steps} for size, steps in pairs]
+
+
+def _base(model: ModelSizes, wanted: Wanted) -> Setup:
+    """What is the same on every line, with the bucket sizes that the resolution will write."""
+    largest = max((p.elements for p in model.parameters), default=0)
+    facts = ModelFacts(model.hidden_size, "", largest, model.elements)
+    chosen = {
+        "reduce_bucket": choose_bucket(facts),
+        "allgather_bucket": choose_bucket(facts),
+        "prefetch_bucket": choose_bucket(facts, 0.9),
+        "persistence_threshold": choose_persistence_threshold(facts),
+    }
+    sizes = {name: size for name, found in chosen.items() for size, _ in [found or (None, "")] if size is not None}
+    sizes["param_buffer"] = max(Setup().param_buffer, largest)
+    names = ("max_live_parameters", "max_reuse_distance", "param_buffer", "pin_memory", "gradient_views", *chosen)
+    fixed = {name: getattr(wanted, name) for name in names if getattr(wanted, name) is not None}
+    gradient_bytes = wanted.gradient_bytes or _GRADIENT_BYTES[wanted.precision]
+    return replace(Setup(precision=wanted.precision, gradient_bytes=gradient_bytes), **(sizes | fixed))
+
+
+def _offloads(wanted: Wanted) -> Iterator[tuple[Device, Device]]:
+    asked = (wanted.offload_optimizer, wanted.offload_param)
+    if asked[0] is not None and asked[1] is not None:
+        yield asked[0], asked[1]
+        return
+    in_part = wanted.ratio not in (None, 1.0)
+    for pair in _OFFLOADS:
+        if in_part and pair[0] == "nvme":
+            continue
+        if all(wish in (None, device) for wish, device in zip(asked, pair, strict=True)):
+            yield pair
+
+
+def _stages(wanted: Wanted, offloads: tuple[Device, Device]) -> Iterator[Stage]:
+    if wanted.stage is not None:
+        asked: list[Stage] = [None if wanted.stage == "ddp" else wanted.stage]
+    else:
+        asked = [None, 1, 2, 3] if wanted.ddp else [1, 2, 3]
+    needs_three = offloads[1] != "none" or "nvme" in offloads or wanted.ratio not in (None, 1.0)
+    lowest = 3 if needs_three else 1 if offloads[0] == "cpu" else 0
+    yield from (stage for stage in asked if (stage or 0) >= lowest)
+
+
+def _at_stage(base: Setup, stage: Stage, offloads: tuple[Device, Device], wanted: Wanted) -> Setup:
+    # What DeepSpeed overlaps by itself: at stage 2 that is known to give wrong gradients on some machines.
+    overlap = stage == 3 if wanted.overlap_comm is None else wanted.overlap_comm and (stage or 0) >= 2
+    return replace(
+        base, stage=stage, offload_optimizer=offloads[0], offload_param=offloads[1], overlap_comm=bool(overlap)
+    )
+
+
+def _ratios(
+    setup: Setup, model: ModelSizes, optimizer: OptimizerSizes, cluster: Cluster, wanted: Wanted
+) -> Iterator[Option]:
+    """The optimizer offloaded whole, and in part.
+
+    Stage 3 updates one sub-group at a time, so small ones need less beside the states, and smaller buffers for a disk;
+    and only where there are several can a part of them be offloaded.
+    """
+    refused = ""
+    if "nvme" in (setup.offload_optimizer, setup.offload_param) and not cluster.nvme_bytes:
+        refused = "no NVMe disk is stated"
+    if setup.stage == 3:
+        own = model.trainable // cluster.processes
+        size = wanted.sub_group_size or min(setup.sub_group_size, max(1, own // _GROUPS))
+        setup = replace(setup, sub_group_size=size)
+    if setup.stage != 3 or setup.offload_optimizer != "cpu":
+        yield Option((setup,), refused)
+        return
+    if wanted.ratio in (None, 1.0):
+        yield Option((setup,), refused)
+    if wanted.ratio is not None:
+        parts = [replace(setup, ratio=wanted.ratio)] if wanted.ratio != 1.0 else []
+    else:
+        parts = [replace(setup, ratio=ratio) for ratio in _RATIOS]
+        parts = [part for part in parts if sub_groups_on_device(model, part, cluster.processes)]
+    if parts:
+        if not refused and optimizer.name not in ("adam", "adamw"):
+            refused = "only DeepSpeed's own Adam steps on CPU and device at once"
+        yield Option(tuple(parts), refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +281,18 @@ class _Question:
     def measure(self, setup: Setup) -> Footprint:
         """The memory of one setup on devices that have no more than may be used."""
         cluster = replace(self.cluster, device_bytes=self.usable(self.cluster.device_bytes))
-        return footprint(self.work.model, self.work.activations, self.work.optimizer, setup, cluster)
+        return footprint(self.work, setup, cluster)
 
     def candidate(self, setup: Setup, rejected: str = "", *, short: bool = False) -> Candidate:
         """A line of the table."""
-        time = step_time(self.work.model, self.work.activations, self.work.optimizer, setup, self.cluster)
-        return Candidate(setup, self.measure(setup), time, rejected, short)
+        return Candidate(setup, self.measure(setup), step_time(self.work, setup, self.cluster), rejected, short)
 
-    def shortage(self, needed: Footprint) -> str:
+    def missing_memory(self, needed: Footprint) -> str:
         """What `needed` exceeds, with both numbers; "" where it fits."""
         cluster, found = self.cluster, []
         for need, there, where, terms in (
             (needed.device_bytes, cluster.device_bytes, "on the device", needed.device),
-            (needed.host_bytes, cluster.host_bytes, "in host memory", needed.host),
+            (needed.host_bytes, cluster.host_bytes, "in CPU memory", needed.host),
             (needed.nvme_bytes, cluster.nvme_bytes, "on NVMe", needed.nvme),
         ):
             if need > self.usable(there):
@@ -137,17 +347,17 @@ def _best(question: _Question, option: Option, sizes: list[dict[str, Any]]) -> C
     fitting = [question.candidate(replace(setup, **batch)) for setup, batch in largest if batch]
     if fitting:
         return _fastest(fitting)
-    return question.candidate(setups[0], question.shortage(question.measure(setups[0])), short=True)
+    return question.candidate(setups[0], question.missing_memory(question.measure(setups[0])), short=True)
 
 
 def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first of `sizes`, which fall, that fits: a larger micro-batch is never slower."""
 
     def fits(batch: dict[str, Any]) -> bool:
-        return not question.shortage(question.measure(replace(setup, **batch)))
+        return not question.missing_memory(question.measure(replace(setup, **batch)))
 
     if sizes[0]["accumulation"] == 1 and fits(sizes[0]):
-        return sizes[0]  # apart: a window of one backward carries no gradients into it
+        return sizes[0]  # apart: an accumulation window of one backward carries no gradients into it
     low, high = 0, len(sizes)  # the answer's index is in [low, high]
     while low < high:
         middle = (low + high) // 2
@@ -156,7 +366,7 @@ def _largest_batch(question: _Question, setup: Setup, sizes: list[dict[str, Any]
 
 
 def _unpinned_if_needed(question: _Question, setup: Setup) -> Setup:
-    """Without page-locked memory where host memory is short: torch rounds each locked tensor up to a power of two."""
+    """Without page-locked memory where CPU memory is short: torch rounds each locked tensor up to a power of two."""
     if question.wanted.pin_memory is not None:
         return setup
     fits = question.measure(setup).host_bytes <= (1 - question.wanted.margin) * question.cluster.host_bytes
@@ -187,7 +397,7 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
     cluster, setup, needed = question.cluster, chosen.setup, chosen.footprint
     fits = f"{show_bytes(needed.device_bytes)} of {show_bytes(cluster.device_bytes)} on each device"
     if setup.offload_optimizer != "none":
-        fits += f", {show_bytes(needed.host_bytes)} of {show_bytes(cluster.host_bytes)} in host memory"
+        fits += f", {show_bytes(needed.host_bytes)} of {show_bytes(cluster.host_bytes)} in CPU memory"
 
     def closest(candidates: Iterable[Candidate]) -> str:
         """Of those that are short of memory the one that needs the least, and what it is short of."""
@@ -209,10 +419,10 @@ def _reasons(question: _Question, table: tuple[Candidate, ...], chosen: Candidat
         "stage": f"the fastest that fits, with {fits}{f'; {faster}' if faster else ''} {knowledge}",
         "offload_optimizer": of_device("offload_optimizer"),
         "offload_param": of_device("offload_param"),
-        "ratio": "the whole optimizer is on one side" if setup.ratio == 1.0 else "the rest fits on the device",
+        "ratio": "the complete optimizer is on one side" if setup.ratio == 1.0 else "the rest fits on the device",
         "micro_batch": f"the largest that fits, with {fits} {knowledge}",
         "sub_group_size": f": {groups}",
-        "pin_memory": ": page-locked tensors are rounded up, and host memory is short",
+        "pin_memory": ": page-locked tensors are rounded up, and CPU memory is short",
     }
     return {name: f"by the plan{why if why[0] in ',:' else f' {why}'}" for name, why in reasons.items()}
 
@@ -222,7 +432,7 @@ _KEPT: Final = ("ddp", "precision", "gradient_bytes", "global_batch", "margin")
 _MOST_NODES: Final = 1024
 _MOST_ELEMENTS: Final = 10**14
 _PLENTY: Final = 2**60  # bytes
-_MEMORIES: Final = {"host_bytes": "in host memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
+_MEMORIES: Final = {"host_bytes": "in CPU memory", "nvme_bytes": "of NVMe disk", "device_bytes": "on each device"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +455,7 @@ class WhatIf:
     """Answers to two questions.
 
     Attributes:
-        changes: where nothing fits: each suffices alone, the cheapest first: settings, then host memory, disk, device
+        changes: where nothing fits: each suffices alone, the cheapest first: settings, then CPU memory, disk, device
             memory, machines. Empty where something fits.
         largest_elements: parameters of the largest model of the same shape that fits; 0 where none does.
     """
@@ -352,15 +562,15 @@ def _tried(question: _Question, what: str, **changes: Mapping[str, Any]) -> Iter
 def _least(question: _Question, name: str) -> int | None:
     """The least of one kind of memory by which something fits, as it is shown; None where no amount of it suffices."""
     roomy = _changed(question, cluster={name: _PLENTY})
-    # On a device without room DeepSpeed makes its flat copy in host memory.
+    # On a device without room DeepSpeed makes its flat copy in CPU memory.
     needed = _leanest(_changed(question, cluster={name: 1}) if name == "device_bytes" else roomy)
-    fitting = (found for found in needed if not roomy.shortage(found))
+    fitting = (found for found in needed if not roomy.missing_memory(found))
     least = min((int(getattr(found, name) / (1 - question.wanted.margin)) + 1 for found in fitting), default=None)
     return least and round_up(least)
 
 
 def _fits(question: _Question) -> bool:
-    return any(not question.shortage(found) for found in _leanest(question))
+    return any(not question.missing_memory(found) for found in _leanest(question))
 
 
 def _leanest(question: _Question) -> Iterator[Footprint]:

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from zero_plugin.config.resolve.facts import OptimizerFacts, OptimizerSection, Precision
 
 Device = Literal["none", "cpu", "nvme"]
+Stage = Literal[0, 1, 2, 3] | None  # of ZeRO; None trains without
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Activations:
             two).
         sample_length: tokens of one sample, 1 where a sample is no sequence.
         source: how all this is known, e.g. "traced at micro-batches 2 and 3".
+        margin: the share of memory that a plan leaves free, by how all this is known.
         autocast: the same where weights stay fp32 and operations run under autocast, as DDP does it in 16 bits; None
             where that is no other.
     """
@@ -130,6 +132,7 @@ class Activations:
     flops_per_sample: float = 0.0
     sample_length: int = 1
     source: str = ""
+    margin: float = 0.1
     autocast: Activations | None = None
 
     @property
@@ -138,7 +141,7 @@ class Activations:
         tokens = f", {self.sample_length:,} tokens a sample" if self.sample_length > 1 else ""
         return f"activations: {self.source}{tokens}"
 
-    def under(self, stage: Literal[0, 1, 2, 3] | None) -> Activations:
+    def under(self, stage: Stage) -> Activations:
         """As a ZeRO stage runs the model, in its computation type throughout, or as DDP (None) does, under autocast."""
         return self.autocast if stage is None and self.autocast else self
 
@@ -182,8 +185,8 @@ class Cluster:
         memory_bandwidth: of one device's memory.
         link_bandwidth: between two devices of a node.
         network_bandwidth: between two nodes, of each node.
-        pcie_bandwidth: between host and one device, each way.
-        adam_bandwidth: bytes per second of host memory that DeepSpeed's CPU optimizer moves on one node, all its
+        pcie_bandwidth: between CPU memory and one device, each way.
+        adam_bandwidth: bytes per second of CPU memory that DeepSpeed's CPU optimizer moves on one node, all its
             processes together.
         nvme_read, nvme_write: of one node's disk.
         sources: where each constant comes from, by its name here.
@@ -229,22 +232,22 @@ class Setup:
         gradient_bytes: bytes of one element where gradients accumulate: 4 in bf16, as this package settles it, 2 in
             fp16; not read without ZeRO, at stage 0 and in fp32, where it is the weights' own.
         offload_optimizer, offload_param: where optimizer states and parameters live; `none` is the device.
-        ratio: the share of the optimizer's elements that is updated on the host, 1.0 for all.
+        ratio: the share of the optimizer's elements that is updated on the CPU, 1.0 for all.
         sub_group_size: elements that stage 3's optimizer updates at a time.
         micro_batch: samples per process and backward.
         accumulation: micro-batches per optimizer step.
         activation_checkpointing: whether every block is recomputed in the backward.
         reduce_bucket, allgather_bucket, prefetch_bucket: elements.
-        persistence_threshold: stage 3 keeps parameters with no more elements whole on every device.
+        persistence_threshold: stage 3 keeps parameters with no more elements unpartitioned on every device.
         max_live_parameters: elements up to which stage 3 gathers ahead.
         max_reuse_distance: stage 3 does not release parameters that come again within so many elements.
-        param_buffer: elements of each of the five buffers between host and NVMe for parameters.
+        param_buffer: elements of each of the five buffers between CPU memory and NVMe for parameters.
         overlap_comm: whether reductions run beside the backward, with a second bucket.
         pin_memory: whether offloaded tensors are pinned.
         gradient_views: whether DDP's gradients are views of its buckets (`gradient_as_bucket_view`), else beside them.
     """
 
-    stage: Literal[0, 1, 2, 3] | None = 2
+    stage: Stage = 2
     precision: Precision = "bf16"
     gradient_bytes: int = 4
     offload_optimizer: Device = "none"

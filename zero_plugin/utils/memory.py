@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_plugin.loop.out_of_memory import is_out_of_memory
-from zero_plugin.machine.device_memory import clear_device_cache as clear_device_cache
+from zero_plugin.machine.hardware import clear_device_cache as clear_device_cache
 
 _logger = logging.getLogger(__name__)
 

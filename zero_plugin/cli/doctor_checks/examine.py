@@ -47,9 +47,16 @@ from zero_plugin.config.packages import installed_version
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.spec import Program
-from zero_plugin.machine.disks import look_at_disk
-from zero_plugin.machine.hardware import Machine, count_cores, has_gpu_driver, read_nodes
-from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes, total_cpu_memory
+from zero_plugin.machine.hardware import (
+    Machine,
+    available_cpu_memory,
+    count_cores,
+    has_gpu_driver,
+    lockable_bytes,
+    look_at_disk,
+    read_nodes,
+    total_cpu_memory,
+)
 from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 from zero_plugin.machine.xla_runtime import find_tpu
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from zero_plugin.cli.doctor_checks.finding import Finding, Needs
 from zero_plugin.config.amounts import show_bytes
-from zero_plugin.machine.disks import Disk
+from zero_plugin.machine.hardware import Disk
 
 _SHARED = "/dev/shm"  # noqa: S108 - the check's name
 _SMALL_LOCKED = 1 << 30  # bytes: a swapped gradient or weight of a model that needs NVMe

@@ -25,7 +25,7 @@ from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import CheckpointError, LoopError, StrategyError
-from zero_plugin.plan.run_facts import probe_machine
+from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders
 from zero_plugin.strategies.deepspeed.states import give_partition
 from zero_plugin.tensors.modules import parameter_like, replace_empty

@@ -26,7 +26,7 @@ from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, MachineError, Problem
 from zero_plugin.machine.op_builds import build_folder, needed_ops, refuse_stale_build_locks
-from zero_plugin.plan.run_facts import probe_machine
+from zero_plugin.plan.run_plan import probe_machine
 from zero_plugin.strategies.base import Saving, Session, SessionRequest, Strategy
 from zero_plugin.strategies.deepspeed.nvme import give_own_swap_folders, remove_abandoned
 from zero_plugin.strategies.deepspeed.optimizers import refuse_unfit

@@ -1,26 +1,184 @@
-"""A hook that brings a module's weights and inputs to one device for the forward, and which modules get one.
+"""Hooks run code before and after a module's forward, with its arguments and its output.
 
-Also where each module of a model runs that is spread over devices, and where its tensors are between forwards.
+One brings a module's weights and inputs to one device for the forward; another keeps the weights of layers in a small
+dtype, and computes in a larger one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from zero_plugin.big_models.hooks import ModelHook, SequentialHook, untraced
-from zero_plugin.big_models.placement import find_place, lookup
-from zero_plugin.big_models.stored import PrefixedDataset
+from zero_plugin.big_models.placement import find_place
 from zero_plugin.tensors.modules import SharedTensors, Slot, tensor_slots
 from zero_plugin.tensors.nested import find_device, send_to_device
 
-_META = torch.device("meta")
-# Their forward reads weights of modules inside without calling these.
-_READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_META: Final = torch.device("meta")
+# Layers that do nothing but compute with their own weights.
+_LAYERS: Final = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    nn.Linear,
+)
+
+
+class ModelHook:
+    """What runs around a module's forward; override what is needed.
+
+    Attributes:
+        no_grad: the forward runs under `torch.no_grad()`.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """When the hook comes to the module, which is returned."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ARG002
+        """Before the forward; returns the arguments that it gets."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
+        """After the forward; returns what the caller gets."""
+        return output
+
+    def interrupted(self, module: nn.Module) -> None:
+        """Instead of `post_forward` when `pre_forward` or the forward raised."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """When the hook leaves the module, which is returned."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, one after another."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Each hook's."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Each hook gets the arguments of the one before."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Each hook gets the output of the one before."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def interrupted(self, module: nn.Module) -> None:
+        """Each hook's."""
+        for hook in self.hooks:
+            hook.interrupted(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Each hook's."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Let a hook run around the module's `forward`, also where that is called by name.
+
+    Args:
+        module: changed in place.
+        hook: takes the place of the one that is there.
+        append: run it after the one that is there instead.
+
+    Returns:
+        The module.
+    """
+    held: Any = module
+    present: ModelHook | None = getattr(module, "_hf_hook", None)
+    if present is not None:
+        remove_hook_from_module(module)
+    chained = SequentialHook(present, hook) if append and present is not None else hook
+    forward = held.forward
+    chained.init_hook(module)
+    held._old_forward = forward
+    held._hf_hook = chained
+    # A partial of a function of this module: a copied or pickled model takes it along, bound to the copy.
+    held.forward = functools.update_wrapper(functools.partial(_forward, module), forward)
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take the hook off, if there is one, and give the module its own `forward` back.
+
+    Args:
+        module: changed in place.
+        recurse: off all modules inside too.
+
+    Returns:
+        The module.
+    """
+    held: Any = module
+    if hasattr(module, "_hf_hook"):
+        held._hf_hook.detach_hook(module)
+        del held._hf_hook
+    if hasattr(module, "_old_forward"):
+        del held.forward
+        if getattr(module.forward, "__func__", None) is not getattr(held._old_forward, "__func__", held._old_forward):
+            held.forward = held._old_forward  # it was the module's alone, not its class's
+        del held._old_forward
+    for guarded in ("to", "cuda"):  # by `dispatch_model`
+        held.__dict__.pop(guarded, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse=True)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks off a module and all modules inside."""
+    remove_hook_from_module(module, recurse=True)
+
+
+def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The method, run as it is where `torch.compile` traces what calls it."""
+    kept: list[Callable[_P, _R]] = []  # made when it is needed, because it takes seconds to import torch's compiler
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.compiler.is_compiling():
+            return method(*args, **kwargs)
+        if not kept:
+            kept.append(torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+        return kept[0](*args, **kwargs)
+
+    return call
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    held: Any = module
+    hook = cast(ModelHook, held._hf_hook)
+    try:
+        args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        with torch.no_grad() if hook.no_grad else nullcontext():
+            output = held._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.interrupted(module)
+        raise
+    return hook.post_forward(module, output)
 
 
 class AlignDevicesHook(ModelHook):
@@ -235,8 +393,8 @@ def get_state_dict_from_offload(
 
     Args:
         module: one of a dispatched model.
-        module_name: the name, in the whole model, of one of its weights.
-        state_dict: of the whole model; entries of this module are replaced.
+        module_name: the name, in the complete model, of one of its weights.
+        state_dict: of the complete model; entries of this module are replaced.
         device_to_put_offload: where offloaded values come to.
 
     Returns:
@@ -256,109 +414,67 @@ def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     return next((hook for hook in hooks if isinstance(hook, AlignDevicesHook) and hook.offload), None)
 
 
-class Stop(NamedTuple):
-    """A module that gets a hook, and the tensors which that brings in: of all modules inside if it `is_whole`."""
+class LayerwiseCastingHook(ModelHook):
+    """The module's weights have one dtype in its forward and another between forwards.
 
-    name: str
-    module: nn.Module
-    is_whole: bool
-    slots: list[Slot]
+    Args:
+        storage_dtype: between forwards.
+        compute_dtype: in the forward.
+        non_blocking: do not wait for copies.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """To the dtype of storage."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """To the dtype of the forward."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Back to the dtype of storage."""
+        self.interrupted(module)
+        return output
+
+    def interrupted(self, module: nn.Module) -> None:
+        """Back to the dtype of storage."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
-def find_stops(
+def attach_layerwise_casting_hooks(
     module: nn.Module,
-    is_whole: Callable[[str, nn.Module], bool],
-    name: str = "",
-    seen: set[nn.Module] | None = None,
-) -> Iterator[Stop]:
-    """The module and all inside, each once; of one that `is_whole`, by name and module, nothing inside.
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Iterable[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Put a `LayerwiseCastingHook` on every linear and convolution layer.
+
+    Values lose what the storage dtype cannot hold; a loss is seen at once, and does not grow.
 
     Args:
-        module: where to begin.
-        is_whole: whether one hook brings in all tensors inside.
-        name: the module's.
-        seen: modules that have had their turn.
+        module: changed in place.
+        storage_dtype: for example `torch.float8_e4m3fn`.
+        compute_dtype: for example `torch.bfloat16`.
+        skip_modules_pattern: regular expressions; modules where one is found in the name stay as they are, with all
+            inside.
+        skip_modules_classes: classes of modules that stay as they are, with all inside.
+        non_blocking: do not wait for copies.
     """
-    seen = set() if seen is None else seen
-    if module in seen:
-        return
-    seen.add(module)
-    whole = is_whole(name, module)
-    yield Stop(name, module, whole, list(tensor_slots(module, recurse=whole)))
-    for child_name, child in () if whole else module.named_children():
-        yield from find_stops(child, is_whole, join_names(name, child_name), seen)
-
-
-def reads_inside(module: nn.Module, preloaded: Collection[str]) -> bool:
-    """Whether a module's forward reads weights of modules inside without calling these, as far as is known.
-
-    Args:
-        module: any.
-        preloaded: names of classes that the user gives.
-    """
-    return isinstance(module, _READS_INSIDE) or type(module).__name__ in preloaded
-
-
-class Layout:
-    """Where tensors are between forwards, and where modules run.
-
-    Args:
-        places: device or `disk` by name, without those that are not named.
-        main: where runs what is on the CPU or disk.
-        offload_buffers: buffers are where the map says, not where their module runs.
-    """
-
-    def __init__(self, places: Mapping[str, torch.device | str], main: torch.device, offload_buffers: bool) -> None:
-        self._places = places
-        self._main = main
-        self._offload_buffers = offload_buffers
-
-    def home(self, name: str) -> torch.device | str:
-        """Of a tensor."""
-        place: torch.device | str | None = lookup(self._places, name)
-        return self._main if place is None else place
-
-    def runs_on(self, name: str, slots: list[Slot]) -> torch.device | None:
-        """Of a module; None if the map names only what is inside, and it holds no tensor itself."""
-        place = lookup(self._places, name)
-        if place is not None:
-            return self._running(place)
-        if slots:
-            return self._running(self.home(join_names(name, slots[0].name)))
-        return None if name else self._main
-
-    def leaves(self, name: str, slot: Slot, device: torch.device) -> bool:
-        """Whether a tensor is elsewhere between forwards."""
-        stays = slot.is_buffer and not (self._offload_buffers and slot.is_persistent)
-        return not stays and self.home(name) != device
-
-    def _running(self, place: torch.device | str) -> torch.device:
-        return self._main if isinstance(place, str) or place.type == "cpu" else place
-
-
-def plan_stops(model: nn.Module, layout: Layout, preload: Collection[str]) -> Iterator[tuple[Stop, torch.device]]:
-    """The modules that get a hook, with where they run: all that hold tensors, and the model itself."""
-
-    def is_whole(name: str, module: nn.Module) -> bool:
-        device = layout.runs_on(name, [])
-        if device is None or not reads_inside(module, preload):
-            return False
-        return any(
-            layout.leaves(join_names(name, slot.name), slot, device) for slot in tensor_slots(module, recurse=True)
-        )
-
-    for stop in find_stops(model, is_whole):
-        device = layout.runs_on(stop.name, stop.slots)
-        holds = stop.slots or next(tensor_slots(stop.module, recurse=True), None) is not None
-        if device is not None and (holds or not stop.name):
-            yield stop, device
-
-
-def under(weights: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-    """Of weights by name, those in a module, by their names there."""
-    return PrefixedDataset(weights, f"{name}.") if name else weights
-
-
-def join_names(*names: str) -> str:
-    """Dotted; empty ones are left out."""
-    return ".".join(filter(None, names))
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    remaining = [("", module)]
+    while remaining:
+        name, part = remaining.pop()
+        if isinstance(part, skip_modules_classes or ()) or any(re.search(pattern, name) for pattern in patterns):
+            continue
+        if isinstance(part, _LAYERS):
+            add_hook_to_module(part, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+        else:
+            remaining.extend((f"{name}.{key}".lstrip("."), child) for key, child in part.named_children())

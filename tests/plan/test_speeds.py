@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero_plugin.plan.constants import constants_file, measure_cluster
 from zero_plugin.plan.situation import Cluster
+from zero_plugin.plan.speeds import constants_file, measure_cluster
 
 GPU = torch.cuda.is_available()
 

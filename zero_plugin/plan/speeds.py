@@ -16,9 +16,7 @@ import torch
 
 from zero_plugin.config.resolve.facts import Precision
 from zero_plugin.errors import ConfigError
-from zero_plugin.machine.disks import look_at_disk
-from zero_plugin.machine.hardware import count_cores
-from zero_plugin.machine.memory import available_cpu_memory, lockable_bytes
+from zero_plugin.machine.hardware import available_cpu_memory, count_cores, lockable_bytes, look_at_disk
 from zero_plugin.plan.machines import ASSUMED, find_device
 from zero_plugin.plan.situation import Cluster
 
@@ -132,14 +130,14 @@ def _copy_within(device: torch.device) -> float:
 
 
 def _copy_to_device(device: torch.device) -> float:
-    """Bytes per second from page-locked host memory; on a CPU, where both are one, from memory to memory."""
+    """Bytes per second from page-locked CPU memory; on a CPU, where both are one, from memory to memory."""
     source = torch.ones(_COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     return _rate(device, lambda: target.copy_(source, non_blocking=True), _COPIED)
 
 
 def _update_on_host(_: torch.device) -> float:
-    """Bytes per second of host memory that torch's fused AdamW moves; it took 1.2 times as long as DeepSpeed's.
+    """Bytes per second of CPU memory that torch's fused AdamW moves; it took 1.2 times as long as DeepSpeed's.
 
     On all the cores that this process may use: a node's processes, which share them, update at once.
     """

@@ -1,0 +1,762 @@
+"""What a strategy costs: memory of one device, of one node's CPU and of its NVMe drive, and the time of a step.
+
+Memory. First the model states of one process, which outlast a step. The formulas are those of DeepSpeed 0.19's engine
+as this package sets it up, read off its source and compared with the live tensors of real engines
+(tests/plan/test_live_states.py). They begin with how many elements each process has: flat groups, partitions and
+sub-groups, with their padding. Then what comes beside them in each phase of a step: buckets, gathered parameters,
+transients, and buffers of the NVMe drive.
+
+Time, by a roofline: what must pass through each resource, and what runs beside what. Every term is work over speed.
+Sources of the amounts: the code of DeepSpeed 0.19's stages as this package runs them, torch's DDP; for the bytes of a
+step, ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). DDP reduces beside the last backward. Under
+ZeRO, copies of gradients and weights over PCIe, and reads of weights from NVMe, run beside the computation of their
+micro-batch. Everything else waits: stages 1 and 2 reduce in the computation's own stream unless `overlap_comm` is on,
+the step begins when the last gradient is there, and the next forward when the last weight is. Stage 3 fetches ahead,
+but is counted as if it waited for every gather: what another schedule of the same gathers gains over it (1.28 to 1.5
+times, DeepCompile) is at least as much.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Final
+
+from zero_plugin.plan.situation import (
+    Activations,
+    Affine,
+    Cluster,
+    ModelSizes,
+    OptimizerSizes,
+    ParameterSize,
+    Setup,
+    Workload,
+)
+
+_FP32: Final = 4
+
+Parameters = tuple[ParameterSize, ...]
+
+
+def flat_elements(parameters: Parameters, processes: int) -> int:
+    """Elements of the trained parameters as stages 1 and 2 lay them out: one flat tensor, cut into equal partitions.
+
+    DeepSpeed aligns every partition to two elements, for NCCL: `nccl_start_alignment_factor`. Each further parameter
+    group adds at most `2 × processes` elements.
+    """
+    return _ceil(_trained(parameters), 2 * processes) * 2 * processes
+
+
+@lru_cache(maxsize=256)
+def touched_elements(parameters: Parameters, processes: int) -> int:
+    """Elements of the trained parameters of which one process' flat partition holds all or a part; of the process with
+    the most.
+
+    Gradients that are not accumulated in fp32 are kept unpartitioned for each of those parameters.
+    """
+    partition = flat_elements(parameters, processes) // processes
+    ends = list(accumulate(p.elements for p in parameters if p.trainable for _ in range(p.count)))
+    most = 0
+    for start in range(0, ends[-1] if ends else 0, max(partition, 1)):
+        first = bisect_right(ends, start)
+        last = min(bisect_left(ends, start + partition), len(ends) - 1)
+        most = max(most, ends[last] - (ends[first - 1] if first else 0))
+    return most
+
+
+@lru_cache(maxsize=256)
+def sharded_elements(parameters: Parameters, processes: int, *, trainable: bool) -> int:
+    """Elements of one process at stage 3, where each parameter is padded to a multiple of the processes by itself."""
+    return sum(_ceil(p.elements, processes) * p.count for p in parameters if p.trainable == trainable)
+
+
+@lru_cache(maxsize=256)
+def sub_groups(parameters: Parameters, processes: int, size: int) -> tuple[int, ...]:
+    """Elements of each sub-group that one process' stage-3 optimizer updates at a time: `_create_fp16_sub_groups`.
+
+    A sub-group is closed by the parameter that brings it to `size` elements or more.
+    """
+    if size >= sharded_elements(parameters, processes, trainable=True):
+        return (sharded_elements(parameters, processes, trainable=True),)
+    groups, filled = [], 0
+    for p in parameters:
+        if p.trainable:
+            for _ in range(p.count):
+                filled += _ceil(p.elements, processes)
+                if filled >= size:
+                    groups.append(filled)
+                    filled = 0
+    return (*groups, filled) if filled else tuple(groups)
+
+
+def persistent_elements(parameters: Parameters, processes: int, threshold: int) -> int:
+    """Elements that stage 3 keeps unpartitioned on every device, trained or not, each parameter with its padding."""
+    return sum(_ceil(p.elements, processes) * processes * p.count for p in parameters if p.elements <= threshold)
+
+
+def _trained(parameters: Parameters) -> int:
+    return sum(p.elements * p.count for p in parameters if p.trainable)
+
+
+def _ceil(elements: int, divisor: int) -> int:
+    return -(-elements // divisor)
+
+
+# DeepSpeed leaves what is smaller than this in memory, and writes files in blocks of 1 KiB for each of the threads:
+# MIN_AIO_BYTES and AIO_ALIGNED_BYTES of its swap_tensor/utils.py, with the `aio` section's defaults.
+_NVME_LEAST = 2**20
+_NVME_BLOCK = 1024
+
+
+def weight_bytes(setup: Setup) -> int:
+    """Bytes of one element of the weights: without ZeRO they stay fp32, and forwards run under autocast."""
+    return _FP32 if setup.stage is None or setup.precision == "no" else 2
+
+
+def device_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
+    """Bytes on one device that outlast a step: weights, optimizer states, gradient buffers that are kept.
+
+    Args:
+        model: its sizes.
+        optimizer: what it keeps.
+        setup: the strategy.
+        processes: data-parallel world size.
+    """
+    width, trained, frozen = weight_bytes(setup), model.trainable, model.elements - model.trainable
+    if setup.stage is None or (setup.stage == 0 and width == _FP32):
+        buckets = trained * _FP32 if setup.stage is None and processes > 1 else 0  # DDP's; gradients zero_grad frees
+        kept = {"gradients": buckets} if setup.gradient_views else {"gradients": 0, "buckets": buckets}
+        own = sum(p.elements * p.count * p.width for p in model.parameters if not p.trainable)
+        whole = trained * width + (own if setup.stage is None else frozen * width)
+        return {"parameters": whole, "optimizer states": optimizer.states * trained * _FP32, **kept}
+    if setup.stage == 0:
+        states = optimizer.states * trained * _FP32
+        return {"parameters": (trained + frozen) * width, "master weights": trained * _FP32, "optimizer states": states}
+    if setup.stage == 3:
+        return _stage3_device(model, optimizer, setup, processes)
+    flat = flat_elements(model.parameters, processes)
+    own = flat // processes
+    found = {"parameters": (flat + frozen) * width}
+    if setup.offload_optimizer == "none":
+        found |= {"master weights": own * _FP32, "optimizer states": optimizer.states * own * _FP32}
+        if sums_on_every_device(setup):
+            found["gradients"] = flat * _FP32
+    else:
+        found["buckets"] = _largest_trained(model) * width  # temp_grad_buffer_for_gpu_offload
+    return found
+
+
+def _stage3_device(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
+    width = weight_bytes(setup)
+    own = sharded_elements(model.parameters, processes, trainable=True)
+    frozen = sharded_elements(model.parameters, processes, trainable=False)
+    found = {}
+    if setup.offload_param == "none":
+        found["parameters"] = (own + frozen) * width
+    if processes > 1 or setup.offload_param != "none":
+        found["persistent parameters"] = (
+            persistent_elements(model.parameters, processes, setup.persistence_threshold) * width
+        )
+    found["buckets"] = setup.reduce_bucket * width
+    on_device = own
+    if setup.offload_optimizer == "none":
+        found["gradients"] = own * setup.gradient_bytes
+    else:
+        on_device = sum(sub_groups_on_device(model, setup, processes))
+        found["gradients"] = on_device * _FP32
+    found["master weights"] = on_device * _FP32  # also in fp32
+    found["optimizer states"] = optimizer.states * on_device * _FP32
+    return found
+
+
+def sub_groups_on_device(model: ModelSizes, setup: Setup, processes: int) -> tuple[int, ...]:
+    """Elements of the sub-groups that a `ratio` below 1 leaves on the device: the first `int((1 - ratio) × groups)`."""
+    groups = sub_groups(model.parameters, processes, setup.sub_group_size)
+    if setup.stage != 3 or setup.offload_optimizer == "none":
+        return groups
+    return groups[: int((1 - setup.ratio) * len(groups))]
+
+
+def window_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes of gradients on one device at the end of an accumulation window that are not among the states kept."""
+    width, trained = weight_bytes(setup), model.trainable
+    if setup.stage is None:
+        return 0 if processes > 1 and setup.gradient_views else trained * width
+    if setup.stage == 0:
+        return trained * width
+    if setup.stage == 3:
+        return 0
+    if sums_on_every_device(setup):
+        return trained * width  # added to the sums, and not freed before the step
+    if setup.stage == 1:
+        return trained * setup.gradient_bytes
+    if setup.gradient_bytes == _FP32 != width:
+        return flat_elements(model.parameters, processes) // processes * _FP32  # also under offload, until the step
+    return 0 if setup.offload_optimizer != "none" else touched_elements(model.parameters, processes) * width
+
+
+def host_tensors(
+    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
+) -> dict[str, tuple[int, ...]]:
+    """Bytes of each tensor of one process in CPU memory that outlasts a step, without buffers of the NVMe drive."""
+    if setup.stage == 3:
+        return _stage3_host(model, optimizer, setup, processes)
+    if setup.stage in (None, 0) or setup.offload_optimizer == "none":
+        return {}
+    width = weight_bytes(setup)
+    own = flat_elements(model.parameters, processes) // processes
+    found = {
+        "master weights": (own * _FP32,),
+        "optimizer states": (own * _FP32,) * optimizer.states,
+        "gradients": (own * _FP32,),
+        # The updated weights on their way back to the device, and one gradient on its way from there.
+        "staging": (own * width, _largest_trained(model) * width),
+    }
+    if setup.stage == 2 and setup.gradient_bytes == width:
+        # Every backward adds to a copy in CPU memory, since only the step tells that the accumulation window ends.
+        found["gradients"] = (own * _FP32, touched_elements(model.parameters, processes) * width)
+    return found
+
+
+def _stage3_host(
+    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
+) -> dict[str, tuple[int, ...]]:
+    width = weight_bytes(setup)
+    own = sharded_elements(model.parameters, processes, trainable=True)
+    found: dict[str, tuple[int, ...]] = {}
+    if setup.offload_param == "cpu":
+        frozen = (_sizes(p, processes, width) for p in model.parameters if not p.trainable)
+        found["parameters"] = (own * width, *(size for sizes in frozen for size in sizes))
+    elif setup.offload_param == "nvme":
+        sizes = (size for p in model.parameters for size in _sizes(p, processes, width))
+        found["parameters"] = tuple(size for size in sizes if not _is_swapped(size))
+    if setup.offload_optimizer != "none":
+        groups = sub_groups(model.parameters, processes, setup.sub_group_size)
+        in_host = [n * _FP32 for n in groups[len(sub_groups_on_device(model, setup, processes)) :]]
+        if setup.offload_optimizer == "nvme":
+            in_host = [size for size in in_host if not _is_swapped(size)]
+        found["master weights"] = tuple(in_host)
+        found["optimizer states"] = tuple(in_host) * optimizer.states
+        found["gradients"] = (own * setup.gradient_bytes, *in_host)
+    return found
+
+
+def _sizes(parameter: ParameterSize, processes: int, width: int) -> tuple[int, ...]:
+    return (-(-parameter.elements // processes) * width,) * parameter.count
+
+
+def nvme_states(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int) -> dict[str, int]:
+    """Bytes of one process' files on NVMe: tensors of 1 MiB or more."""
+    if setup.stage != 3:
+        return {}
+    width = weight_bytes(setup)
+    found = {}
+    if setup.offload_param == "nvme":
+        sizes = ((-(-p.elements // processes) * width, p.count) for p in model.parameters)
+        found["parameters"] = sum(_in_blocks(size) * count for size, count in sizes if _is_swapped(size))
+    if setup.offload_optimizer == "nvme":
+        groups = sub_groups(model.parameters, processes, setup.sub_group_size)
+        swapped = sum(_in_blocks(n * _FP32) for n in groups if _is_swapped(n * _FP32))
+        found["master weights"] = swapped
+        found["optimizer states"] = swapped * optimizer.states
+        gradients = ((-(-p.elements // processes) * _FP32, p.count) for p in model.parameters if p.trainable)
+        found["gradients"] = sum(size * count for size, count in gradients if _is_swapped(size))
+    return found
+
+
+def sums_on_every_device(setup: Setup) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer, which keeps fp32 gradients of all parameters on every device."""
+    sums_in_fp32 = setup.precision == "bf16" and setup.gradient_bytes == _FP32
+    return setup.stage == 1 and sums_in_fp32 and setup.offload_optimizer == "none"
+
+
+def _largest_trained(model: ModelSizes) -> int:
+    return max((p.elements for p in model.parameters if p.trainable), default=0)
+
+
+def _is_swapped(size: int) -> bool:
+    return size >= _NVME_LEAST
+
+
+def _in_blocks(size: int) -> int:
+    return -(-size // _NVME_BLOCK) * _NVME_BLOCK
+
+
+_STAGE0_BUCKET = 500_000_000  # elements: DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE
+_PARAM_BUFFERS, _OPTIMIZER_BUFFERS = 5, 4  # `buffer_count` of the two offload sections
+
+
+def reduction_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes on the device that reducing gradients takes beside a backward.
+
+    Stages 1 and 2: the contiguous bucket, a second one with `overlap_comm`, and at stage 2 the flattened copy that is
+    all-reduced and, where sums are in the weights' own type, the reduced gradients that are to be added to them.
+    Stage 3: the reordered copy that is reduce-scattered; its bucket is among the states.
+    """
+    width = weight_bytes(setup)
+    filled = min(setup.reduce_bucket, model.trainable) * width
+    if setup.stage in (None, 0) or sums_on_every_device(setup):
+        return 0
+    if setup.stage == 1:
+        return setup.reduce_bucket * setup.gradient_bytes
+    if setup.stage == 2:
+        sums = setup.gradient_bytes == width and setup.offload_optimizer == "none" and setup.accumulation > 1
+        reduced = touched_elements(model.parameters, processes) * width if sums else 0
+        return setup.reduce_bucket * width * (2 if setup.overlap_comm else 1) + filled + reduced
+    return filled
+
+
+def gathered_parameters(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes of gathered parameters that stage 3 holds on a device at once, beside those that stay unpartitioned.
+
+    Gathering ahead starts anew at every module, so it runs ahead until `max_live_parameters` are there. And a module's
+    parameters are not released after its forward where the backward needs them within `max_reuse_distance` elements of
+    the trace, which visits what follows a module once on the way forth and once on the way back (three times where
+    blocks are recomputed): at the end of a forward the last half (third) of that distance is gathered. Parameters that
+    are gathered together come in one flat buffer and are copied out of it.
+    """
+    if setup.stage != 3 or (processes == 1 and setup.offload_param == "none"):
+        return 0
+    passing = model.elements - sum(p.elements * p.count for p in model.parameters if _stays_unpartitioned(p, setup))
+    largest = max(model.largest_module, _expert_layer(model), *(p.elements for p in model.parameters))
+    ahead = setup.max_live_parameters if setup.prefetch_bucket else 0
+    held = max(ahead, setup.max_reuse_distance // (3 if setup.activation_checkpointing else 2)) + largest
+    in_flight = setup.prefetch_bucket + largest
+    return (min(held, passing) + min(in_flight, passing)) * weight_bytes(setup)
+
+
+def _expert_layer(model: ModelSizes) -> int:
+    """Elements of one layer's experts: this package has stage 3 gather them together, whichever a process chooses."""
+    return sum(p.elements * p.count for p in model.parameters if p.expert) // (model.layers or 1)
+
+
+def _stays_unpartitioned(parameter: ParameterSize, setup: Setup) -> bool:
+    return parameter.elements <= setup.persistence_threshold
+
+
+def carried_gradients(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes of gradients that the last backward of an accumulation window begins with, beside the states."""
+    if setup.accumulation == 1:
+        return 0
+    if setup.stage is None and processes > 1:
+        return model.trainable * weight_bytes(setup)  # views too are outside DDP's buckets until the last backward
+    return window_gradients(model, setup, processes)
+
+
+def autocast_copies(model: ModelSizes, setup: Setup) -> int:
+    """Bytes of the 16-bit copies of fp32 weights that autocast makes in a forward and its backward reads."""
+    if setup.stage is not None or setup.precision == "no":
+        return 0
+    return sum(p.elements * p.count * 2 for p in model.parameters if p.trainable or p.width == _FP32)
+
+
+def flattening(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes of the flat copy of all trained parameters that is made while the parameters themselves still exist."""
+    if setup.stage in (None, 3) or (setup.stage == 0 and setup.precision == "no"):
+        return 0
+    return flat_elements(model.parameters, processes) * weight_bytes(setup)
+
+
+def step_moments(
+    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, processes: int
+) -> tuple[dict[str, int], ...]:
+    """Bytes on the device in the course of a step that do not outlast it, moment by moment.
+
+    Reducing (stages 0 and 1 wait for it until the step), making the flat fp32 gradients, updating.
+    """
+    gradients, width = window_gradients(model, setup, processes), weight_bytes(setup)
+    own = _updated_at_once(model, setup, processes)
+    update = own * optimizer.step_copies * _FP32
+    if setup.stage is None or (setup.stage == 0 and width == _FP32):
+        reducing = 0 if setup.stage is None else min(_STAGE0_BUCKET, model.trainable) * width
+        return (
+            {"gradients": gradients, "reduction buffers": reducing},
+            {"gradients": gradients, "step transient": update},
+        )
+    if setup.stage == 0:
+        # A fused kernel gets flat fp32 gradients, made of separate ones; torch's optimizer works beside separate ones.
+        return ({"gradients": gradients, "step transient": own * _FP32 + (update or own * _FP32)},)
+    if sums_on_every_device(setup):
+        # The sums are reduced in 16 bits, in one piece, and the step reads them where they are.
+        return (
+            {"gradients": gradients, "reduction buffers": flat_elements(model.parameters, processes) * width},
+            {"gradients": gradients, "step transient": update},
+        )
+    if setup.stage == 3:
+        flattened = own * setup.gradient_bytes if setup.offload_optimizer == "none" else 0
+        return tuple({"step transient": size} for size in _casting(flattened, own, setup.gradient_bytes, update))
+    reduced = {
+        "gradients": gradients,
+        "reduction buffers": reduction_buffers(model, setup, processes) if setup.stage == 1 else 0,
+    }
+    if setup.offload_optimizer != "none":
+        return (reduced,)
+    if setup.stage == 2 and setup.gradient_bytes != width:
+        return ({"gradients": gradients, "step transient": update},)  # the sums are flat and in fp32 by now
+    kept = touched_elements(model.parameters, processes) * width
+    if setup.stage == 1:
+        reduced["gradients"] += kept
+    made, updating = _casting(own * width, own, width, update)
+    return (reduced, {"gradients": kept, "step transient": made}, {"step transient": updating})
+
+
+def _casting(flattened: int, elements: int, width: int, update: int) -> tuple[int, int]:
+    """Bytes while gradients that were flattened become fp32, and while the optimizer reads these."""
+    if not flattened:
+        return 0, update
+    return flattened + (elements * _FP32 if width != _FP32 else 0), elements * _FP32 + update
+
+
+def _updated_at_once(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Elements that one call of the optimizer updates on a device."""
+    if setup.stage in (None, 0):
+        return model.trainable
+    if setup.stage == 3:
+        return max(sub_groups_on_device(model, setup, processes), default=0)
+    return flat_elements(model.parameters, processes) // processes if setup.offload_optimizer == "none" else 0
+
+
+def host_swap_buffers(model: ModelSizes, setup: Setup, processes: int) -> int:
+    """Bytes of one process' page-locked buffers in CPU memory between NVMe and the rest."""
+    if setup.stage != 3:
+        return 0
+    largest_group = max(sub_groups(model.parameters, processes, setup.sub_group_size), default=0)
+    found = 0
+    if setup.offload_param == "nvme":
+        # The pool; and for a sub-group on its way from the step to its files, memory for unpartitioned parameters, not
+        # for partitions (`reserve_partitioned_swap_space`).
+        found += (_PARAM_BUFFERS * setup.param_buffer + largest_group * processes) * weight_bytes(setup)
+    if setup.offload_optimizer == "nvme":
+        found += _OPTIMIZER_BUFFERS * largest_group * _FP32
+    return found
+
+
+# Rules of thumb: CUDA's context with the kernels that torch loads and cuBLAS's workspace; NCCL's channels.
+CONTEXT_BYTES = 700 * 2**20
+COMMUNICATION_BYTES = 300 * 2**20
+# The share of what comes and goes that torch's allocator holds and cannot give.
+FRAGMENTED = 0.05
+# Python, torch, DeepSpeed and CUDA in CPU memory, for each process.
+PROCESS_BYTES = 2**30
+
+_OUTSIDE = ("context", "fragmentation")
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by term.
+
+    Attributes:
+        device: of one device, in the phase that takes the most.
+        device_phase: that phase: "initialisation", "forward" (its end, when all activations are there), "backward" (its
+            end, when all gradients are there) or "step".
+        host: of one node.
+        pinned: page-locked bytes of `host` that one process holds.
+        locked: of those, the ones that count against `memlock`: the buffers of the NVMe drive.
+        nvme: of one node's drive.
+        phases: the terms of every phase.
+    """
+
+    device: Mapping[str, int]
+    device_phase: str
+    host: Mapping[str, int] = field(default_factory=dict)
+    pinned: int = 0
+    locked: int = 0
+    nvme: Mapping[str, int] = field(default_factory=dict)
+    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of one device."""
+        return sum(self.device.values())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What torch's allocator hands out at most on one device: `torch.cuda.max_memory_allocated`."""
+        return max(sum(v for k, v in terms.items() if k not in _OUTSIDE) for terms in self.phases.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of one node."""
+        return sum(self.host.values())
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Of one node."""
+        return sum(self.nvme.values())
+
+
+def footprint(work: Workload, setup: Setup, cluster: Cluster) -> Footprint:
+    """The memory that training takes at its peak.
+
+    Args:
+        work: what is trained, in `setup.precision`; where its activations are not those of autocast, autocast's copies
+            of the weights are added.
+        setup: the strategy.
+        cluster: the machines; of them count the processes, and the device's size where DeepSpeed looks at it.
+    """
+    model, optimizer, processes = work.model, work.optimizer, cluster.processes
+    states = {"buffers": model.buffer_bytes, **device_states(model, optimizer, setup, processes)}
+    saved, forward, backward = _activations(work.activations.under(setup.stage), setup)
+    beside = {
+        "gathered parameters": gathered_parameters(model, setup, processes),
+        "reduction buffers": reduction_buffers(model, setup, processes),
+    }
+    at_end_of_forward = {
+        "gradients": carried_gradients(model, setup, processes),
+        "transient": forward,
+        "activations": saved,
+        # What was traced under autocast has the copies among what it saves.
+        "autocast copies": 0 if work.activations.autocast else autocast_copies(model, setup),
+    }
+    at_end_of_backward = {"gradients": window_gradients(model, setup, processes), "transient": backward}
+    initial = {"parameters": states.get("parameters", 0), "flat copy": flattening(model, setup, processes)}
+    if setup.stage in (1, 2) and sum(_with_margins(initial, states, processes).values()) > cluster.device_bytes:
+        initial["flat copy"] = 0  # then DeepSpeed makes it in CPU memory
+    step = max(step_moments(model, optimizer, setup, processes), key=lambda terms: sum(terms.values()))
+    phases = {
+        "initialisation": initial,
+        "forward": _sum(states, beside, at_end_of_forward),
+        "backward": _sum(states, beside, at_end_of_backward),
+        "step": _sum(states, step),
+    }
+    phases = {name: _with_margins(terms, states, processes) for name, terms in phases.items()}
+    peak = max(phases, key=lambda name: sum(phases[name].values()))
+    host, pinned, locked = _host(model, optimizer, setup, cluster)
+    nvme = {k: v * cluster.devices for k, v in nvme_states(model, optimizer, setup, processes).items()}
+    return Footprint(phases[peak], peak, host, pinned, locked, nvme, phases)
+
+
+def _activations(activations: Activations, setup: Setup) -> tuple[int, int, int]:
+    """Bytes kept from a forward to its backward, the working space beside all of them, and the one at the very end.
+
+    The first block's own activations are there at the backward's end whether it runs once more for them or not.
+    """
+    samples = setup.micro_batch
+    recomputing = (activations.checkpointed_transient or Affine()).at(samples)
+    if setup.activation_checkpointing and activations.checkpointed is not None:
+        forward = (activations.checkpointed_forward or Affine()).at(samples)
+        return activations.checkpointed.at(samples), max(forward, recomputing), recomputing
+    transient = activations.transient.at(samples)
+    return activations.saved.at(samples), transient, max(transient, recomputing)
+
+
+def _sum(*groups: Mapping[str, int]) -> dict[str, int]:
+    """All terms; of those that several groups have, the sum."""
+    found: Counter[str] = Counter()
+    for terms in groups:
+        found.update(terms)
+    return dict(found)
+
+
+def _with_margins(terms: Mapping[str, int], states: Mapping[str, int], processes: int) -> dict[str, int]:
+    found = {name: size for name, size in terms.items() if size}
+    comes_and_goes = sum(terms.values()) - sum(min(size, terms.get(name, 0)) for name, size in states.items())
+    found["context"] = CONTEXT_BYTES + (COMMUNICATION_BYTES if processes > 1 else 0)
+    found["fragmentation"] = int(FRAGMENTED * comes_and_goes)
+    return found
+
+
+def _host(
+    model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster
+) -> tuple[dict[str, int], int, int]:
+    """Terms of one node, and what one process holds page-locked, by CUDA and by the NVMe drive's buffers."""
+    locked = host_swap_buffers(model, setup, cluster.processes)
+    tensors = host_tensors(model, optimizer, setup, cluster.processes)
+    found = {
+        "processes": PROCESS_BYTES,
+        "NVMe buffers": locked,
+        **{name: sum(sizes) for name, sizes in tensors.items()},
+    }
+    pinned = 0
+    if setup.pin_memory:
+        # The optimizer makes its states in plain memory, and stage 3 its master weights.
+        plain = ("optimizer states", "master weights") if setup.stage == 3 else ("optimizer states",)
+        found |= {n: sum(map(_power_of_two, sizes)) for n, sizes in tensors.items() if n not in plain}
+        if setup.offload_param == "cpu":
+            # zero.Init pins each partition, then all move into one tensor, and torch keeps what it has once pinned.
+            sizes = [(-(-p.elements // cluster.processes) * weight_bytes(setup), p) for p in model.parameters]
+            found["pinned before"] = sum(_power_of_two(size) * p.count for size, p in sizes if p.trainable)
+        pinned = sum(size for name, size in found.items() if name not in (*plain, "processes", "NVMe buffers"))
+    return {k: v * cluster.devices for k, v in found.items() if v}, pinned + locked, locked
+
+
+def _power_of_two(size: int) -> int:
+    """What torch's allocator of page-locked memory takes for `size` bytes (CachingHostAllocator rounds up)."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+# CPU time of DeepSpeed's hooks for each parameter tensor and pass, as measured on an EPYC core by 100 linear layers at
+# stages 2 and 3; they run ahead of the device, beside its work.
+_HOOK_S: Final = 80e-6
+_HOST_KERNELS: Final = ("adam", "adamw", "lion", "adagrad")  # DeepSpeed's; for others torch loops over the tensors,
+_WITHOUT_KERNEL: Final = 10.0  # which took ten times as long (0.13 against 1.37 billion elements per second)
+_UNPINNED: Final = 0.5  # of PCIe's bandwidth: the driver copies through a pinned buffer of its own
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step.
+
+    Attributes:
+        terms: what the step takes, one after the other.
+        hidden: what runs beside them, for as long as it is hidden.
+    """
+
+    terms: Mapping[str, float]
+    hidden: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.terms.values())
+
+
+def step_time(work: Workload, setup: Setup, cluster: Cluster) -> StepTime:
+    """The time of `setup.accumulation` micro-batches on every process, and the update.
+
+    Args:
+        work: what is trained; where the operations of a forward are unknown, they are two per parameter and token.
+        setup: the strategy.
+        cluster: the machines.
+
+    Raises:
+        ValueError: a speed that this setup needs is not known of the cluster.
+    """
+    model, micro_batches = work.model, setup.accumulation
+    forward, backward = _compute(model, work.activations, setup, cluster)
+    compute = micro_batches * (forward + backward)
+    reduction, gather = _collectives(model, setup, cluster)
+    beside = {
+        "PCIe": _pcie_beside(model, setup, cluster),
+        "NVMe": _seconds(_weights_from(model, setup, "nvme") / cluster.nodes, cluster.nvme_read, "nvme_read"),
+    }
+    if setup.stage == 3:
+        beside["hooks"] = micro_batches * 2 * _HOOK_S * sum(p.count for p in model.parameters)
+    hidden = {name: min(seconds, compute) for name, seconds in beside.items()}
+    # They use different resources, so the slowest one alone is waited for.
+    slowest = max(beside, key=lambda name: beside[name])
+    terms = {"compute": compute, slowest: max(0.0, beside[slowest] - compute)}
+    if setup.stage is None or (setup.stage == 2 and setup.overlap_comm):
+        free = backward * (1 if setup.stage is None else micro_batches)
+        hidden["gradients between devices"] = min(reduction, free)
+        reduction = max(0.0, reduction - free)
+    terms |= {"gradients between devices": reduction, "weights between devices": gather}
+    for name, seconds in _update(model, work.optimizer, setup, cluster).items():
+        terms[name] = terms.get(name, 0.0) + seconds
+    return StepTime(_above_zero(terms), _above_zero(hidden))
+
+
+def _compute(model: ModelSizes, activations: Activations, setup: Setup, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of one micro-batch's forward and backward: operations, or reading the weights where that takes longer.
+
+    A backward computes the gradients of the inputs, as many operations as the forward, and of the trained weights, in
+    their share as many again; with activation checkpointing it repeats the forward.
+    """
+    flops = setup.micro_batch * (activations.flops_per_sample or 2.0 * model.elements * activations.sample_length)
+    speed = cluster.flops.get(setup.precision, 0.0)
+    # Autocast reads fp32 weights, writes 16-bit copies and reads these.
+    bytes_each = 8 if setup.stage is None and setup.precision != "no" else weight_bytes(setup)
+    read = _seconds(model.elements * bytes_each, cluster.memory_bandwidth, "memory_bandwidth")
+    write = _seconds(model.trainable * bytes_each, cluster.memory_bandwidth, "memory_bandwidth")
+    share = model.trainable / model.elements if model.elements else 1.0
+    forward = max(_seconds(flops, speed, "flops"), read)
+    backward = max(_seconds(flops * (1 + share), speed, "flops"), read + write)
+    return forward, backward + (forward if setup.activation_checkpointing else 0.0)
+
+
+def _collectives(model: ModelSizes, setup: Setup, cluster: Cluster) -> tuple[float, float]:
+    """Seconds per step of reducing gradients and of gathering weights, each in rings.
+
+    Around a ring of N, a reduce-scatter or an all-gather of S bytes takes `S·(N-1)/N` over the slowest link, an
+    all-reduce twice that. DDP reduces fp32 gradients. DeepSpeed reduces in the computation's type: stages 0 to 2 by
+    all-reduces (`use_multi_rank_bucket_allreduce`), stage 2 after every micro-batch, stage 3 by reduce-scatters after
+    every micro-batch. Stages 1 and 2 gather the new weights once per step, stage 3 all weights for each forward and
+    each backward.
+    """
+    processes, micro_batches, weights = cluster.processes, setup.accumulation, weight_bytes(setup)
+
+    def ring(size: float) -> float:
+        sent = size * (processes - 1) / processes
+        between_nodes = _seconds(sent * (cluster.nodes > 1), cluster.network_bandwidth, "network_bandwidth")
+        return max(_seconds(sent * (cluster.devices > 1), cluster.link_bandwidth, "link_bandwidth"), between_nodes)
+
+    trained = model.trainable * weights
+    if setup.stage is None:
+        return 2 * ring(model.trainable * _FP32), 0.0
+    if setup.stage == 3:
+        return micro_batches * ring(trained), micro_batches * 2 * ring(model.elements * weights)
+    return (micro_batches if setup.stage == 2 else 1) * 2 * ring(trained), ring(trained) if setup.stage else 0.0
+
+
+def _pcie_beside(model: ModelSizes, setup: Setup, cluster: Cluster) -> float:
+    """Seconds per step in which gradients go to CPU memory, and offloaded weights come from it, beside the computation.
+
+    Gradients that accumulate in CPU memory come back for every further micro-batch, at stage 2 by
+    `async_accumulate_grad_in_cpu_via_gpu`, at stage 3 by `partition_grads`. Stage 2 with fp32 sums keeps them on the
+    device.
+    """
+    size = _weights_from(model, setup, "cpu") + _weights_from(model, setup, "nvme")
+    if setup.offload_optimizer != "none" and (
+        setup.stage == 3 or (setup.stage == 2 and setup.gradient_bytes == weight_bytes(setup))
+    ):
+        size += (2 * setup.accumulation - 1) * model.trainable * setup.gradient_bytes
+    return _over_pcie(size / cluster.processes, setup, cluster)
+
+
+def _weights_from(model: ModelSizes, setup: Setup, device: str) -> int:
+    """Bytes of offloaded weights that all processes together read in a step: for each forward and each backward."""
+    return 2 * setup.accumulation * model.elements * weight_bytes(setup) if setup.offload_param == device else 0
+
+
+def _update(model: ModelSizes, optimizer: OptimizerSizes, setup: Setup, cluster: Cluster) -> dict[str, float]:
+    """Seconds of the step itself, nothing beside it: the optimizer where its states are, and the way there and back.
+
+    An optimizer with s states reads the master, the gradient and the states, and writes all but the gradient:
+    `4·(3 + 2s)` bytes per element, 28 for Adam; the copy in 16 bits is 2 more.
+    """
+    shards, weights = 1 if setup.stage in (None, 0) else cluster.processes, weight_bytes(setup)
+    own = model.trainable / shards
+    on_device = float(own)
+    if setup.offload_optimizer != "none":
+        on_device = float(sum(sub_groups_on_device(model, setup, shards))) if setup.stage == 3 else 0.0
+    on_host = max(0.0, own - on_device)
+    each = _FP32 * (3 + 2 * optimizer.states) + (weights if weights != _FP32 else 0)
+    found = {"optimizer": _seconds(on_device * each, cluster.memory_bandwidth, "memory_bandwidth")}
+    if setup.offload_optimizer == "none":
+        return found
+    in_stage3 = setup.stage == 3
+    # Stage 3 copies the sums into the gradients of the master weights, in CPU memory; stages 1 and 2 bring them down.
+    passes = _WITHOUT_KERNEL if optimizer.name not in _HOST_KERNELS else 1.0
+    moved = on_host * each * passes + (own * 2 * _FP32 if in_stage3 else 0.0)
+    found["optimizer on the CPU"] = _seconds(moved * cluster.devices, cluster.adam_bandwidth, "adam_bandwidth")
+    down, up = (0.0 if in_stage3 else own * _FP32), (on_device * _FP32 if in_stage3 else 0.0)
+    # Offloaded weights stay there, but the first forward finds none of them fetched ahead.
+    up += on_host * weights + (on_device * weights if setup.offload_param != "none" else 0.0)
+    found["PCIe"] = _over_pcie(down + up, setup, cluster)
+    swapped = on_host * _FP32 * (2 + optimizer.states) if setup.offload_optimizer == "nvme" else 0.0
+    stored = own * weights if setup.offload_param == "nvme" else 0.0
+    found["NVMe"] = _seconds(swapped * cluster.devices, cluster.nvme_read, "nvme_read")
+    found["NVMe"] += _seconds((swapped + stored) * cluster.devices, cluster.nvme_write, "nvme_write")
+    return found
+
+
+def _over_pcie(size: float, setup: Setup, cluster: Cluster) -> float:
+    bandwidth = cluster.pcie_bandwidth * (1.0 if setup.pin_memory else _UNPINNED)
+    return _seconds(size, bandwidth, "pcie_bandwidth")
+
+
+def _seconds(amount: float, speed: float, name: str) -> float:
+    if amount <= 0:
+        return 0.0
+    if speed <= 0:
+        raise ValueError(f"the cluster's {name} is not known")
+    return amount / speed
+
+
+def _above_zero(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in seconds.items() if value > 0}

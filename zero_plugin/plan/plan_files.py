@@ -1,0 +1,263 @@
+"""Writes a plan to a file: its setup as a configuration to launch with, or all candidates as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+from zero_plugin.config.document import yaml_text
+from zero_plugin.errors import ConfigError, MachineError, Problem
+from zero_plugin.plan.run_plan import KEYS
+from zero_plugin.plan.search import Candidate, Choice
+from zero_plugin.plan.situation import Cluster, Setup, name_setup
+
+_OPTIMIZERS: Final = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
+# The fields that each stage reads; the check warns about others.
+_READ: Final[Mapping[int, tuple[str, ...]]] = {
+    0: (),
+    1: ("reduce_bucket", "allgather_bucket"),
+    2: ("reduce_bucket", "allgather_bucket", "overlap_comm"),
+    3: ("reduce_bucket", "overlap_comm", "prefetch_bucket", "persistence_threshold", "sub_group_size"),
+}
+_SUFFIXES: Final = (".yaml", ".yml", ".json")
+
+
+def write_plan(file: Path, candidate: Candidate, cluster: Cluster, optimizer: str, nvme_path: str | None) -> None:
+    """Write `config_text` as a new file.
+
+    Raises:
+        ConfigError: see `config_text`; or the file exists.
+        MachineError: it cannot be written.
+    """
+    text = config_text(file, candidate, cluster, optimizer, nvme_path)
+    if file.exists():
+        raise ConfigError([Problem("--output", "", f"{file} exists", "Name a new file, or remove that one.")])
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"{file} cannot be written: {error.strerror}.\nName another file.") from None
+
+
+def config_text(file: Path, candidate: Candidate, cluster: Cluster, optimizer: str, nvme_path: str | None) -> str:
+    """The configuration in the language that the file's suffix says.
+
+    Args:
+        file: `.yaml`, `.yml` or `.json`.
+        candidate: what to train like.
+        cluster: on what.
+        optimizer: DeepSpeed's name in lower case; one that it does not know is left to the script.
+        nvme_path: folder for NVMe offload.
+
+    Raises:
+        ConfigError: another suffix; training without ZeRO, which a DeepSpeed JSON cannot say; NVMe without a folder.
+    """
+    setup = candidate.setup
+    if file.suffix not in _SUFFIXES:
+        raise _problem(f"{file} is neither YAML nor JSON", f"Name it {file.stem}.yaml or {file.stem}.json.")
+    if "nvme" in (setup.offload_optimizer, setup.offload_param) and not nvme_path:
+        raise ConfigError([Problem("--nvme_path", "", "is missing for a plan with NVMe", "Name the drive's folder.")])
+    if file.suffix != ".json":
+        head = f"# {name_setup(setup)}, as planned by `zero-plugin plan`.\n"
+        head += f"#   zero-plugin launch --config_file {file.name} train.py\n"
+        if setup.activation_checkpointing:
+            head += "# The script switches activation checkpointing on: model.gradient_checkpointing_enable().\n"
+        return head + yaml_text(launch_values(setup, cluster, optimizer, nvme_path))
+    if setup.stage is None:
+        raise _problem("a DeepSpeed JSON cannot say training without ZeRO", "Name a .yaml, or give --zero_stage auto.")
+    return json.dumps(training_values(setup, cluster, optimizer, nvme_path), indent=2) + "\n"
+
+
+def launch_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
+    """The keys of a launch config in Accelerate's layout, the training part under `deepspeed_config`."""
+    kind = "DEEPSPEED" if setup.stage is not None else "MULTI_GPU" if cluster.processes > 1 else "NO"
+    values: dict[str, Any] = {
+        "distributed_type": kind,
+        "num_processes": cluster.processes,
+        **({"num_machines": cluster.nodes} if cluster.nodes > 1 else {}),
+        "mixed_precision": setup.precision,
+    }
+    if setup.stage is None:
+        return {**values, "deepspeed_config": {"gradient_accumulation_steps": setup.accumulation}}
+    return {**values, "deepspeed_config": training_values(setup, cluster, optimizer, nvme_path)}
+
+
+def training_values(setup: Setup, cluster: Cluster, optimizer: str, nvme_path: str | None = None) -> dict[str, Any]:
+    """The same as a DeepSpeed configuration; what depends on the loop says `auto`."""
+    values: dict[str, Any] = {
+        "train_batch_size": setup.micro_batch * setup.accumulation * cluster.processes,
+        "train_micro_batch_size_per_gpu": setup.micro_batch,
+        "gradient_accumulation_steps": setup.accumulation,
+        "gradient_clipping": "auto",
+    }
+    if setup.precision != "no":
+        values[setup.precision] = {"enabled": True}
+    if optimizer in _OPTIMIZERS:
+        values["optimizer"] = {"type": _OPTIMIZERS[optimizer], "params": {"lr": "auto", "weight_decay": "auto"}}
+    return {**values, "zero_optimization": _zero(setup, nvme_path)}
+
+
+def _zero(setup: Setup, nvme_path: str | None) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": setup.stage}
+    zero |= {KEYS[name][-1]: getattr(setup, name) for name in _READ[setup.stage or 0]}
+    if setup.stage in (1, 2):
+        zero["allgather_bucket_size"] += setup.allgather_bucket % 2  # DeepSpeed takes no odd one
+    if setup.stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    for what, device in (("optimizer", setup.offload_optimizer), ("param", setup.offload_param)):
+        if device != "none":
+            path = {"nvme_path": nvme_path} if device == "nvme" else {}
+            share = {"ratio": setup.ratio} if what == "optimizer" and setup.ratio != 1.0 else {}
+            zero[f"offload_{what}"] = {"device": device, **path, "pin_memory": setup.pin_memory, **share}
+    return zero
+
+
+def _problem(message: str, fix: str) -> ConfigError:
+    return ConfigError([Problem("--output", "", message, fix)])
+
+
+_INK, _MUTED, _GREEN, _RED = "#222222", "#8a8a8a", "#1d7a3a", "#c0392b"
+# Colours that differ in lightness too, so that they stay apart in grey print; terms beyond the last share one.
+_COLOURS: Final = ("#12355b", "#2f6fa7", "#7fb2d9", "#c9ddee", "#7a4b12", "#c98a2c", "#f0cf8e", "#5c5c5c", "#b5b5b5")
+_ORDER: Final = ("parameters", "master weights", "optimizer states", "gradients", "activations")
+_REST: Final = "everything else"
+_GIB: Final = 2**30
+_PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
+_BEYOND: Final = 2.0  # of the capacity; a bar that would be longer is cut there and says its length
+
+
+def draw_plan(file: Path, choice: Choice, cluster: Cluster, title: str, margin: float) -> None:
+    """Draw a bar of device memory and one of CPU memory per strategy, stacked by term, against the capacity.
+
+    Args:
+        file: `.png`, `.svg` or `.pdf`.
+        choice: what was found.
+        cluster: the machines.
+        title: one line above.
+        margin: the share that stays free.
+
+    Raises:
+        ConfigError, MachineError: see `check_picture`; or the file cannot be written.
+    """
+    check_picture(file)
+    from matplotlib.figure import Figure  # not pyplot: it would choose a window system and keep the figure alive
+    from matplotlib.patches import Patch
+
+    shown = _worth_drawing(choice)
+    figure = Figure(figsize=(12, 1.9 + 0.34 * len(shown)), dpi=150, layout="constrained")
+    device, host = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    colours = _colours([c.footprint.device for c in shown], [c.footprint.host for c in shown])
+    limits = ((device, "device", cluster.device_bytes), (host, "host", cluster.host_bytes))
+    for axes, kind, capacity in limits:
+        _draw_bars(axes, [getattr(c.footprint, kind) for c in shown], capacity, margin, colours)
+    device.set_yticks(range(len(shown)), [_label(c) for c in shown], fontsize=9)
+    device.set_ylim(len(shown) - 0.4, -0.6)  # the first on top
+    for label, candidate in zip(device.get_yticklabels(), shown, strict=True):
+        chosen = candidate is choice.chosen
+        label.set_color(_GREEN if chosen else _MUTED if candidate.rejected else _INK)
+        label.set_fontweight("bold" if chosen else "normal")
+    device.set_xlabel("GiB on each device", color=_INK)
+    host.set_xlabel("GiB of each node's CPU memory", color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12)
+    device.set_title(
+        "strategy, micro-batch × accumulation, time of a step", loc="right", x=-0.02, fontsize=8, color=_MUTED
+    )
+    handles = [Patch(color=colour) for colour in colours.values()]
+    figure.legend(
+        handles, list(colours), loc="outside lower center", ncols=min(6, len(handles)), frameon=False, fontsize=8
+    )
+    try:
+        figure.savefig(file)
+    except OSError as error:
+        raise MachineError(f"{file} cannot be written: {error.strerror}.\nName another file.") from None
+
+
+def check_picture(file: Path) -> None:
+    """Refuse what could not be drawn, before anything is written.
+
+    Raises:
+        ConfigError: another suffix than `.png`, `.svg` or `.pdf`.
+        MachineError: matplotlib is not installed.
+    """
+    if file.suffix not in _PLOT_SUFFIXES:
+        fix = f"Name it {file.stem}.png, .svg or .pdf."
+        raise ConfigError([Problem("--picture", "", f"{file} is no kind of picture known here", fix)])
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ModuleNotFoundError:
+        message = "a picture needs matplotlib, which is not installed.\npip install 'zero-plugin[pictures]'"
+        raise MachineError(message) from None
+
+
+def _label(candidate: Candidate) -> str:
+    time = "" if candidate.rejected else f"  {candidate.time.seconds:.3g} s"
+    return f"{name_setup(candidate.setup)}  {candidate.setup.micro_batch}×{candidate.setup.accumulation}{time}"
+
+
+def _worth_drawing(choice: Choice) -> list[Candidate]:
+    """All but those that cannot run whatever the memory."""
+    return [c for c in choice.table if c.short or not c.rejected] or list(choice.table)
+
+
+def _colours(*footprints: Sequence[Mapping[str, int]]) -> dict[str, str]:
+    """A colour for each term, the model's states first, then the largest."""
+    totals: Counter[str] = Counter()
+    for terms in chain(*footprints):
+        totals.update(terms)
+    first = [name for name in _ORDER if name in totals]
+    names = [*first, *sorted(totals.keys() - {*first}, key=lambda name: -totals[name])]
+    if len(names) > len(_COLOURS):
+        names = [*names[: len(_COLOURS) - 1], _REST]
+    return dict(zip(names, _COLOURS, strict=False))
+
+
+def _draw_bars(
+    axes: Any, bars: Sequence[Mapping[str, int]], capacity: int, margin: float, colours: Mapping[str, str]
+) -> None:
+    usable, longest = (1 - margin) * capacity / _GIB, max((sum(terms.values()) for terms in bars), default=0) / _GIB
+    end = min(max(longest, capacity / _GIB), _BEYOND * capacity / _GIB)
+    for row, terms in enumerate(bars):
+        start = 0.0
+        sizes = {**terms, _REST: sum(size for name, size in terms.items() if name not in colours)}
+        for name, colour in colours.items():
+            width = sizes.get(name, 0) / _GIB
+            if width and start < end:
+                axes.barh(
+                    row, min(width, end - start), left=start, height=0.66, color=colour, edgecolor="white", lw=0.4
+                )
+            start += width
+        if start > 0:
+            over = start > usable
+            beyond = start > end
+            axes.annotate(
+                f"{'… ' if beyond else ''}{start:.3g}",
+                (min(start, end), row),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=_RED if over else _INK,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            )
+    axes.axvline(capacity / _GIB, color=_INK, lw=1.2)
+    axes.axvline(usable, color=_RED, lw=1.0, ls="--")
+    axes.annotate(
+        f"{capacity / _GIB:.3g} GiB available, {usable:.3g} usable",
+        (capacity / _GIB, 1.0),
+        (-3, 4),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color=_INK,
+        annotation_clip=False,
+    )
+    axes.set_xlim(0, end * 1.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_MUTED)
+    axes.tick_params(colors=_MUTED, labelcolor=_INK)
+    axes.grid(axis="x", color=_MUTED, alpha=0.2, linewidth=0.8)
+    axes.set_axisbelow(True)
