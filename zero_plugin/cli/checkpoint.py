@@ -6,10 +6,9 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -249,19 +248,6 @@ _SHARD = typer.Option("--max_shard_size", metavar="SIZE", help="Largest size of 
 _TRUST = typer.Option("--trust_pickle", help="Build any class that DeepSpeed's files name, which may run any code.")
 
 
-class _Target(str, Enum):
-    hf = "hf"
-    single = "single"
-    deepspeed_universal = "deepspeed_universal"
-
-
-class _Type(str, Enum):
-    keep = "keep"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
 def inspect(
     folder: Annotated[Path, _DIR],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
@@ -287,8 +273,14 @@ def verify(folder: Annotated[Path, _DIR]) -> None:
 def export(
     folder: Annotated[Path, _DIR],
     out: Annotated[Path, _OUT],
-    to: Annotated[_Target, typer.Option("--to", help="A model folder, one .safetensors file, or for DeepSpeed.")],
-    dtype: Annotated[_Type, typer.Option("--dtype", help="Of the weights; fp32 are the optimizer's.")] = _Type.keep,
+    to: Annotated[
+        Literal["hf", "single", "deepspeed_universal"],
+        typer.Option("--to", help="A model folder, one .safetensors file, or for DeepSpeed."),
+    ],
+    dtype: Annotated[
+        Literal["keep", "fp32", "bf16", "fp16"],
+        typer.Option("--dtype", help="Of the weights; fp32 are the optimizer's."),
+    ] = "keep",
     max_shard_size: Annotated[str, _SHARD] = "10GB",
     model: Annotated[
         int | None, typer.Option("--model", help="Which of several models, from 0.", show_default=False)
@@ -301,9 +293,9 @@ def export(
     DIR may be a checkpoint of DeepSpeed's too, or a model folder; of a folder of several, the newest whole one is read.
     It needs no GPU, and no more memory than one tensor takes.
     """
-    if to is _Target.deepspeed_universal and dtype is not _Type.keep:
+    if to == "deepspeed_universal" and dtype != "keep":
         raise typer.BadParameter(
-            f"{dtype.value}: a universal checkpoint holds 32-bit masters; leave it out.", param_hint="--dtype"
+            f"{dtype}: a universal checkpoint holds 32-bit masters; leave it out.", param_hint="--dtype"
         )
     target, source_folder = out.expanduser().absolute(), _existing(folder)
 
@@ -312,15 +304,13 @@ def export(
     from zero_plugin.checkpoint.save_model import parse_dtype
 
     source = open_source(source_folder, model=model, trust_pickle=trust_pickle)
-    wanted = None if dtype is _Type.keep else parse_dtype(dtype.value)
+    wanted = None if dtype == "keep" else parse_dtype(dtype)
     options: dict[str, Any] = {"overwrite": overwrite}
-    with progress_bar(
-        "writing", source.bytes_to_write(wanted, weights_only=to is not _Target.deepspeed_universal)
-    ) as bar:
-        if to is _Target.hf:
+    with progress_bar("writing", source.bytes_to_write(wanted, weights_only=to != "deepspeed_universal")) as bar:
+        if to == "hf":
             limit = require_bytes("--max_shard_size", max_shard_size)
             write_model(source, target, dtype=wanted, max_shard_bytes=limit, progress=bar, **options)
-        elif to is _Target.single:
+        elif to == "single":
             write_single_file(source, target, dtype=wanted, progress=bar, **options)
         else:
             write_universal(source, target, progress=bar, **options)

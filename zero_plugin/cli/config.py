@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -322,14 +321,9 @@ def _deepspeed_file(line: str) -> tuple[str, Document]:
     return str(file), document
 
 
-class _Action(str, Enum):
-    default = "default"
-    update = "update"
-
-
 def config(
     action: Annotated[
-        _Action | None,
+        Literal["default", "update"] | None,
         typer.Argument(help="In Accelerate's words: default is --default, update is --update.", show_default=False),
     ] = None,
     config_file: Annotated[
@@ -350,8 +344,8 @@ def config(
     `zero-plugin launch` reads it when it is given none. A file that is there
     is replaced only after you agree.
     """
-    default = default or action is _Action.default
-    if action is _Action.update and update is None:
+    default = default or action == "default"
+    if action == "update" and update is None:
         update, config_file = config_file or str(find_config_file(os.environ) or default_config_file(os.environ)), None
     try:
         if update is None:

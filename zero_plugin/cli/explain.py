@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Annotated, Any, Final, Literal
 
 import typer
@@ -62,17 +61,6 @@ _OPTIONS: Mapping[str, str] = {
 }
 
 
-class _Format(str, Enum):
-    table = "table"
-    json = "json"
-    deepspeed = "deepspeed"
-
-
-class _Accelerator(str, Enum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 def _fact(flag: str, text: str, least: float | None = None) -> Any:
     return typer.Option(flag, help=text, rich_help_panel="What a run would tell", min=least, show_default=False)
 
@@ -90,8 +78,9 @@ class Options:
         str | None, typer.Option("--diff", metavar="OTHER", help="Show only what OTHER resolves differently.")
     ] = None
     output: Annotated[
-        _Format, typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given.")
-    ] = _Format.table
+        Literal["table", "json", "deepspeed"],
+        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given."),
+    ] = "table"
     everything: Annotated[bool, typer.Option("--all", help="Also DeepSpeed's defaults of keys nobody wrote.")] = False
     settings: Annotated[
         list[str] | None,
@@ -99,7 +88,7 @@ class Options:
     ] = None
     world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None
     accelerator: Annotated[
-        _Accelerator | None, _fact("--accelerator", "What the workers run on; default: what is here.")
+        Literal["cpu", "cuda"] | None, _fact("--accelerator", "What the workers run on; default: what is here.")
     ] = None
     micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None
     lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None
@@ -147,10 +136,10 @@ def explain(ctx: typer.Context, options: Options) -> None:
     ours = _explain_file(options.file, flags, options, facts)
     if options.diff is not None:
         theirs = _explain_file(options.diff, flags, replace(options, everything=False), facts)
-        print_difference(ours, theirs, as_json=options.output is _Format.json)
-    elif options.output is _Format.json:
+        print_difference(ours, theirs, as_json=options.output == "json")
+    elif options.output == "json":
         print(json.dumps(_as_json(ours), indent=2, ensure_ascii=False))
-    elif options.output is _Format.deepspeed:
+    elif options.output == "deepspeed":
         print(json.dumps(_deepspeed_config(ours), indent=2))
     else:
         print_table(ours, _OPTIONS)
@@ -169,7 +158,6 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     Raises:
         ConfigError: everything that no run could fix.
     """
-    accelerator: Literal["cpu", "cuda"] | None = None if options.accelerator is None else options.accelerator.value
     sized = None if options.model is None else SizedModel(options.model, options.sequence_length)
     content = sys.stdin.buffer.read() if file == "-" else None
     if file is not None:
@@ -179,7 +167,7 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     settings = launch_settings(document)
     on_tpu = asks_for_tpu(settings)
     guessed: Literal["cpu", "cuda"] = "cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu"
-    kind: Literal["cpu", "cuda", "xla"] = "xla" if on_tpu else accelerator or guessed
+    kind: Literal["cpu", "cuda", "xla"] = "xla" if on_tpu else options.accelerator or guessed
     processes = facts.machine.processes or settings.num_processes or 1
     strategy: StrategyName = "xla" if on_tpu else "ddp" if processes > 1 else "single"
     if asks_for_deepspeed(document, settings):
@@ -190,7 +178,7 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
         facts = with_plan(document, facts, sized)
         resolved = resolve(document, facts)
     except ConfigError as error:
-        raise error if accelerator or on_tpu else _with_other_machine(document, facts, sized, error) from None
+        raise error if options.accelerator or on_tpu else _with_other_machine(document, facts, sized, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if options.everything else ())]
     return Explained(document, facts, resolved, rows)
 

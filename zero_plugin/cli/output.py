@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Final
+from typing import Final, Literal
 
 from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.config.document import Document
@@ -52,6 +52,7 @@ def print_rows(
     *,
     widths: Sequence[int] = (),
     to_the_right: Collection[str] = (),
+    unbroken: Collection[str] = (),
 ) -> None:
     """Print rows in columns that are aligned.
 
@@ -60,6 +61,7 @@ def print_rows(
         head: names of the columns; none are printed by default.
         widths: of the first columns; by default as the cells need them.
         to_the_right: columns whose cells a terminal shows at their right side.
+        unbroken: columns whose cells a terminal shows in one line.
     """
     texts = [head, *rows] if head else rows
     lines = [[cell if isinstance(cell, str) else cell[0] for cell in line] for line in texts]
@@ -77,7 +79,8 @@ def print_rows(
     for number, _ in enumerate(lines[0] if lines else ()):
         name = head[number] if head else ""
         width = widths[number] if number < len(widths) else None
-        table.add_column(name, width=width, overflow="fold", justify="right" if name in to_the_right else "left")
+        side: Literal["right", "left"] = "right" if name in to_the_right else "left"
+        table.add_column(name, width=width, overflow="fold", justify=side, no_wrap=name in unbroken)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else Text(*cell) for cell in row))
     Console(highlight=False).print(table)
@@ -252,26 +255,12 @@ _LEVEL_STYLES: Final = {"ok": "green", "warning": "yellow", "wrong": "bold red",
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print to a terminal in colour and within its width; to a pipe one line each, so that they can be searched."""
+    """Print a row for each, and below it what fixes it; that is never broken, so that it can be copied."""
     levels = max((len(finding.level) for finding in findings), default=0)
     names = max((len(finding.check) for finding in findings), default=0)
-    if not sys.stdout.isatty():
-        for finding in findings:
-            print(f"{finding.level:{levels}}  {finding.check:{names}}  {finding.found}")
-            for line in finding.fix.splitlines():
-                print(f"{'':{levels}}  {'':{names}}  → {line}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
+    margin = " " * (levels if sys.stdout.isatty() else levels + 2 + names)
     for finding in findings:
         style, dim = _LEVEL_STYLES[finding.level], "dim" if finding.level == "left out" else ""
-        row = Table.grid(padding=(0, 2, 0, 0))
-        for width in (levels, names, None):
-            row.add_column(min_width=width, overflow="fold")
-        row.add_row(Text(finding.level, style), Text(finding.check, dim), Text(finding.found, dim))
-        console.print(row)
-        for line in finding.fix.splitlines():  # never broken, so that it can be copied
-            console.print(Text(f"{'':{levels}}  → {line}", style), soft_wrap=True)
+        print_rows([((finding.level, style), (finding.check, dim), (finding.found, dim))], widths=(levels, names))
+        for line in finding.fix.splitlines():
+            print_line(f"{margin}  → {line}", style)
