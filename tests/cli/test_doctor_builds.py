@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.cli.doctor_checks.build_tools import check_builds, check_locks, missing_builds
+from zero_plugin.cli.doctor_software import check_builds, check_locks, missing_builds
 from zero_plugin.machine.op_builds import build_folder
 
 

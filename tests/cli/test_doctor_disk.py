@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.cli.doctor_checks.memory_and_disks import check_disk
+from zero_plugin.cli.doctor_machine import check_disk
 from zero_plugin.machine.disks import Disk, filesystem_of, look_at_disk
 
 GOOD = Disk("ext4", 10**12, True, 2e9, 3e9)

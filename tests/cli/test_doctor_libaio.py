@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.cli.doctor_checks.build_tools import check_libaio
+from zero_plugin.cli.doctor_software import check_libaio
 
 
 def put(file: Path) -> Path:

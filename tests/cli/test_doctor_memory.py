@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import zero_plugin.machine.memory
-from zero_plugin.cli.doctor_checks.finding import Needs
-from zero_plugin.cli.doctor_checks.memory_and_disks import check_host_memory, check_locked_memory, check_shared_memory
+from zero_plugin.cli.doctor_machine import Needs, check_host_memory, check_locked_memory, check_shared_memory
 from zero_plugin.machine.memory import lockable_bytes
 
 GIB = 2**30

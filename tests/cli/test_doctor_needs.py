@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from zero_plugin.cli.doctor_checks.finding import Needs, find_needs
+from zero_plugin.cli.doctor_machine import Needs, find_needs
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.launch.flags import document_from_flags
 

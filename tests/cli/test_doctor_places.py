@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.cli.doctor_checks.finding import Needs
-from zero_plugin.cli.doctor_checks.places import check_folders, check_gpus, check_hostname, check_nodes, check_port
+from zero_plugin.cli.doctor_machine import Needs, check_folders, check_gpus, check_hostname, check_nodes, check_port
 
 CPU = Needs(deepspeed=True, offloads_to_host=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.cli.doctor_checks.build_tools import TESTED, check_packages, check_python
+from zero_plugin.cli.doctor_software import TESTED, check_packages, check_python
 
 REQUIRED = ["torch>=2.9", "deepspeed<0.20,>=0.19.8", "rich>=13", 'peft>=0.21; extra == "transformers"']
 

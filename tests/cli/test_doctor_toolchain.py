@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.cli.doctor_checks.build_tools import check_compiler, check_cuda, check_ninja, nvcc_version, torch_cuda
+from zero_plugin.cli.doctor_software import check_compiler, check_cuda, check_ninja, nvcc_version, torch_cuda
 
 
 def program(folder: Path, name: str, output: str, code: int = 0) -> Path:

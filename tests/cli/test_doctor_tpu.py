@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zero_plugin.cli.doctor_checks.finding import Level
-from zero_plugin.cli.doctor_checks.places import check_tpu
+from zero_plugin.cli.doctor_machine import check_tpu
+from zero_plugin.cli.output import Level
 
 CHIPS = "4 TPU chips on the PCI bus"
 MISSING = "a TPU needs torch_xla, which is not installed: pip install 'zero-plugin[tpu]'"
@@ -33,7 +33,7 @@ def test_what_is_there_against_what_is_asked(
     parts: list[str],
 ) -> None:
     """Wrong only where the configuration asks for a TPU; whatever is not well says what to type."""
-    monkeypatch.setattr("zero_plugin.cli.doctor_checks.places.find_version_problem", lambda: problem)
+    monkeypatch.setattr("zero_plugin.cli.doctor_machine.find_version_problem", lambda: problem)
     found = check_tpu(seen, environ, asked=asked)
     assert found.level == level
     assert bool(found.fix) == (level != "ok")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_plugin.cli.selftest_checks.outcome import document_of_test
+from zero_plugin.cli.selftest import document_of_test
 from zero_plugin.launch.flags import document_from_flags
 
 CONFIG = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_plugin.cli.selftest_checks.outcome import STEPS, Outcome, note, read_outcomes
+from zero_plugin.cli.selftest import STEPS, Outcome, note, read_outcomes
 
 
 def test_the_last_word_on_each_check_counts(tmp_path: Path) -> None:

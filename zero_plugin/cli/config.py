@@ -22,7 +22,7 @@ from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.launch.flags import basic_values, best_precision
-from zero_plugin.launch.report import obstacle
+from zero_plugin.launch.spec import obstacle
 from zero_plugin.machine.hardware import Machine, look_at_machine
 
 _STAGES: Final[Mapping[int | str, str]] = {

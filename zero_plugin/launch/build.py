@@ -27,8 +27,16 @@ from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.command import foreign_variables
 from zero_plugin.launch.hosts import asked_launcher, build_hosts_spec
-from zero_plugin.launch.report import STATIC_PORT, find_problems
-from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Request, Setting
+from zero_plugin.launch.spec import (
+    LOOPBACK,
+    STATIC_PORT,
+    LaunchSpec,
+    Program,
+    Rendezvous,
+    Request,
+    Setting,
+    find_problems,
+)
 from zero_plugin.launch.tpu import build_tpu_spec, choose_tpu
 from zero_plugin.machine.hardware import Binding, Machine, choose_cores, find_gpus, has_gpu_driver, port_is_free
 from zero_plugin.machine.memory import available_cpu_memory

@@ -34,8 +34,16 @@ from zero_plugin.errors import LaunchError, MachineError, Problem
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.command import foreign_variables, program_arguments
 from zero_plugin.launch.remote_worker import WorkerConfig, choose_variables, encode_config
-from zero_plugin.launch.report import STATIC_PORT, find_program_problems
-from zero_plugin.launch.spec import Host, Hosts, LaunchSpec, Rendezvous, Request, Setting
+from zero_plugin.launch.spec import (
+    STATIC_PORT,
+    Host,
+    Hosts,
+    LaunchSpec,
+    Rendezvous,
+    Request,
+    Setting,
+    find_program_problems,
+)
 from zero_plugin.machine.hardware import port_is_free
 from zero_plugin.machine.network import is_own_address
 
