@@ -58,7 +58,7 @@ NODES = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
 
 
 def test_memory_nodes() -> None:
-    """Several nodes are worth binding to where states are in host memory."""
+    """Several nodes are worth binding to where states are in CPU memory."""
     assert check_nodes({0: frozenset(range(8))}, CPU).level == "ok"
     assert check_nodes({}, CPU).level == "ok"
     assert check_nodes(NODES, Needs()).level == "ok"
@@ -83,7 +83,7 @@ def test_memory_nodes() -> None:
 )
 def test_gpus(names: list[str], driver: bool, torch_cuda: bool, asked: str, level: str, fix: str) -> None:
     """A driver whose GPUs torch does not see is told by its cause."""
-    found = check_gpus(names, {}, driver=driver, torch_cuda=torch_cuda, asked=asked)
+    found = check_gpus(names, {}, driver=driver, torch_cuda=torch_cuda, requested=asked)
     assert found.level == level
     assert fix in found.fix
     assert not names or found.found == "2 × H200"
@@ -91,5 +91,5 @@ def test_gpus(names: list[str], driver: bool, torch_cuda: bool, asked: str, leve
 
 def test_hidden_gpus() -> None:
     """`CUDA_VISIBLE_DEVICES` that hides all is the cause."""
-    found = check_gpus([], {"CUDA_VISIBLE_DEVICES": ""}, driver=True, torch_cuda=True, asked="gpu_ids is 0")
+    found = check_gpus([], {"CUDA_VISIBLE_DEVICES": ""}, driver=True, torch_cuda=True, requested="gpu_ids is 0")
     assert found.fix == "unset CUDA_VISIBLE_DEVICES"

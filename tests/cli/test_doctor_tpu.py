@@ -34,7 +34,7 @@ def test_what_is_there_against_what_is_asked(
 ) -> None:
     """Wrong only where the configuration asks for a TPU; whatever is not well says what to type."""
     monkeypatch.setattr("zero_plugin.cli.doctor_machine.find_version_problem", lambda: problem)
-    found = check_tpu(seen, environ, asked=asked)
+    found = check_tpu(seen, environ, requested=asked)
     assert found.level == level
     assert bool(found.fix) == (level != "ok")
     for part in parts:

@@ -198,7 +198,7 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def verify_all(folder: Path) -> bool:
-    """Read a checkpoint, or each of several, and say what differs; whether all are whole.
+    """Read a checkpoint, or each of several, and say what differs; whether all are complete.
 
     Raises:
         CheckpointError: there is no checkpoint of this package.
@@ -211,10 +211,10 @@ def verify_all(folder: Path) -> bool:
     if all(found.values()):
         return True
     if kind == "several":
-        good = [path for path, is_whole in found.items() if is_whole]
+        good = [path for path, is_complete in found.items() if is_complete]
     else:
         good = [path for path in several_checkpoints(folder.parent) if path != folder and find_damage(path) is None]
-    print(f"the newest whole one: {good[-1]}" if good else f"no other in {folder.parent} is whole")
+    print(f"the newest complete one: {good[-1]}" if good else f"no other in {folder.parent} is complete")
     return False
 
 
@@ -232,7 +232,7 @@ def _verify(folder: Path) -> bool:
         differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, bar, skipped=wrong)]
     if wrong or differing:
         return _print_differences(folder, [*wrong.values(), *differing])
-    print(f"{folder}: whole ({len(manifest.files)} files, {show_bytes(total)})")
+    print(f"{folder}: complete ({len(manifest.files)} files, {show_bytes(total)})")
     return True
 
 
@@ -290,12 +290,12 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder or one file, or all of it as DeepSpeed's universal format.
 
-    DIR may be a checkpoint of DeepSpeed's too, or a model folder; of a folder of several, the newest whole one is read.
-    It needs no GPU, and no more memory than one tensor takes.
+    DIR may be a checkpoint of DeepSpeed's too, or a model folder; of a folder of several, the newest complete one is
+    read. It needs no GPU, and no more memory than one tensor takes.
     """
     if to == "deepspeed_universal" and dtype != "keep":
         raise typer.BadParameter(
-            f"{dtype}: a universal checkpoint holds 32-bit masters; leave it out.", param_hint="--dtype"
+            f"{dtype}: a universal checkpoint holds fp32 master weights; leave it out.", param_hint="--dtype"
         )
     target, source_folder = out.expanduser().absolute(), _existing(folder)
 
@@ -328,8 +328,8 @@ def import_(
 ) -> None:
     """Make a checkpoint, which load_state resumes from on any topology, of DeepSpeed's or of a Hugging Face folder.
 
-    Of what DeepSpeed's save_checkpoint wrote (stages 0 to 3): weights, masters, optimizer states, schedule and
-    counters; its pickles are read without running any code. Of a Hugging Face folder: the weights.
+    Of what DeepSpeed's save_checkpoint wrote (stages 0 to 3): weights, fp32 master weights, optimizer states,
+    schedule and counters; its pickles are read without running any code. Of a Hugging Face folder: the weights.
     """
     target, folder = out.expanduser().absolute(), _existing(source_folder)
     if recognise(folder) in ("checkpoint", "several"):

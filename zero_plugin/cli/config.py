@@ -95,7 +95,7 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
         if machines > 1:
             training |= _ask_launcher(prompts)
     if machines > 1 and device != "tpu":  # whose runtime finds the machines
-        answers |= _ask_meeting(prompts, machines, training.get("deepspeed_multinode_launcher", "standard"))
+        answers |= _ask_rendezvous(prompts, machines, training.get("deepspeed_multinode_launcher", "standard"))
     answers |= _ask_precision(prompts, device, document, precision)
     if device == "tpu":
         answers["main_training_function"] = prompts.read(
@@ -185,8 +185,10 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
             path = prompts.read(f"Folder on the NVMe disk for {what}:", _named, path)
             answers[f"offload_{name}_nvme_path"] = path
     if stage == 3:
-        whole = prompts.confirm("Save models with whole 16-bit weights, gathered from all processes?", default=True)
-        answers["zero3_save_16bit_model"] = whole
+        gathered = prompts.confirm(
+            "Save models with unpartitioned 16-bit weights, gathered from all processes?", default=True
+        )
+        answers["zero3_save_16bit_model"] = gathered
     steps = "How many micro-batches per optimizer step? (auto: as the script says)"
     answers["gradient_accumulation_steps"] = prompts.read(steps, _or_auto(_whole(1)), "auto")
     norm = "At which norm to clip gradients? (0: never, auto: as the script says)"
@@ -207,7 +209,7 @@ def _ask_launcher(prompts: Prompts) -> dict[str, Any]:
     return answers
 
 
-def _ask_meeting(prompts: Prompts, machines: int, launcher: str) -> dict[str, Any]:
+def _ask_rendezvous(prompts: Prompts, machines: int, launcher: str) -> dict[str, Any]:
     """How machines find each other; a launcher with a hostfile tells them itself, but for `nossh`."""
     if launcher not in ("standard", "nossh"):
         return {}
@@ -309,7 +311,7 @@ def _gpu_ids(line: str) -> str:
 
 
 def _deepspeed_file(line: str) -> tuple[str, Document]:
-    """A DeepSpeed JSON without problems, by its whole path: the config that names it may lie elsewhere."""
+    """A DeepSpeed JSON without problems, by its whole path: the config that names it may be elsewhere."""
     file = Path(_text(line)).expanduser().resolve()
     try:
         document = read_document(file)

@@ -125,9 +125,9 @@ def examine(document: Document, environ: Mapping[str, str], *, build: bool = Fal
     yield from check_builds(needs.ops, folder, of_build, build=build and not stale, config=config)
     on_tpu = bool(asks_for_tpu(settings))
     if not on_tpu:
-        driver, asked = has_gpu_driver(), _gpus_asked(settings)
-        yield check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, asked=asked)
-    yield check_tpu(tpu, environ, asked=on_tpu)
+        driver, requested = has_gpu_driver(), _requested_gpus(settings)
+        yield check_gpus(names, environ, driver=driver, torch_cuda=cuda is not None, requested=requested)
+    yield check_tpu(tpu, environ, requested=on_tpu)
     yield check_host_memory(total_cpu_memory(), available_cpu_memory(), needs)
     yield check_locked_memory(lockable_bytes(), needs)
     there = shutil.disk_usage(_SHARED) if _SHARED.is_dir() else None
@@ -167,7 +167,7 @@ def _torch_folder() -> Path:
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else Path()
 
 
-def _gpus_asked(settings: LaunchSettings) -> str:
+def _requested_gpus(settings: LaunchSettings) -> str:
     if asks_for_cpu(settings):
         return ""
     if settings.distributed_type == "MULTI_GPU":

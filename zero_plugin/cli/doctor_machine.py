@@ -168,8 +168,8 @@ def check_host_memory(total: int, available: int, needs: Needs) -> Finding:
     found = f"{show_bytes(available)} of {show_bytes(total)} free, for {processes}"
     if needs.offloads_to_host and available < _LITTLE_LEFT * needs.processes:
         found += "; offload to the CPU keeps 12 bytes there for each parameter with Adam"
-        return Finding("host memory", "warning", found, "Stop what else runs, or offload to nvme in place of cpu.")
-    return Finding("host memory", "ok", found)
+        return Finding("CPU memory", "warning", found, "Stop what else runs, or offload to nvme in place of cpu.")
+    return Finding("CPU memory", "ok", found)
 
 
 _NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "fuse.sshfs", "9p", "afs")
@@ -293,7 +293,9 @@ def check_nodes(nodes: Mapping[int, frozenset[int]], needs: Needs) -> Finding:
     return Finding("NUMA", "ok", found)
 
 
-def check_gpus(names: list[str], environ: Mapping[str, str], *, driver: bool, torch_cuda: bool, asked: str) -> Finding:
+def check_gpus(
+    names: list[str], environ: Mapping[str, str], *, driver: bool, torch_cuda: bool, requested: str
+) -> Finding:
     """GPUs that torch sees.
 
     Args:
@@ -301,9 +303,9 @@ def check_gpus(names: list[str], environ: Mapping[str, str], *, driver: bool, to
         environ: `CUDA_VISIBLE_DEVICES` may hide them.
         driver: whether a GPU driver is loaded.
         torch_cuda: whether torch is built with CUDA or ROCm.
-        asked: what of the configuration asks for GPUs, "" for nothing.
+        requested: what of the configuration requests GPUs, "" for nothing.
     """
-    level: Level = "wrong" if asked else "warning"
+    level: Level = "wrong" if requested else "warning"
     if names:
         return Finding("GPUs", "ok", ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
     if driver and not torch_cuda:
@@ -314,32 +316,32 @@ def check_gpus(names: list[str], environ: Mapping[str, str], *, driver: bool, to
         if visible is not None:
             return Finding("GPUs", level, f"none with CUDA_VISIBLE_DEVICES={visible}", "unset CUDA_VISIBLE_DEVICES")
         return Finding("GPUs", level, "a driver is loaded, and torch sees no GPU", "nvidia-smi   (and its advice)")
-    if asked:
+    if requested:
         return Finding(
-            "GPUs", "warning", f"none: the run is on the CPU, although {asked}", "Write use_cpu: true to mean it."
+            "GPUs", "warning", f"none: the run is on the CPU, although {requested}", "Write use_cpu: true to mean it."
         )
     return Finding("GPUs", "ok", "none; runs are on the CPU")
 
 
-def check_tpu(seen: str, environ: Mapping[str, str], *, asked: bool) -> Finding:
+def check_tpu(seen: str, environ: Mapping[str, str], *, requested: bool) -> Finding:
     """torch_xla's version, and what it would run on.
 
     Args:
         seen: by what a TPU is seen here, "" for none.
         environ: `PJRT_DEVICE` says what torch_xla runs on.
-        asked: whether the configuration asks for a TPU.
+        requested: whether the configuration requests a TPU.
     """
     version = installed_version("torch_xla")
     found = f"torch_xla {version}" if version else "torch_xla is not installed"
     chosen = environ.get(PJRT_DEVICE)
     where = seen or (f"{PJRT_DEVICE} is {chosen}" if chosen else "")
-    if (asked or seen) and (problem := find_version_problem()):
+    if (requested or seen) and (problem := find_version_problem()):
         message, _, fix = problem.partition(": ")
-        return Finding("TPU", "wrong" if asked else "warning", f"{message} ({where or 'none here'})", fix)
-    if asked and chosen == "CPU":
+        return Finding("TPU", "wrong" if requested else "warning", f"{message} ({where or 'none here'})", fix)
+    if requested and chosen == "CPU":
         fix = f"unset {PJRT_DEVICE}   (to train on the TPU)"
         return Finding("TPU", "warning", f"{found}; {where}: the TPU path is tried on the CPU", fix)
-    if asked and not seen:
+    if requested and not seen:
         fix = f"{PJRT_DEVICE}=CPU zero-plugin launch …   (tries the path on the CPU)"
         return Finding("TPU", "wrong", f"{found}; there is no TPU here{f', and {where}' if where else ''}", fix)
     return Finding("TPU", "ok", f"{found}; {where}" if where else f"none{f'; {found}' if version else ''}")

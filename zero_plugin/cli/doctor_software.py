@@ -47,7 +47,7 @@ def check_builds(
         folder: where they are built.
         environ: of a build.
         build: whether to build what is missing.
-        config: the file that asks for them, for the command that builds them.
+        config: the file that requests them, for the command that builds them.
     """
     if not ops:
         yield Finding("ops", "ok", "this config needs none of DeepSpeed's C++ ops")

@@ -271,8 +271,8 @@ def _deepspeed_config(explained: Explained) -> dict[str, Any]:
     """
     where = explained.name
     if explained.facts.strategy != "deepspeed":
-        fix = "Add --use_deepspeed, or name a file that asks for ZeRO."
-        raise ConfigError([Problem(where, "", "asks for no DeepSpeed, so DeepSpeed would be given nothing", fix)])
+        fix = "Add --use_deepspeed, or name a file that requests ZeRO."
+        raise ConfigError([Problem(where, "", "requests no DeepSpeed, so DeepSpeed would be given nothing", fix)])
     open_rows = [row for row in explained.rows if row.kind == "open" and row.path[0] != "scheduler"]
     if open_rows:
         raise ConfigError([_still_open(row, where) for row in open_rows])

@@ -221,13 +221,13 @@ _SWAPPED = 64 * 2**20
 def check_host_and_device(run: Run) -> str:
     """Copy from CPU memory to the device and back; for a GPU, from pinned memory."""
     if run.device.type == "cpu":
-        raise LeftOut("the run is on the CPU, where all is in host memory")
+        raise LeftOut("the run is on the CPU, where all is in CPU memory")
     size = _COPIED[run.device.type]
     host = torch.arange(size // 4, dtype=torch.int32)
     if run.device.type == "xla":  # which notes a copy down, and makes it when somebody looks
         with stopwatch(run.device) as both:
             back = host.to(run.device).cpu()
-        told = f"to the device and back {speed(2 * size, both.seconds)}"
+        rates = f"to the device and back {speed(2 * size, both.seconds)}"
     else:
         host, back = host.pin_memory(), torch.empty_like(host).pin_memory()
         there = host.to(run.device)
@@ -235,10 +235,10 @@ def check_host_and_device(run: Run) -> str:
             there.copy_(host, non_blocking=True)
         with stopwatch(run.device) as coming:
             back.copy_(there, non_blocking=True)
-        told = f"to the GPU {speed(size, going.seconds)}, back {speed(size, coming.seconds)}"
+        rates = f"to the GPU {speed(size, going.seconds)}, back {speed(size, coming.seconds)}"
     if not torch.equal(host, back):
         raise CheckError("what comes back from the device is not what was sent")
-    return f"{told}, all processes at once"
+    return f"{rates}, all processes at once"
 
 
 def check_nvme(run: Run) -> str:
@@ -271,7 +271,7 @@ def _nvme_folders(run: Run) -> Iterable[str]:
     return list(dict.fromkeys(paths))
 
 
-_WIDTH = 512  # a weight of 0.26 million elements: ZeRO-3 keeps smaller ones whole
+_WIDTH = 512  # a weight of 0.26 million elements: ZeRO-3 does not partition smaller ones
 _OUTPUTS = 8
 _ROWS = 8  # per process
 # Adam's first step is lr * g / (|g| + eps): with an eps as large as the gradients, it shows a gradient that is wrong by
@@ -406,19 +406,19 @@ def main() -> None:
     outcomes, folder = sys.argv[1:]
     os.dup2(2, 1)  # what libraries print is no part of the command's own output
     began = time.perf_counter()
-    tells = os.environ.get("LOCAL_RANK", "0") == "0"  # to the command, which runs on each machine
-    if tells:
+    writes = os.environ.get("LOCAL_RANK", "0") == "0"  # to the command, which runs on each machine
+    if writes:
         note(Outcome("processes", "begun"), Path(outcomes))
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)])
-    tells = accelerator.is_local_main_process  # on a TPU no variable says so
+    writes = accelerator.is_local_main_process  # on a TPU no variable says so
     run = Run(accelerator, Path(folder) if folder else None)
-    if tells:
+    if writes:
         note(Outcome("processes", "ok", _describe(run), time.perf_counter() - began), Path(outcomes))
     for name, check in _CHECKS.items():
-        if tells:
+        if writes:
             note(Outcome(name, "begun"), Path(outcomes))
         outcome = _run(name, check, run)
-        if tells:
+        if writes:
             note(outcome, Path(outcomes))
     if accelerator.is_main_process and run.folder is not None:
         shutil.rmtree(run.folder, ignore_errors=True)

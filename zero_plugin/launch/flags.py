@@ -96,7 +96,7 @@ def _with_reason(problems: Sequence[Problem], file: Path) -> list[Problem]:
 
 
 def _with_training(document: Document, training: Document) -> Document:
-    """`document` with the training part of another, whole: two configurations are never mixed key by key."""
+    """`document` with the complete training part of another: two configurations are never mixed key by key."""
     sections = {path: where for path, where in document.sections.items() if path[0] != "deepspeed"}
     notes, problems = [*document.notes, *training.notes], [*document.problems, *training.problems]
     if len(document.deepspeed):
