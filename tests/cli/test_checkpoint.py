@@ -130,7 +130,7 @@ def test_several_checkpoints_are_a_line_each_and_the_damaged_ones_are_marked(tmp
     assert "manifest.json" in lines[3]
     verified = run("verify", tmp_path)
     assert verified.returncode == 1
-    assert f"{tmp_path}/checkpoint_10: whole" in verified.stdout
+    assert f"{tmp_path}/checkpoint_10: complete" in verified.stdout
     assert "checkpoint_11/model.safetensors: layer.weight (weight) differs from its checksum" in verified.stdout
     assert verified.stdout.splitlines()[-1] == f"the newest complete one: {tmp_path}/checkpoint_10"
     alone = run("verify", tmp_path / "checkpoint_12", cold=True)

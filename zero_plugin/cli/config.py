@@ -18,7 +18,7 @@ from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import update_config, write_config
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import default_config_file, find_config_file
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.launch_settings import UNTESTED_LAUNCHERS, LaunchSettings
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.launch.flags import basic_values, best_precision
@@ -63,7 +63,7 @@ _LAUNCHERS: Final = {
             "openmpi": "the same by mpirun",
             "slurm": "the same by srun",
             "nossh": "a hostfile, and you start the same command on every machine, with its own number",
-            **dict.fromkeys(("mvapich", "mpich", "impi"), "DeepSpeed's launcher, not tested here"),
+            **dict.fromkeys(UNTESTED_LAUNCHERS, "DeepSpeed's launcher, not tested here"),
         }.items()
     },
 }

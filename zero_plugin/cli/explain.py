@@ -12,15 +12,10 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.flags import typed_flags, with_launch_flags, with_options
+from zero_plugin.cli.options import typed_flags, with_launch_flags, with_options
 from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import (
-    asks_for_cpu,
-    asks_for_deepspeed,
-    asks_for_tpu,
-    launch_settings,
-)
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT
 from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.resolve.facts import (
@@ -38,7 +33,7 @@ from zero_plugin.config.resolve.resolve import Row, list_defaults, list_values, 
 from zero_plugin.config.tree import AUTO, KeyPath, dotted
 from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.build import SizedModel, with_plan
+from zero_plugin.launch.build import with_plan
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.model_source import probe_model_folder
@@ -194,7 +189,6 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     Raises:
         ConfigError: everything that no run could fix.
     """
-    sized = None if options.model is None else SizedModel(options.model, options.sequence_length)
     content = sys.stdin.buffer.read() if file == "-" else None
     if file is not None:
         flags = {**flags, "config_file": file if content is None else STANDARD_INPUT}
@@ -211,10 +205,10 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
     facts = replace(facts, machine=machine, strategy=strategy)
     try:
-        facts = with_plan(document, facts, sized)
+        facts = with_plan(document, facts, options.model, options.sequence_length)
         resolved = resolve(document, facts)
     except ConfigError as error:
-        raise error if options.accelerator or on_tpu else _with_other_machine(document, facts, sized, error) from None
+        raise error if options.accelerator or on_tpu else _with_other_machine(document, facts, options, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if options.everything else ())]
     return Explained(document, facts, resolved, rows)
 
@@ -227,11 +221,11 @@ def _check_processes(document: Document, world_size: int) -> None:
         raise ConfigError([Problem("--world_size", "", message, "Keep one of the two.")])
 
 
-def _with_other_machine(document: Document, facts: Facts, sized: SizedModel | None, error: ConfigError) -> ConfigError:
+def _with_other_machine(document: Document, facts: Facts, options: Options, error: ConfigError) -> ConfigError:
     """The error of a machine that was only guessed: what is right on a GPU, where this machine has none, says so."""
     on_gpu_facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
     try:
-        resolve(document, with_plan(document, on_gpu_facts, sized))
+        resolve(document, with_plan(document, on_gpu_facts, options.model, options.sequence_length))
         remaining: tuple[Problem, ...] = ()
     except ConfigError as on_gpu:
         remaining = on_gpu.problems

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.flags import with_options
+from zero_plugin.cli.options import with_options
 from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem
@@ -26,13 +26,7 @@ from zero_plugin.plan.options import Wanted
 from zero_plugin.plan.plot import check_picture, draw_plan
 from zero_plugin.plan.search import Candidate, Choice, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
-from zero_plugin.plan.situation import (
-    Cluster,
-    Workload,
-    is_known,
-    name_setup,
-    optimizer_sizes,
-)
+from zero_plugin.plan.situation import Cluster, Workload, is_known, name_setup, optimizer_sizes
 
 _HEAD: Final = ("", "strategy", "batch", "device", "host", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, launch_settings
+from zero_plugin.config.launch_settings import LAUNCHERS, LaunchSettings, asks_for_cpu, launch_settings
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.resolve import config_for_scripts
 from zero_plugin.config.tree import AUTO
@@ -63,7 +63,6 @@ _TOOLS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "openmpi": (("mpirun", "ompi_info"), "sudo apt-get install openmpi-bin"),
     "slurm": (("srun", "sinfo"), "start this on a machine of the SLURM cluster"),
 }
-_TESTED: Final = ("pdsh", "openmpi", "slurm", "nossh")
 _SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ANSWERS_WITHIN_S: Final = 30
 _STOPS_WITHIN_S: Final = 10.0
@@ -374,7 +373,7 @@ def run_on_hosts(hosts: Hosts) -> int:
 
 
 def _notes(hosts: Hosts) -> Iterator[str]:
-    if hosts.launcher not in _TESTED:
+    if hosts.launcher not in LAUNCHERS:
         yield f"{hosts.launcher} is passed on to DeepSpeed's launcher; this package has not been tested with it"
     if hosts.kept and hosts.launcher != "nossh":
         yield f"not sent to the other machines, since they look secret: {', '.join(hosts.kept)}; set them there"

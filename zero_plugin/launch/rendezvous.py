@@ -261,7 +261,7 @@ def _show(store: Any, rank: int, machines: int, me: str) -> None:
     counted = store.compare_set("machines", "", f"{machines} on machine {rank}").decode()
     if int(counted.partition(" ")[0]) != machines:
         raise LaunchError(
-            f"--num_machines differs: it is {counted}, and {machines} on machine {rank}.\n"
+            f"the machines count differently: {counted}, {machines} on machine {rank}.\n"
             "Give all of them the same --num_machines."
         )
     mine = f"{me}\n{uuid.uuid4().hex}"  # containers may share a name and the numbers of their processes

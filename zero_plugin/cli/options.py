@@ -1,6 +1,7 @@
-"""The launch flags: Accelerate's names, with `-` or `_`; and the options of commands that a dataclass describes.
+"""The launch flags: Accelerate's names, with `-` or `_`, and what to do in the place of those that are refused.
 
-What a launch config has as a key is described there: its flag has the same name and the same help.
+What a launch config has as a key is described there: its flag has the same name and the same help. Options of
+a single command may be described by a dataclass.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 
 from zero_plugin.config.document import SHORT_FIELDS
-from zero_plugin.config.launch_settings import compiler_schema, launch_schema
+from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
 from zero_plugin.config.schema import key_schema
+from zero_plugin.errors import Problem
 
 # By panel of the help; a key that is in none has no flag.
 _PANELS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -132,3 +134,40 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
 def typed_flags(ctx: typer.Context) -> dict[str, Any]:
     """The launch flags that the user typed, by name."""
     return {name: value for name, value in ctx.params.items() if name in LAUNCH_FLAGS and value is not None}
+
+
+# What to do in place of a flag of Accelerate's that is refused: by its name or, where that ends in _, its beginning.
+_REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("use_fsdp", "fsdp_"),
+        "Give --use_deepspeed --zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
+    ),
+    **dict.fromkeys(
+        ("use_megatron_lm", "megatron_lm_"),
+        "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
+    ),
+    **dict.fromkeys(
+        ("use_parallelism_config", "parallelism_config_"), "Leave it out: only data parallelism is supported."
+    ),
+    "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
+    **dict.fromkeys(("tpu_cluster", "vm"), f"Leave it out, and {ON_EVERY_MACHINE}."),
+    "no_tpu_cluster": "Leave it out: this command starts what runs on this machine's devices, always.",
+    "tpu_use_sudo": "Write sudo before the command.",
+    "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
+    "downcast_bf16": "Give --mixed_precision bf16, which computes by autocast; weights stay fp32.",
+    "aws_": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
+    "mpirun_": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
+}
+
+
+def refuse_flag(typed: str) -> Problem | None:
+    """The problem with a flag that is Accelerate's but not ours, or None for any other.
+
+    Args:
+        typed: the flag as it was typed, e.g. `--fsdp-version`.
+    """
+    name = typed.lstrip("-").replace("-", "_")
+    for known, fix in _REFUSED.items():
+        if name == known or (known.endswith("_") and name.startswith(known)):
+            return Problem(f"--{name}", "", "is not supported", fix)
+    return None

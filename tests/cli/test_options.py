@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from accelerate.commands.launch import launch_command_parser
 
-from zero_plugin.cli.flags import LAUNCH_FLAGS
-from zero_plugin.launch.flags import refuse_flag
+from zero_plugin.cli.options import LAUNCH_FLAGS, refuse_flag
 
 
 def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
