@@ -203,9 +203,9 @@ def _ask_launcher(prompts: Prompts) -> dict[str, Any]:
         return answers
     answers["deepspeed_hostfile"] = prompts.read("Hostfile, with a line `host slots=GPUS` for each machine:", _named)
     choices = {"all": "all of it", "inclusion": "only some of it", "exclusion": "all but some of it"}
-    way = prompts.choose("Which hosts of the file?", choices, "all")
-    if way != "all":
-        answers[f"deepspeed_{way}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _named)
+    choice = prompts.choose("Which hosts of the file?", choices, "all")
+    if choice != "all":
+        answers[f"deepspeed_{choice}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _named)
     return answers
 
 
@@ -216,8 +216,8 @@ def _ask_rendezvous(prompts: Prompts, machines: int, launcher: str) -> dict[str,
     answers: dict[str, Any] = {"same_network": prompts.confirm("Are all machines in one local network?", default=True)}
     backend = "static"
     if not answers["same_network"] and launcher == "standard":
-        ways = {"static": "static: each knows its number", "c10d": "c10d: they number themselves as they arrive"}
-        backend = prompts.choose("How do they find each other?", ways, "static")
+        backends = {"static": "static: each knows its number", "c10d": "c10d: they number themselves as they arrive"}
+        backend = prompts.choose("How do they find each other?", backends, "static")
     answers["rdzv_backend"] = backend
     if backend == "static":
         answers["machine_rank"] = prompts.read(

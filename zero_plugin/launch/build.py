@@ -26,7 +26,7 @@ from zero_plugin.config.resolve.resolve import config_for_scripts, resolve
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.command import foreign_variables, network_variables
-from zero_plugin.launch.hosts import asked_launcher, build_hosts_spec
+from zero_plugin.launch.hosts import build_hosts_spec, requested_launcher
 from zero_plugin.launch.spec import (
     LOOPBACK,
     STATIC_PORT,
@@ -73,7 +73,7 @@ def build_spec(
     request = Request(document, settings, program, environ, rendezvous_endpoint)
     if asks_for_tpu(settings):
         return build_tpu_spec(request, machine)
-    if asked_launcher(settings) != "standard":
+    if requested_launcher(settings) != "standard":
         return build_hosts_spec(request)
     on_cpu = asks_for_cpu(settings) or not machine.gpus
     gpus = 0 if on_cpu else machine.gpus if settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))

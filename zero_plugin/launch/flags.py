@@ -64,9 +64,9 @@ def document_from_flags(
         except ConfigError as error:
             raise ConfigError(_with_reason(error.problems, file)) from None
     document = read_document(str(flags["config_file"]), content=content) if "config_file" in flags else Document()
-    asks_zero = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
+    zero_flags = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
-        asks_zero.append("config_file")
+        zero_flags.append("config_file")
     if "deepspeed_config_file" in flags:
         document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
     values, where = _values(flags)
@@ -74,14 +74,14 @@ def document_from_flags(
     values, where = {**values, **assigned}, {**where, **assigned_where}
     problems = list(_contradictions(flags, document))
     document = overlay_flags(document, values, where)
-    if asks_zero and not document.launch.value("distributed_type"):
-        what = "a DeepSpeed config by itself" if asks_zero[0] == "config_file" else f"--{asks_zero[0]}"
-        asked = Entry("DEEPSPEED", Origin("rule", f"--{asks_zero[0]}", f"{what} requests ZeRO"))
-        document = replace(document, launch=document.launch.replace({("distributed_type",): asked}))
-    reads_json = "deepspeed_config_file" in flags or "config_file" in asks_zero or len(document.sources) > 1
+    if zero_flags and not document.launch.value("distributed_type"):
+        what = "a DeepSpeed config by itself" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
+        requested = Entry("DEEPSPEED", Origin("rule", f"--{zero_flags[0]}", f"{what} requests ZeRO"))
+        document = replace(document, launch=document.launch.replace({("distributed_type",): requested}))
+    reads_json = "deepspeed_config_file" in flags or "config_file" in zero_flags or len(document.sources) > 1
     stage = ("zero_optimization", "stage")
-    asked_zero = document.launch.value("distributed_type") == "DEEPSPEED"
-    if asked_zero and not reads_json and not document.deepspeed.has_section(*stage):
+    on_zero = document.launch.value("distributed_type") == "DEEPSPEED"
+    if on_zero and not reads_json and not document.deepspeed.has_section(*stage):
         document = replace(document, deepspeed=document.deepspeed.replace({stage: DEFAULT_STAGE}))
     notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
     document = replace(document, notes=notes, problems=(*document.problems, *problems))

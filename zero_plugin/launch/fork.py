@@ -24,7 +24,14 @@ from typing import Any, Final
 
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
-from zero_plugin.launch.engine import configuration_file, end_copies_soon, replaced, torchrun_config, torchrun_ready
+from zero_plugin.launch.engine import (
+    AFTER_FAILURE_S,
+    configuration_file,
+    replaced,
+    run_torchrun,
+    torchrun_config,
+    torchrun_ready,
+)
 from zero_plugin.launch.report import FirstFailure, describe_failure
 from zero_plugin.launch.spec import LaunchSpec
 from zero_plugin.launch.tpu import ENDED_SILENTLY, end_training
@@ -70,30 +77,24 @@ def run_forked(
     """
     on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
     threads = find_threads(int(os.environ["OMP_NUM_THREADS"]), on_gpus=on_gpus)
-    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
 
-    undisturbed = _own_signals(), _signals_wait_for_forks(), end_copies_soon(), _meant_to_fork()
+    undisturbed = _own_signals(), _signals_wait_for_forks(), _end_copies_soon(), _meant_to_fork()
     with torchrun_ready(spec) as folder, contextlib.ExitStack() as stack:
         for context in (*undisturbed, _variables_while(_DRIVER_ASKED, _LEFT)):
             stack.enter_context(context)
         config = torchrun_config(spec, folder, start_method="fork", log_line_prefix_template=line_prefix)
         config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
         try:
-            elastic_launch(config, _work)(function, args, threads, spec.cores)
-        except ChildFailedError as error:
-            if any(failure.exitcode == _INTERRUPTED for failure in error.failures.values()):
-                raise KeyboardInterrupt from None  # the signal reached them, and was lost here
-            raise LaunchError(_describe(error.failures, folder)) from None
+            failures = run_torchrun(spec, config, folder, _work, function, args, threads, spec.cores)
         except SignalException as error:
             if error.sigval is signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise LaunchError(f"stopped by {error.sigval.name}; no worker is left") from None
-        except (RendezvousError, DistError) as error:
-            raise LaunchError(f"the machines did not meet at {spec.rendezvous.endpoint}: {error}") from error
+        if any(failure.exitcode == _INTERRUPTED for failure in failures.values()):
+            raise KeyboardInterrupt  # the signal reached them, and was lost here
+        if failures:
+            raise LaunchError(_describe(failures, folder))
 
 
 def run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: int | None) -> None:
@@ -255,6 +256,16 @@ def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
             signal.raise_signal(received[0])
 
     return replaced(MultiprocessContext, "_start", fork_undisturbed)
+
+
+def _end_copies_soon() -> contextlib.AbstractContextManager[None]:
+    """While it is entered, copies end as soon after a failure as other workers do."""
+    from torch.multiprocessing.spawn import ProcessContext
+
+    wait = ProcessContext._join_procs_with_timeout
+    return replaced(
+        ProcessContext, "_join_procs_with_timeout", lambda copies, timeout: wait(copies, min(timeout, AFTER_FAILURE_S))
+    )
 
 
 @contextlib.contextmanager

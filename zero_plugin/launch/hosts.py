@@ -153,7 +153,7 @@ def _parts(text: str) -> Iterator[tuple[str, str, set[int] | None]]:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def asked_launcher(settings: LaunchSettings) -> str:
+def requested_launcher(settings: LaunchSettings) -> str:
     """`standard` for torchrun on every machine, else the name that DeepSpeed's launcher takes."""
     hostfile = settings.deepspeed_hostfile not in _NONE
     launcher = settings.deepspeed_multinode_launcher or ("pdsh" if hostfile else "standard")
@@ -170,7 +170,7 @@ def build_hosts_spec(request: Request) -> LaunchSpec:
         ConfigError: everything about the hostfile, the filters and the launch that cannot run, at once.
     """
     document, settings, program = request.document, request.settings, request.program
-    launcher, on_cpu = asked_launcher(settings), asks_for_cpu(settings)
+    launcher, on_cpu = requested_launcher(settings), asks_for_cpu(settings)
     hosts, problems = _chosen_hosts(request, launcher)
     problems += [*find_program_problems(program), *_problems(request, launcher)]
     problems += _counts(request, launcher, hosts) if hosts else ()

@@ -122,7 +122,7 @@ def describe_failure(
     host = socket.gethostname()
     where = f"on {host}" if machines == 1 else f"of those on {host}"
     output = "" if first.exitcode < 0 else "; its output is above"
-    lines = [f"{tell_end(first)}, {where}{output}. All workers are stopped."]
+    lines = [f"{describe_end(first)}, {where}{output}. All workers are stopped."]
     if shortage is not None:
         lines += [shortage.headline, shortage.advice]
         if shortage.cut:
@@ -140,7 +140,7 @@ def describe_failure(
     return "\n".join(lines)
 
 
-def tell_end(first: FirstFailure) -> str:
+def describe_end(first: FirstFailure) -> str:
     """Who failed first and how, in half a sentence."""
     if first.exitcode >= 0:
         return f"rank {first.rank} failed first, with exit code {first.exitcode}"
