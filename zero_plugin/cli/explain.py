@@ -173,7 +173,7 @@ def explain(ctx: typer.Context, options: Options) -> None:
     elif options.output == "deepspeed":
         print(json.dumps(_deepspeed_config(ours), indent=2))
     else:
-        print_table(ours, _OPTIONS)
+        print_table(ours)
 
 
 def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Options, facts: Facts) -> Explained:
@@ -282,18 +282,13 @@ def _still_open(row: Row, where: str) -> Problem:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def print_table(explained: Explained, options: Mapping[str, str]) -> None:
-    """Print every value with where it came from, then what was noted.
-
-    Args:
-        explained: what to print.
-        options: by dotted key, the option that replaces what would fill it in a run.
-    """
+def print_table(explained: Explained) -> None:
+    """Print every value with where it came from, then what was noted."""
     launch_keys = set(explained.document.launch) | set(explained.resolved.launch)
     sections: dict[str, list[tuple[str, str, str, str]]] = {}
     for row in explained.rows:
         section = _section(row.path, is_launch=row.path in launch_keys)
-        hint = options.get(dotted(row.path), "--set") if row.kind == "open" else ""
+        hint = _OPTIONS.get(dotted(row.path), "--set") if row.kind == "open" else ""
         line = (dotted(row.path), _value(row), _origin(row) + (f" ({hint})" if hint else ""), _STYLES.get(row.kind, ""))
         sections.setdefault(section, []).append(line)
     ordered = sorted(sections, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
@@ -376,7 +371,9 @@ def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]
     """Print lines of a key, a value, where it came from, and the style of both."""
     columns = get_terminal_size().columns if sys.stdout.isatty() else 0
     if columns:  # where the section is above, and a name may be broken
-        sections = {name: [(_within(name, key), *rest) for key, *rest in lines] for name, lines in sections.items()}
+        sections = {
+            name: [(key.removeprefix(f"{name}."), *rest) for key, *rest in lines] for name, lines in sections.items()
+        }
     every = [line for lines in sections.values() for line in lines]
     keys, values = (max((len(line[column]) for line in every), default=0) for column in (0, 1))
     if columns:  # however long a name is, two fifths of the terminal are left for the reasons
@@ -391,10 +388,6 @@ def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]
         print_rows(rows, widths=(keys + 2, values))
     for number, note in enumerate(notes):
         print_line(f"{'' if number else chr(10)}note: {note}", "dim", wraps=True)
-
-
-def _within(section: str, key: str) -> str:
-    return key.removeprefix(f"{section}.")
 
 
 def _folded(name: str, width: int) -> list[str]:
