@@ -21,8 +21,7 @@ import zero_plugin.plan
 COLD_PACKAGES = [zero_plugin.cli, zero_plugin.config, zero_plugin.launch, zero_plugin.machine, zero_plugin.plan]
 WARM = {
     "zero_plugin.launch.rendezvous",  # a subclass of torch's, imported by the process that runs torchrun's engine
-    "zero_plugin.cli.selftest_checks.checks",
-    "zero_plugin.cli.selftest_checks.worker",
+    "zero_plugin.cli.selftest_worker",
     "zero_plugin.plan.activations",  # these read live models, or build some
     "zero_plugin.plan.speeds",
 }

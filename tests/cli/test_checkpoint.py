@@ -113,7 +113,7 @@ def test_inspect_lists_tensors_and_gives_json(checkpoint: Path) -> None:
 
 
 def test_several_checkpoints_are_a_line_each_and_the_damaged_ones_are_marked(tmp_path: Path) -> None:
-    """In the order of their numbers; `verify` reads all, exits with 1, and names the newest whole one."""
+    """In the order of their numbers; `verify` reads all, exits with 1, and names the newest complete one."""
     for number in (2, 10):
         make_checkpoint(tmp_path / f"checkpoint_{number}", number)
     make_checkpoint(tmp_path / "checkpoint_11", 11)
@@ -130,9 +130,9 @@ def test_several_checkpoints_are_a_line_each_and_the_damaged_ones_are_marked(tmp
     assert "manifest.json" in lines[3]
     verified = run("verify", tmp_path)
     assert verified.returncode == 1
-    assert f"{tmp_path}/checkpoint_10: whole" in verified.stdout
+    assert f"{tmp_path}/checkpoint_10: complete" in verified.stdout
     assert "checkpoint_11/model.safetensors: layer.weight (weight) differs from its checksum" in verified.stdout
-    assert verified.stdout.splitlines()[-1] == f"the newest whole one: {tmp_path}/checkpoint_10"
+    assert verified.stdout.splitlines()[-1] == f"the newest complete one: {tmp_path}/checkpoint_10"
     alone = run("verify", tmp_path / "checkpoint_12", cold=True)
     assert alone.returncode == 2
     assert run("verify", tmp_path / "checkpoint_2").returncode == 0

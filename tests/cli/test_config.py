@@ -323,7 +323,7 @@ def test_stage_3_on_nvme_with_arrow_keys(terminal: Callable[..., Terminal], tmp_
     person.answer("Type a name or a path", "/nvme/a b", "enter")
     person.answer("offload weights?", "down", "down", "enter")
     person.answer("weights: [/nvme/a b]", "enter")
-    person.answer("whole 16-bit", "enter")
+    person.answer("unpartitioned 16-bit", "enter")
     person.answer("micro-batches", "enter")
     person.answer("clip gradients?", "enter")
     person.answer("partitioned models?", "enter")

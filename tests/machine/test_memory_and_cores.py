@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from zero_plugin.big_models.placement import get_max_memory
-from zero_plugin.cli.doctor import env
-from zero_plugin.cli.doctor_checks.examine import examine
+from zero_plugin.cli.doctor import env, examine
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts

@@ -12,9 +12,8 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -234,18 +233,14 @@ def _is_skipped(folder: Path) -> bool:
     return folder.name.startswith(".") or folder.name in _OTHERS_CODE or (folder / "pyvenv.cfg").exists()
 
 
-class _Format(str, Enum):
-    text = "text"
-    json = "json"
-    github = "github"
-
-
 def check(
     files: Annotated[
         list[str] | None,
         typer.Argument(metavar="FILE...", help="Files, folders, or - for standard input.", show_default=False),
     ] = None,
-    output: Annotated[_Format, typer.Option("--format", help="How to print what was found.")] = _Format.text,
+    output: Annotated[
+        Literal["text", "json", "github"], typer.Option("--format", help="How to print what was found.")
+    ] = "text",
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where there are warnings.")] = False,
     print_schema: Annotated[
         bool,
@@ -263,11 +258,10 @@ def check(
     if not files:
         raise typer.BadParameter("Name a file, a folder, or - for standard input.", param_hint="FILE...")
     findings = _check_all(files)
-    if output is _Format.text and sys.stdout.isatty():
+    if output == "text" and sys.stdout.isatty():
         print_excerpts(findings)
     else:
-        render = {_Format.text: as_text, _Format.json: as_json, _Format.github: as_github}[output]
-        print(render(findings))
+        print({"text": as_text, "json": as_json, "github": as_github}[output](findings))
     if findings.count("error"):
         raise typer.Exit(2)
     if strict and findings.count("warning"):

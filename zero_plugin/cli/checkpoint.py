@@ -6,10 +6,9 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -197,7 +196,7 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def verify_all(folder: Path) -> bool:
-    """Read a checkpoint, or each of several, and say what differs; whether all are whole.
+    """Read a checkpoint, or each of several, and say what differs; whether all are complete.
 
     Raises:
         CheckpointError: there is no checkpoint of this package.
@@ -210,10 +209,10 @@ def verify_all(folder: Path) -> bool:
     if all(found.values()):
         return True
     if kind == "several":
-        good = [path for path, is_whole in found.items() if is_whole]
+        good = [path for path, is_complete in found.items() if is_complete]
     else:
         good = [path for path in several_checkpoints(folder.parent) if path != folder and find_damage(path) is None]
-    print(f"the newest whole one: {good[-1]}" if good else f"no other in {folder.parent} is whole")
+    print(f"the newest complete one: {good[-1]}" if good else f"no other in {folder.parent} is complete")
     return False
 
 
@@ -231,7 +230,7 @@ def _verify(folder: Path) -> bool:
         differing = [f"{folder}/{line}" for line in find_differences(folder, manifest, bar, skipped=wrong)]
     if wrong or differing:
         return _print_differences(folder, [*wrong.values(), *differing])
-    print(f"{folder}: whole ({len(manifest.files)} files, {show_bytes(total)})")
+    print(f"{folder}: complete ({len(manifest.files)} files, {show_bytes(total)})")
     return True
 
 
@@ -245,19 +244,6 @@ _OUT = typer.Argument(metavar="OUT", help="What to write; is not there yet.", sh
 _OVERWRITE = typer.Option("--overwrite", help="Replace the checkpoint or model that OUT is.")
 _SHARD = typer.Option("--max_shard_size", metavar="SIZE", help="Largest size of a weight file, e.g. 5GB.")
 _TRUST = typer.Option("--trust_pickle", help="Build any class that DeepSpeed's files name, which may run any code.")
-
-
-class _Target(str, Enum):
-    hf = "hf"
-    single = "single"
-    deepspeed_universal = "deepspeed_universal"
-
-
-class _Type(str, Enum):
-    keep = "keep"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
 
 def inspect(
@@ -285,8 +271,14 @@ def verify(folder: Annotated[Path, _DIR]) -> None:
 def export(
     folder: Annotated[Path, _DIR],
     out: Annotated[Path, _OUT],
-    to: Annotated[_Target, typer.Option("--to", help="A model folder, one .safetensors file, or for DeepSpeed.")],
-    dtype: Annotated[_Type, typer.Option("--dtype", help="Of the weights; fp32 are the optimizer's.")] = _Type.keep,
+    to: Annotated[
+        Literal["hf", "single", "deepspeed_universal"],
+        typer.Option("--to", help="A model folder, one .safetensors file, or for DeepSpeed."),
+    ],
+    dtype: Annotated[
+        Literal["keep", "fp32", "bf16", "fp16"],
+        typer.Option("--dtype", help="Of the weights; fp32 are the optimizer's."),
+    ] = "keep",
     max_shard_size: Annotated[str, _SHARD] = "10GB",
     model: Annotated[
         int | None, typer.Option("--model", help="Which of several models, from 0.", show_default=False)
@@ -296,12 +288,12 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder or one file, or all of it as DeepSpeed's universal format.
 
-    DIR may be a checkpoint of DeepSpeed's too, or a model folder; of a folder of several, the newest whole one is read.
-    It needs no GPU, and no more memory than one tensor takes.
+    DIR may be a checkpoint of DeepSpeed's too, or a model folder; of a folder of several, the newest complete one is
+    read. It needs no GPU, and no more memory than one tensor takes.
     """
-    if to is _Target.deepspeed_universal and dtype is not _Type.keep:
+    if to == "deepspeed_universal" and dtype != "keep":
         raise typer.BadParameter(
-            f"{dtype.value}: a universal checkpoint holds 32-bit masters; leave it out.", param_hint="--dtype"
+            f"{dtype}: a universal checkpoint holds fp32 master weights; leave it out.", param_hint="--dtype"
         )
     target, source_folder = out.expanduser().absolute(), _existing(folder)
 
@@ -310,15 +302,13 @@ def export(
     from zero_plugin.checkpoint.save_model import parse_dtype
 
     source = open_source(source_folder, model=model, trust_pickle=trust_pickle)
-    wanted = None if dtype is _Type.keep else parse_dtype(dtype.value)
+    wanted = None if dtype == "keep" else parse_dtype(dtype)
     options: dict[str, Any] = {"overwrite": overwrite}
-    with progress_bar(
-        "writing", source.bytes_to_write(wanted, weights_only=to is not _Target.deepspeed_universal)
-    ) as bar:
-        if to is _Target.hf:
+    with progress_bar("writing", source.bytes_to_write(wanted, weights_only=to != "deepspeed_universal")) as bar:
+        if to == "hf":
             limit = require_bytes("--max_shard_size", max_shard_size)
             write_model(source, target, dtype=wanted, max_shard_bytes=limit, progress=bar, **options)
-        elif to is _Target.single:
+        elif to == "single":
             write_single_file(source, target, dtype=wanted, progress=bar, **options)
         else:
             write_universal(source, target, progress=bar, **options)
@@ -336,8 +326,8 @@ def import_(
 ) -> None:
     """Make a checkpoint, which load_state resumes from on any topology, of DeepSpeed's or of a Hugging Face folder.
 
-    Of what DeepSpeed's save_checkpoint wrote (stages 0 to 3): weights, masters, optimizer states, schedule and
-    counters; its pickles are read without running any code. Of a Hugging Face folder: the weights.
+    Of what DeepSpeed's save_checkpoint wrote (stages 0 to 3): weights, fp32 master weights, optimizer states,
+    schedule and counters; its pickles are read without running any code. Of a Hugging Face folder: the weights.
     """
     target, folder = out.expanduser().absolute(), _existing(source_folder)
     if recognise(folder) in ("checkpoint", "several"):

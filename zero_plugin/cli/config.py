@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -19,11 +18,11 @@ from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import update_config, write_config
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import default_config_file, find_config_file
-from zero_plugin.config.launch_settings import LaunchSettings
+from zero_plugin.config.launch_settings import UNTESTED_LAUNCHERS, LaunchSettings
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.launch.flags import basic_values, best_precision
-from zero_plugin.launch.report import obstacle
+from zero_plugin.launch.spec import obstacle
 from zero_plugin.machine.hardware import Machine, look_at_machine
 
 _STAGES: Final[Mapping[int | str, str]] = {
@@ -64,7 +63,7 @@ _LAUNCHERS: Final = {
             "openmpi": "the same by mpirun",
             "slurm": "the same by srun",
             "nossh": "a hostfile, and you start the same command on every machine, with its own number",
-            **dict.fromkeys(("mvapich", "mpich", "impi"), "DeepSpeed's launcher, not tested here"),
+            **dict.fromkeys(UNTESTED_LAUNCHERS, "DeepSpeed's launcher, not tested here"),
         }.items()
     },
 }
@@ -96,7 +95,7 @@ def ask_launch_config(prompts: Prompts, machine: Machine, precision: str) -> dic
         if machines > 1:
             training |= _ask_launcher(prompts)
     if machines > 1 and device != "tpu":  # whose runtime finds the machines
-        answers |= _ask_meeting(prompts, machines, training.get("deepspeed_multinode_launcher", "standard"))
+        answers |= _ask_rendezvous(prompts, machines, training.get("deepspeed_multinode_launcher", "standard"))
     answers |= _ask_precision(prompts, device, document, precision)
     if device == "tpu":
         answers["main_training_function"] = prompts.read(
@@ -186,8 +185,10 @@ def _ask_stage(prompts: Prompts) -> dict[str, Any]:
             path = prompts.read(f"Folder on the NVMe disk for {what}:", _named, path)
             answers[f"offload_{name}_nvme_path"] = path
     if stage == 3:
-        whole = prompts.confirm("Save models with whole 16-bit weights, gathered from all processes?", default=True)
-        answers["zero3_save_16bit_model"] = whole
+        gathered = prompts.confirm(
+            "Save models with unpartitioned 16-bit weights, gathered from all processes?", default=True
+        )
+        answers["zero3_save_16bit_model"] = gathered
     steps = "How many micro-batches per optimizer step? (auto: as the script says)"
     answers["gradient_accumulation_steps"] = prompts.read(steps, _or_auto(_whole(1)), "auto")
     norm = "At which norm to clip gradients? (0: never, auto: as the script says)"
@@ -202,21 +203,21 @@ def _ask_launcher(prompts: Prompts) -> dict[str, Any]:
         return answers
     answers["deepspeed_hostfile"] = prompts.read("Hostfile, with a line `host slots=GPUS` for each machine:", _named)
     choices = {"all": "all of it", "inclusion": "only some of it", "exclusion": "all but some of it"}
-    way = prompts.choose("Which hosts of the file?", choices, "all")
-    if way != "all":
-        answers[f"deepspeed_{way}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _named)
+    choice = prompts.choose("Which hosts of the file?", choices, "all")
+    if choice != "all":
+        answers[f"deepspeed_{choice}_filter"] = prompts.read("Which, e.g. host-1@host-2:0,2:", _named)
     return answers
 
 
-def _ask_meeting(prompts: Prompts, machines: int, launcher: str) -> dict[str, Any]:
+def _ask_rendezvous(prompts: Prompts, machines: int, launcher: str) -> dict[str, Any]:
     """How machines find each other; a launcher with a hostfile tells them itself, but for `nossh`."""
     if launcher not in ("standard", "nossh"):
         return {}
     answers: dict[str, Any] = {"same_network": prompts.confirm("Are all machines in one local network?", default=True)}
     backend = "static"
     if not answers["same_network"] and launcher == "standard":
-        ways = {"static": "static: each knows its number", "c10d": "c10d: they number themselves as they arrive"}
-        backend = prompts.choose("How do they find each other?", ways, "static")
+        backends = {"static": "static: each knows its number", "c10d": "c10d: they number themselves as they arrive"}
+        backend = prompts.choose("How do they find each other?", backends, "static")
     answers["rdzv_backend"] = backend
     if backend == "static":
         answers["machine_rank"] = prompts.read(
@@ -310,7 +311,7 @@ def _gpu_ids(line: str) -> str:
 
 
 def _deepspeed_file(line: str) -> tuple[str, Document]:
-    """A DeepSpeed JSON without problems, by its whole path: the config that names it may lie elsewhere."""
+    """A DeepSpeed JSON without problems, by its whole path: the config that names it may be elsewhere."""
     file = Path(_text(line)).expanduser().resolve()
     try:
         document = read_document(file)
@@ -322,14 +323,9 @@ def _deepspeed_file(line: str) -> tuple[str, Document]:
     return str(file), document
 
 
-class _Action(str, Enum):
-    default = "default"
-    update = "update"
-
-
 def config(
     action: Annotated[
-        _Action | None,
+        Literal["default", "update"] | None,
         typer.Argument(help="In Accelerate's words: default is --default, update is --update.", show_default=False),
     ] = None,
     config_file: Annotated[
@@ -350,8 +346,8 @@ def config(
     `zero-plugin launch` reads it when it is given none. A file that is there
     is replaced only after you agree.
     """
-    default = default or action is _Action.default
-    if action is _Action.update and update is None:
+    default = default or action == "default"
+    if action == "update" and update is None:
         update, config_file = config_file or str(find_config_file(os.environ) or default_config_file(os.environ)), None
     try:
         if update is None:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.flags import typed_flags, with_launch_flags, with_options
-from zero_plugin.cli.output import Explained, print_difference, print_table
+from zero_plugin.cli.options import typed_flags, with_launch_flags, with_options
+from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import (
-    asks_for_cpu,
-    asks_for_deepspeed,
-    asks_for_tpu,
-    launch_settings,
-)
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT
+from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.resolve.facts import (
     PLACEMENT,
     Facts,
@@ -28,16 +25,27 @@ from zero_plugin.config.resolve.facts import (
     MachineFacts,
     ModelFacts,
     OptimizerFacts,
+    Resolved,
     SchedulerFacts,
     StrategyName,
 )
 from zero_plugin.config.resolve.resolve import Row, list_defaults, list_values, resolve
-from zero_plugin.config.tree import AUTO, dotted
+from zero_plugin.config.tree import AUTO, KeyPath, dotted
+from zero_plugin.config.validation import show
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.build import SizedModel, with_plan
+from zero_plugin.launch.build import with_plan
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.model_source import probe_model_folder
+
+_FIRST: Final = ("launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler")
+_SECTIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("mixed_precision", "fp16", "bf16", "torch_autocast", "data_types"), "precision"),
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "batch"),
+    "gradient_clipping": "batch",
+    "scheduler_counts": "scheduler",
+}
+_STYLES: Final = {"flag": "cyan", "code": "cyan", "rule": "green", "default": "dim", "open": "yellow", "unset": "dim"}
 
 # Which option brings what a run would, by the key that waits for it; any other waits for --set.
 _OPTIONS: Mapping[str, str] = {
@@ -62,15 +70,26 @@ _OPTIONS: Mapping[str, str] = {
 }
 
 
-class _Format(str, Enum):
-    table = "table"
-    json = "json"
-    deepspeed = "deepspeed"
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One document, resolved as far as it is known."""
 
+    document: Document
+    facts: Facts
+    resolved: Resolved
+    rows: Sequence[Row]
 
-class _Accelerator(str, Enum):
-    cpu = "cpu"
-    cuda = "cuda"
+    @property
+    def name(self) -> str:
+        """The files that were read, for messages."""
+        return ", ".join(self.document.sources) or "no file"
+
+    @property
+    def headline(self) -> str:
+        """Where this would run."""
+        machine = self.facts.machine
+        path = "DeepSpeed" if self.facts.strategy == "deepspeed" else self.facts.strategy
+        return f"{self.name}: {path} on {machine.processes} × {machine.accelerator}"
 
 
 def _fact(flag: str, text: str, least: float | None = None) -> Any:
@@ -90,8 +109,9 @@ class Options:
         str | None, typer.Option("--diff", metavar="OTHER", help="Show only what OTHER resolves differently.")
     ] = None
     output: Annotated[
-        _Format, typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given.")
-    ] = _Format.table
+        Literal["table", "json", "deepspeed"],
+        typer.Option("--format", help="A table, JSON, or the JSON that DeepSpeed would be given."),
+    ] = "table"
     everything: Annotated[bool, typer.Option("--all", help="Also DeepSpeed's defaults of keys nobody wrote.")] = False
     settings: Annotated[
         list[str] | None,
@@ -99,7 +119,7 @@ class Options:
     ] = None
     world_size: Annotated[int | None, _fact("--world_size", "Processes; default: num_processes, else 1.", 1)] = None
     accelerator: Annotated[
-        _Accelerator | None, _fact("--accelerator", "What the workers run on; default: what is here.")
+        Literal["cpu", "cuda"] | None, _fact("--accelerator", "What the workers run on; default: what is here.")
     ] = None
     micro_batch: Annotated[int | None, _fact("--micro_batch", "The training DataLoader's batch size.", 1)] = None
     lr: Annotated[float | None, _fact("--lr", "The optimizer's learning rate.", 0)] = None
@@ -147,13 +167,13 @@ def explain(ctx: typer.Context, options: Options) -> None:
     ours = _explain_file(options.file, flags, options, facts)
     if options.diff is not None:
         theirs = _explain_file(options.diff, flags, replace(options, everything=False), facts)
-        print_difference(ours, theirs, as_json=options.output is _Format.json)
-    elif options.output is _Format.json:
+        print_difference(ours, theirs, as_json=options.output == "json")
+    elif options.output == "json":
         print(json.dumps(_as_json(ours), indent=2, ensure_ascii=False))
-    elif options.output is _Format.deepspeed:
+    elif options.output == "deepspeed":
         print(json.dumps(_deepspeed_config(ours), indent=2))
     else:
-        print_table(ours, _OPTIONS)
+        print_table(ours)
 
 
 def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Options, facts: Facts) -> Explained:
@@ -169,8 +189,6 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     Raises:
         ConfigError: everything that no run could fix.
     """
-    accelerator: Literal["cpu", "cuda"] | None = None if options.accelerator is None else options.accelerator.value
-    sized = None if options.model is None else SizedModel(options.model, options.sequence_length)
     content = sys.stdin.buffer.read() if file == "-" else None
     if file is not None:
         flags = {**flags, "config_file": file if content is None else STANDARD_INPUT}
@@ -179,7 +197,7 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     settings = launch_settings(document)
     on_tpu = asks_for_tpu(settings)
     guessed: Literal["cpu", "cuda"] = "cuda" if has_gpu_driver() and not asks_for_cpu(settings) else "cpu"
-    kind: Literal["cpu", "cuda", "xla"] = "xla" if on_tpu else accelerator or guessed
+    kind: Literal["cpu", "cuda", "xla"] = "xla" if on_tpu else options.accelerator or guessed
     processes = facts.machine.processes or settings.num_processes or 1
     strategy: StrategyName = "xla" if on_tpu else "ddp" if processes > 1 else "single"
     if asks_for_deepspeed(document, settings):
@@ -187,10 +205,10 @@ def _explain_file(file: str | None, flags: Mapping[str, str | bool], options: Op
     machine = MachineFacts(accelerator=kind, processes=processes, fp16=kind == "cuda")
     facts = replace(facts, machine=machine, strategy=strategy)
     try:
-        facts = with_plan(document, facts, sized)
+        facts = with_plan(document, facts, options.model, options.sequence_length)
         resolved = resolve(document, facts)
     except ConfigError as error:
-        raise error if accelerator or on_tpu else _with_other_machine(document, facts, sized, error) from None
+        raise error if options.accelerator or on_tpu else _with_other_machine(document, facts, options, error) from None
     rows = [*list_values(document, resolved), *(list_defaults(resolved) if options.everything else ())]
     return Explained(document, facts, resolved, rows)
 
@@ -203,11 +221,11 @@ def _check_processes(document: Document, world_size: int) -> None:
         raise ConfigError([Problem("--world_size", "", message, "Keep one of the two.")])
 
 
-def _with_other_machine(document: Document, facts: Facts, sized: SizedModel | None, error: ConfigError) -> ConfigError:
+def _with_other_machine(document: Document, facts: Facts, options: Options, error: ConfigError) -> ConfigError:
     """The error of a machine that was only guessed: what is right on a GPU, where this machine has none, says so."""
     on_gpu_facts = replace(facts, machine=replace(facts.machine, accelerator="cuda", fp16=True))
     try:
-        resolve(document, with_plan(document, on_gpu_facts, sized))
+        resolve(document, with_plan(document, on_gpu_facts, options.model, options.sequence_length))
         remaining: tuple[Problem, ...] = ()
     except ConfigError as on_gpu:
         remaining = on_gpu.problems
@@ -247,8 +265,8 @@ def _deepspeed_config(explained: Explained) -> dict[str, Any]:
     """
     where = explained.name
     if explained.facts.strategy != "deepspeed":
-        fix = "Add --use_deepspeed, or name a file that asks for ZeRO."
-        raise ConfigError([Problem(where, "", "asks for no DeepSpeed, so DeepSpeed would be given nothing", fix)])
+        fix = "Add --use_deepspeed, or name a file that requests ZeRO."
+        raise ConfigError([Problem(where, "", "requests no DeepSpeed, so DeepSpeed would be given nothing", fix)])
     open_rows = [row for row in explained.rows if row.kind == "open" and row.path[0] != "scheduler"]
     if open_rows:
         raise ConfigError([_still_open(row, where) for row in open_rows])
@@ -259,3 +277,124 @@ def _still_open(row: Row, where: str) -> Problem:
     key = dotted(row.path)
     option = _OPTIONS.get(key, f"--set {key}=…")
     return Problem(row.where or where, key, f"is open: it waits for the {row.reason}", f"Give {option}.")
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def print_table(explained: Explained) -> None:
+    """Print every value with where it came from, then what was noted."""
+    launch_keys = set(explained.document.launch) | set(explained.resolved.launch)
+    sections: dict[str, list[tuple[str, str, str, str]]] = {}
+    for row in explained.rows:
+        section = _section(row.path, is_launch=row.path in launch_keys)
+        hint = _OPTIONS.get(dotted(row.path), "--set") if row.kind == "open" else ""
+        line = (dotted(row.path), _value(row), _origin(row) + (f" ({hint})" if hint else ""), _STYLES.get(row.kind, ""))
+        sections.setdefault(section, []).append(line)
+    ordered = sorted(sections, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    waiting = sum(row.kind == "open" for row in explained.rows)
+    keys = {dotted(row.path) for row in explained.rows}
+    logged = [line for line in explained.resolved.said_aloud if line.partition(" = ")[0] not in keys]
+    notes = [*(note.headline for note in explained.document.notes), *logged]
+    if waiting:
+        notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")
+    _print_sections(explained.headline, {name: sections[name] for name in ordered}, notes)
+
+
+def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> None:
+    """Print the keys that two documents resolve to different values, both values and where they came from.
+
+    A key that only one of them has counts with DeepSpeed's default in the other.
+    """
+    sides = [{row.path: row for row in side.rows} for side in (ours, theirs)]
+    pairs = []
+    for path in dict.fromkeys([*sides[0], *sides[1]]):
+        pair = [
+            side.get(path) or _unset(path, explained) for side, explained in zip(sides, (ours, theirs), strict=True)
+        ]
+        if pair[0].value != pair[1].value or (pair[0].kind == "open") != (pair[1].kind == "open"):
+            pairs.append((dotted(path), pair))
+    names = [ours.name, theirs.name]
+    if as_json:
+        differences = [{"path": path, "values": [row.as_json() for row in pair]} for path, pair in pairs]
+        print(json.dumps({"files": names, "differences": differences}, indent=2, ensure_ascii=False))
+        return
+    if not pairs:
+        print(f"{names[0]} and {names[1]} resolve to the same values")
+    widths = (max(map(len, names)) + 2, max((len(_value(row)) for _, pair in pairs for row in pair), default=0))
+    for key, pair in pairs:
+        print(key)
+        print_rows(
+            [(f"  {name}", _value(row), _origin(row)) for name, row in zip(names, pair, strict=True)], widths=widths
+        )
+
+
+def _unset(path: KeyPath, explained: Explained) -> Row:
+    default = deepspeed_default(path, explained.resolved.tree.value("optimizer", "type"))
+    return Row(path, default[0] if default else None, "unset", "", "nobody wrote the key")
+
+
+def _section(path: KeyPath, *, is_launch: bool) -> str:
+    if path[0] in _SECTIONS:
+        return _SECTIONS[path[0]]
+    if is_launch:
+        return "launch"
+    return path[0] if len(path) > 1 else "engine"
+
+
+def _value(row: Row) -> str:
+    if row.kind == "open" and row.value == "auto":
+        return "open"
+    return row.value if isinstance(row.value, str) else show(row.value)
+
+
+def _origin(row: Row) -> str:
+    """Where a value came from, in a few words."""
+    if row.kind == "open":
+        return f"waits for {'' if row.reason.startswith('Dummy') else 'the '}{row.reason}"
+    if row.kind in ("file", "flag", "code"):
+        return _place(row.where)
+    words = ["auto"] if row.was_auto else ["rule"] if row.kind == "rule" else []
+    if row.kind != "rule" and "default" not in row.reason:
+        words.append("DeepSpeed's default")
+    return ": ".join([*words, row.reason])
+
+
+def _place(where: str) -> str:
+    """`folder/ds.json:12:5` as `ds.json:12`; the headline has the whole path, and a row has one place."""
+    file, _, place = where.partition(":")
+    line, _, column = place.partition(":")
+    return f"{Path(file).name}:{line}" if line.isdigit() and column.isdigit() else where
+
+
+def _print_sections(headline: str, sections: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> None:
+    """Print lines of a key, a value, where it came from, and the style of both."""
+    columns = get_terminal_size().columns if sys.stdout.isatty() else 0
+    if columns:  # where the section is above, and a name may be broken
+        sections = {
+            name: [(key.removeprefix(f"{name}."), *rest) for key, *rest in lines] for name, lines in sections.items()
+        }
+    every = [line for lines in sections.values() for line in lines]
+    keys, values = (max((len(line[column]) for line in every), default=0) for column in (0, 1))
+    if columns:  # however long a name is, two fifths of the terminal are left for the reasons
+        keys, values = min(keys, columns * 2 // 5), min(values, columns // 5)
+    print_line(headline, "bold")
+    for section, lines in sections.items():
+        print_line(f"\n{section}", "bold")
+        rows = [
+            ("  " + "\n    ".join(_folded(key, keys)), (value, "" if style == "dim" else style), (origin, style))
+            for key, value, origin, style in lines
+        ]
+        print_rows(rows, widths=(keys + 2, values))
+    for number, note in enumerate(notes):
+        print_line(f"{'' if number else chr(10)}note: {note}", "dim", wraps=True)
+
+
+def _folded(name: str, width: int) -> list[str]:
+    """A long name in lines of at most `width` characters, broken after an underscore or a dot."""
+    lines: list[str] = []
+    while len(name) > width:
+        cut = max(name.rfind("_", 0, width), name.rfind(".", 0, width)) + 1 or width
+        lines.append(name[:cut])
+        name, width = name[cut:], width - 2 if not lines[1:] else width
+    return [*lines, name]

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from zero_plugin.cli.flags import typed_flags, with_launch_flags
+from zero_plugin.cli.options import typed_flags, with_launch_flags
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.messages import show_messages
 from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch, sequence_length
-from zero_plugin.launch.command import overridden, shell_script, tell_cores
+from zero_plugin.launch.command import describe_cores, overridden, shell_script
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.launch.spec import Program
@@ -91,7 +91,7 @@ def _start(
     """
     spec = build_spec(document, program, machine, os.environ, rendezvous_endpoint=flags.get("rdzv_endpoint"))
     show_messages(quiet=bool(flags.get("quiet")), prefix="")
-    of_spec = [*([tell_cores(spec)] if spec.cores_reason else []), *overridden(spec.environment, os.environ)]
+    of_spec = [*([describe_cores(spec)] if spec.cores_reason else []), *overridden(spec.environment, os.environ)]
     for note in [*notes, *of_spec]:
         _logger.info(note)
     if flags.get("dry_run"):

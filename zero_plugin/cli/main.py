@@ -12,7 +12,6 @@ from typer.core import TyperCommand, TyperGroup
 
 import zero_plugin
 from zero_plugin.errors import ConfigError, ZeroPluginError
-from zero_plugin.launch.flags import refuse_flag
 
 _HELP: Final = {"help_option_names": ["--help", "-h"]}
 # By group and command: the module and the function. `checkpoint` is a group itself.
@@ -45,6 +44,8 @@ class _Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
+            from zero_plugin.cli.options import refuse_flag
+
             refused = refuse_flag(getattr(error, "option_name", ""))  # only the error of an unknown flag has it
             if refused is None:
                 raise

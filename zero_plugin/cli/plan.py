@@ -9,13 +9,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.flags import with_options
+from zero_plugin.cli.options import with_options
+from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import has_gpu_driver
@@ -24,13 +24,7 @@ from zero_plugin.plan.model_source import ModelSource, open_model
 from zero_plugin.plan.plan_files import check_picture, draw_plan, write_plan
 from zero_plugin.plan.search import Candidate, Choice, Wanted, WhatIf, what_if
 from zero_plugin.plan.search import plan as make_plan
-from zero_plugin.plan.situation import (
-    Cluster,
-    Workload,
-    is_known,
-    name_setup,
-    optimizer_sizes,
-)
+from zero_plugin.plan.situation import Cluster, Workload, is_known, name_setup, optimizer_sizes
 
 _HEAD: Final = ("", "strategy", "batch", "device", "host", "step", "samples/s", "why not")
 _CHOSEN: Final = "→"
@@ -93,16 +87,12 @@ def print_report(report: Report, written: Sequence[Path]) -> None:
         written: files that were written.
     """
     rows = [_row(candidate, report) for candidate in report.choice.table]
-    notes = [*_about_chosen(report), *_about_what_if(report), *(f"written: {file}" for file in written)]
-    if sys.stdout.isatty():
-        _print_wrapped(report, rows, notes)
-        return
-    print(report.headline)
-    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
-    for row in [_HEAD, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    for note in notes:
-        print(note)
+    styles = ["bold green" if row[0] else "dim" if row[-1] else "" for row in rows]
+    print_line(report.headline, "bold")
+    styled = [[(cell, style) for cell in row] for row, style in zip(rows, styles, strict=True)]
+    print_rows(styled, _HEAD, unbroken=_HEAD[2:-1])
+    for note in [*_about_chosen(report), *_about_what_if(report), *(f"written: {file}" for file in written)]:
+        print_line(note, "bold green" if note.startswith(_CHOSEN) else "", wraps=True)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -222,44 +212,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _print_wrapped(report: Report, rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    console.print(Text(report.headline, "bold"), soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column, head in enumerate(_HEAD):
-        table.add_column(head, no_wrap=1 < column < len(_HEAD) - 1, overflow="fold")
-    for row in rows:
-        style = "bold green" if row[0] else "dim" if row[-1] else ""
-        table.add_row(*(Text(cell, style) for cell in row))
-    console.print(table)
-    for note in notes:
-        console.print(Text(note, "bold green" if note.startswith(_CHOSEN) else ""))
-
-
-class _Precision(str, Enum):
-    no = "no"
-    fp16 = "fp16"
-    bf16 = "bf16"
-
-
-class _Stage(str, Enum):
-    auto = "auto"
-    ddp = "ddp"
-    zero = "0"
-    one = "1"
-    two = "2"
-    three = "3"
-
-
-class _Device(str, Enum):
-    auto = "auto"
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+_Device = Literal["auto", "none", "cpu", "nvme"]
 
 
 def _panel(panel: str) -> Callable[..., Any]:
@@ -300,8 +253,8 @@ class Options:
     gpus: Annotated[int | None, _machines("--gpus", help="On each node.", min=1)] = None
     nodes: Annotated[int | None, _machines("--nodes", help="Machines.", min=1)] = None
     mixed_precision: Annotated[
-        _Precision, _training("--mixed_precision", help="Computation type.", show_default=True)
-    ] = _Precision.bf16
+        Literal["no", "fp16", "bf16"], _training("--mixed_precision", help="Computation type.", show_default=True)
+    ] = "bf16"
     optimizer: Annotated[
         str, _training("--optimizer", help="AdamW, Adam, Lion, Adagrad, SGD, …", show_default=True)
     ] = "AdamW"
@@ -313,13 +266,14 @@ class Options:
         int | None, _training("--gradient_accumulation_steps", help="Micro-batches of a step.", min=1)
     ] = None
     zero_stage: Annotated[
-        _Stage, _training("--zero_stage", help="The ZeRO stage; ddp: without ZeRO.", show_default=True)
-    ] = _Stage.auto
+        Literal["auto", "ddp", "0", "1", "2", "3"],
+        _training("--zero_stage", help="The ZeRO stage; ddp: without ZeRO.", show_default=True),
+    ] = "auto"
     offload_optimizer: Annotated[
         _Device, _training("--offload_optimizer_device", help="Of optimizer states.", show_default=True)
-    ] = _Device.auto
+    ] = "auto"
     offload_param: Annotated[_Device, _training("--offload_param_device", help="Of parameters.", show_default=True)] = (
-        _Device.auto
+        "auto"
     )
     ratio: Annotated[float | None, _training("--ratio", help="Share of the optimizer on the host.", min=0, max=1)] = (
         None
@@ -360,9 +314,9 @@ class Options:
         return Wanted(
             stage=_STAGES[self.zero_stage],
             ddp=self.output is None or self.output.suffix != ".json",
-            precision=self.mixed_precision.value,
-            offload_optimizer=None if self.offload_optimizer is _Device.auto else self.offload_optimizer.value,
-            offload_param=None if self.offload_param is _Device.auto else self.offload_param.value,
+            precision=self.mixed_precision,
+            offload_optimizer=None if self.offload_optimizer == "auto" else self.offload_optimizer,
+            offload_param=None if self.offload_param == "auto" else self.offload_param,
             ratio=self.ratio,
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
@@ -387,13 +341,13 @@ class Options:
         return state_cluster(gpu=self.gpu, gpus=self.gpus, nodes=self.nodes, here=here, **sizes)
 
 
-_STAGES: Final[Mapping[_Stage, Literal["ddp", 0, 1, 2, 3] | None]] = {
-    _Stage.auto: None,
-    _Stage.ddp: "ddp",
-    _Stage.zero: 0,
-    _Stage.one: 1,
-    _Stage.two: 2,
-    _Stage.three: 3,
+_STAGES: Final[Mapping[str, Literal["ddp", 0, 1, 2, 3] | None]] = {
+    "auto": None,
+    "ddp": "ddp",
+    "0": 0,
+    "1": 1,
+    "2": 2,
+    "3": 3,
 }
 
 

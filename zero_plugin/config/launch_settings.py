@@ -1,10 +1,7 @@
-"""Accelerate's launch keys: those that are followed, refused, or have no effect.
+"""Accelerate's launch keys: the table of those that are followed, and those that are refused or have no effect.
 
-Accelerate's launch keys as one typed, frozen object: who runs, where, how many, and in which precision.
-
-Accelerate's launch keys that this package refuses, follows later, or has no use for, with what to tell of each.
-
-`dynamo_config`, by which a launch config asks for `torch.compile`, as Accelerate writes it and as flags say it.
+`LaunchSettings` is the table: from a field and the sentence below it come the key's type, its default, its schema, its
+comment in a written config, and its flag with its help.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ class LaunchSettings(BaseModel):
     rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
     """How the machines meet: static (each knows its number), c10d, etcd or etcd-v2. Default: static."""
     rdzv_conf: str = Field("", pattern=_PAIRS, examples=["timeout=60,read_timeout=60"])
-    """torchrun's options for that: key=value,key=value. Default: none."""
+    """torchrun's options for the rendezvous: key=value,key=value. Default: none."""
     same_network: bool = False
     """true or false: whether all machines are in one local network; it changes nothing here. Default: false."""
     gpu_ids: _GpuIds = "all"
@@ -98,7 +95,7 @@ class LaunchSettings(BaseModel):
     max_restarts: int = Field(0, ge=0)
     """How often all workers start again after a crash, 0 or more. Default: 0."""
     auto_resume: bool = False
-    """true or false: accelerator.resume() loads the newest checkpoint at the first start too. Default: false."""
+    """true or false: load the newest checkpoint in accelerator.resume() at the first start too. Default: false."""
     grace_period: float = Field(30.0, ge=0)
     """Seconds that the processes have to save and end after SIGTERM, 0 or more. Default: 30."""
     monitor_interval: float = Field(0.1, gt=0)
@@ -124,7 +121,7 @@ class LaunchSettings(BaseModel):
     deepspeed_inclusion_filter: str | None = None
     """Hosts and slots to use, in DeepSpeed's notation, e.g. host-1@host-2:0,2. Default: all."""
     deepspeed_moe_layer_cls_names: _ClassNames | None = None
-    """Mixture-of-experts layers, which ZeRO-3 gathers whole, beside those found by structure. Default: none."""
+    """Classes of mixture-of-experts layers, comma-separated, for ZeRO-3, beside those it detects. Default: none."""
     gpu_memory: _Bytes | None = None
     """Memory of one device that the plan of stage auto may count on, e.g. 24GiB. Default: what is free."""
     host_memory: _Bytes | None = None

@@ -169,7 +169,7 @@ def save_curves(folder: Path, losses: Sequence[float], rates: Sequence[float], h
     try:
         draw_curves(folder / "curves.png", losses, rates, held_out)
     except ModuleNotFoundError:
-        return f"curves: {table} (for a picture: pip install 'zero-plugin[pictures]')"
+        return f"curves: {table} (for a plot: pip install 'zero-plugin[pictures]')"
     return f"curves: {folder / 'curves.png'}, {table}"
 
 
@@ -329,10 +329,10 @@ def main() -> None:
     if accelerator.is_main_process:
         (args.output / "model" / "config.json").write_text(json.dumps(asdict(config), indent=2))
         (args.output / "sample.txt").write_bytes(sample)
-        pictured = save_curves(args.output, [nats / math.log(2) for nats in curve], rates, bits)
+        plotted = save_curves(args.output, [nats / math.log(2) for nats in curve], rates, bits)
         print(f"\n{sample.decode(errors='replace')}\n")
         print(f"held-out loss: {bits:.3f} bits per byte (8 before any learning)")
-        print(f"weights: {args.output / 'model'} · {pictured}")
+        print(f"weights: {args.output / 'model'} · {plotted}")
     accelerator.end_training()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from zero_plugin.config.amounts import read_count
 from zero_plugin.config.check import check_document
@@ -25,10 +25,18 @@ from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import config_for_scripts, resolve
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.errors import ConfigError, Problem
-from zero_plugin.launch.command import foreign_variables
-from zero_plugin.launch.hosts import asked_launcher, build_hosts_spec
-from zero_plugin.launch.report import STATIC_PORT, find_problems
-from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Program, Rendezvous, Request, Setting
+from zero_plugin.launch.command import foreign_variables, network_variables
+from zero_plugin.launch.hosts import build_hosts_spec, requested_launcher
+from zero_plugin.launch.spec import (
+    LOOPBACK,
+    STATIC_PORT,
+    LaunchSpec,
+    Program,
+    Rendezvous,
+    Request,
+    Setting,
+    find_problems,
+)
 from zero_plugin.launch.tpu import build_tpu_spec, choose_tpu
 from zero_plugin.machine.hardware import (
     Binding,
@@ -39,14 +47,7 @@ from zero_plugin.machine.hardware import (
     has_gpu_driver,
     port_is_free,
 )
-from zero_plugin.machine.network import (
-    OWN_ADDRESS,
-    address_towards,
-    host_of,
-    interface_towards,
-    is_loopback,
-    is_own_address,
-)
+from zero_plugin.machine.network import OWN_ADDRESS, address_towards, host_of, is_loopback, is_own_address
 from zero_plugin.machine.scheduler_job import Allocation, find_allocation
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource
@@ -79,7 +80,7 @@ def build_spec(
     request = Request(document, settings, program, environ, rendezvous_endpoint)
     if asks_for_tpu(settings):
         return build_tpu_spec(request, machine)
-    if asked_launcher(settings) != "standard":
+    if requested_launcher(settings) != "standard":
         return build_hosts_spec(request)
     on_cpu = asks_for_cpu(settings) or not machine.gpus
     gpus = 0 if on_cpu else machine.gpus if settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))
@@ -94,7 +95,7 @@ def build_spec(
     rendezvous = _rendezvous(settings, rendezvous_endpoint)
     environment = {
         **_environment(request, machine, processes, on_cpu=on_cpu),
-        **_interfaces(rendezvous, environ, on_cpu=on_cpu),
+        **_network(rendezvous, environ, on_cpu=on_cpu),
         **foreign_variables(document, settings, resolved, environ, on_cpu=on_cpu),
     }
     binding = Binding((), "")
@@ -152,17 +153,13 @@ def _rendezvous(settings: LaunchSettings, endpoint: str | None) -> Rendezvous:
     return Rendezvous(settings.rdzv_backend, address, "zero_plugin", options, local_address=address_towards(host))
 
 
-def _interfaces(rendezvous: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, Setting]:
-    """The network that leads to the rendezvous, where the user names none: on one machine, loopback. Libraries take the
-    one of this machine's name, which on many systems leads nowhere, and on one machine would let others in."""
+def _network(rendezvous: Rendezvous, environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, Setting]:
+    """The network that leads to the rendezvous, where the user names none: on one machine, loopback."""
     host = host_of(rendezvous.endpoint)
-    interface = interface_towards(host)
     reason = f"this machine reaches {host} by it"
     if rendezvous.backend == LOOPBACK:
         reason = "the run is on this machine alone: nothing listens where others could reach it"
-    names = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
-    if interface is not None and not on_cpu:
-        names["NCCL_SOCKET_IFNAME"] = f"={interface}"  # NCCL takes a name without = for the start of one
+    names = network_variables(host, on_cpu=on_cpu)
     return {name: Setting(to, reason) for name, to in names.items() if name not in environ}
 
 
@@ -191,28 +188,22 @@ def _visible_ids(wanted: str, seen: str | None) -> str:
     return ",".join(names[int(number)] for number in wanted.split(","))
 
 
-class SizedModel(NamedTuple):
-    """A model to plan for (see `ModelSource.model`), and the tokens of one of its samples (None: `usual_length`)."""
-
-    model: str
-    sequence_length: int | None = None
-
-
-def with_plan(document: Document, facts: Facts, sized: SizedModel | None) -> Facts:
+def with_plan(document: Document, facts: Facts, model: str | None, sequence_length: int | None) -> Facts:
     """The facts with a plan, where one is waited for, a model is named, and there is a GPU here or memory is stated.
+
+    Args:
+        document: checked.
+        facts: what is known of the run.
+        model: see `ModelSource.model`.
+        sequence_length: tokens of one sample; None: `usual_length`.
 
     Raises:
         ConfigError: there is no such model, or nothing fits.
     """
-    settings = launch_settings(document)
-    known = settings.gpu_memory is not None or (facts.machine.accelerator == "cuda" and has_gpu_driver())
-    on_zero = asks_for_deepspeed(document, settings)
-    if sized is None or not known or not on_zero or not waits_for_plan(document, facts):
+    on_gpu = facts.machine.accelerator == "cuda" and has_gpu_driver()
+    if model is None or not (on_gpu or launch_settings(document).gpu_memory is not None):
         return facts
-    cluster = _find_cluster(document, settings, facts.machine.processes)
-    return replace(
-        facts, planned=plan_before_run(document, facts, ModelSource(sized.model), sized.sequence_length, cluster)
-    )
+    return _plan(document, facts, model, sequence_length)
 
 
 def plan_launch(
@@ -233,13 +224,21 @@ def plan_launch(
     on_gpu = bool(gpus) and not asks_for_cpu(settings)
     processes = settings.num_processes or (gpus if on_gpu else 1) * settings.num_machines
     machine = MachineFacts("cuda" if on_gpu else "cpu", processes, fp16=on_gpu)
-    facts = Facts(machine=machine, complete=False)
-    if not asks_for_deepspeed(document, settings) or not waits_for_plan(document, facts):
+    facts = _plan(document, Facts(machine=machine, complete=False), model, sequence_length)
+    if not facts.planned:
         return document, [f"--model {model}: nothing is open that a plan would fill"]
-    cluster = _find_cluster(document, settings, processes)
+    logged = resolve(document, facts).said_aloud
+    return lay_plan(document, facts.planned), [line for line in logged if "by the plan" in line]
+
+
+def _plan(document: Document, facts: Facts, model: str, sequence_length: int | None) -> Facts:
+    """The facts with a plan, where ZeRO is requested and waits for one."""
+    settings = launch_settings(document)
+    if not asks_for_deepspeed(document, settings) or not waits_for_plan(document, facts):
+        return facts
+    cluster = _find_cluster(document, settings, facts.machine.processes)
     planned = plan_before_run(document, facts, ModelSource(model), sequence_length, cluster)
-    logged = resolve(document, replace(facts, planned=planned)).said_aloud
-    return lay_plan(document, planned), [line for line in logged if "by the plan" in line]
+    return replace(facts, planned=planned)
 
 
 def sequence_length(flags: Mapping[str, str | bool]) -> int | None:

@@ -19,6 +19,7 @@ from zero_plugin.config.tree import AUTO, KeyPath
 from zero_plugin.launch import worker
 from zero_plugin.launch.spec import LOOPBACK, Hosts, LaunchSpec, Program, Setting
 from zero_plugin.machine.hardware import core_ranges
+from zero_plugin.machine.network import interface_towards
 
 CONFIG_FILE_VARIABLE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 
@@ -54,6 +55,18 @@ def foreign_variables(
         if name not in found and environ.get(name, off).lower() not in ("", "0", off):
             found[name] = Setting(off, "not what the configuration requests")
     return found
+
+
+def network_variables(host: str, *, on_cpu: bool) -> dict[str, str]:
+    """By these variables gloo and NCCL take the network that leads to `host`, where it is known which one does.
+
+    They would take that of this machine's name, which on many systems leads nowhere.
+    """
+    interface = interface_towards(host)
+    if interface is None:
+        return {}
+    # NCCL takes a name without = for the start of one
+    return {"GLOO_SOCKET_IFNAME": interface, **({} if on_cpu else {"NCCL_SOCKET_IFNAME": f"={interface}"})}
 
 
 def overridden(added: Mapping[str, Setting], environ: Mapping[str, str]) -> list[str]:
@@ -179,7 +192,7 @@ def shell_script(spec: LaunchSpec) -> str:
     if spec.local_processes_reason:
         lines.append(f"# processes on this machine: {spec.local_processes} ({spec.local_processes_reason})")
     if spec.cores_reason:
-        lines.append(f"# {tell_cores(spec)}")
+        lines.append(f"# {describe_cores(spec)}")
     for name, setting in spec.environment.items():
         lines += [f"# {setting.reason}", f"export {name}={shlex.quote(setting.value)}"]
     if spec.deepspeed_config is not None:
@@ -202,7 +215,7 @@ def shell_script(spec: LaunchSpec) -> str:
     return "\n".join([*lines, shlex.join(command)])
 
 
-def tell_cores(spec: LaunchSpec) -> str:
+def describe_cores(spec: LaunchSpec) -> str:
     """What each process is bound to, and why."""
     return f"cores of each process: {' / '.join(map(core_ranges, spec.cores)) or 'all'} ({spec.cores_reason})"
 

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,14 +20,21 @@ from zero_plugin.config.handover import CUT_VARIABLE, OutOfMemoryReport, take_ou
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
 from zero_plugin.launch.hosts import run_on_hosts
-from zero_plugin.launch.report import Failure, describe_failure, describe_idle, find_first_failure, shell_code, tell_end
+from zero_plugin.launch.report import (
+    Failure,
+    describe_end,
+    describe_failure,
+    describe_idle,
+    find_first_failure,
+    shell_code,
+)
 from zero_plugin.launch.spec import LaunchSpec, Rendezvous
 from zero_plugin.machine.hardware import MemoryWatch
 from zero_plugin.machine.op_builds import RunningBuilds
 
 _logger = logging.getLogger(__name__)
 
-_AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
+AFTER_FAILURE_S: Final = 5  # what a failed run's other workers have; torch's own is 30
 _LOOK_S: Final = 0.05
 
 
@@ -64,7 +71,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
             idle.update({k: why for k, code in codes.items() if code is None and (why := _why_idle(processes[k].pid))})
             now = int(time.time())
             failed = {rank: Failure(code, now, processes[rank].pid) for rank, code in codes.items() if code}
-            close(workers, None, _AFTER_FAILURE_S)
+            close(workers, None, AFTER_FAILURE_S)
         else:
             for process in alive:
                 process.send_signal(death_sig)
@@ -72,7 +79,7 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
             while any(process.poll() is None for process in alive) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
             builds.look([process.pid for process in alive if process.poll() is None])
-            close(workers, signal.SIGKILL, _AFTER_FAILURE_S)
+            close(workers, signal.SIGKILL, AFTER_FAILURE_S)
         # What processes that have ended well left running was meant to stay.
         for process in processes.values() if death_sig is None else alive:
             with suppress(ProcessLookupError, PermissionError):
@@ -83,16 +90,6 @@ def end_workers_so(grace_s: float, on_failure: Callable[[Mapping[int, Failure]],
 
     with replaced(SubprocessContext, "close", end):
         yield idle
-
-
-def end_copies_soon() -> AbstractContextManager[None]:
-    """While it is entered, what torchrun has forked off a notebook ends as soon after a failure as other workers do."""
-    from torch.multiprocessing.spawn import ProcessContext
-
-    wait = ProcessContext._join_procs_with_timeout
-    return replaced(
-        ProcessContext, "_join_procs_with_timeout", lambda copies, timeout: wait(copies, min(timeout, _AFTER_FAILURE_S))
-    )
 
 
 @contextmanager
@@ -150,7 +147,7 @@ def run_workers(spec: LaunchSpec) -> int:
         if restarts <= max_restarts:
             first, smaller = find_first_failure(failures, folder), _cut_micro_batch(take_out_of_memory_report(folder))
             message = "%s; all workers start again (restart %d of %d)%s"
-            _logger.warning(message, tell_end(first), restarts, max_restarts, smaller)
+            _logger.warning(message, describe_end(first), restarts, max_restarts, smaller)
 
     memory, ending = MemoryWatch(), end_workers_so(spec.settings.grace_period, log_restart)
     with torchrun_ready(spec) as folder, configuration_file(spec), memory, ending as idle:
@@ -159,9 +156,7 @@ def run_workers(spec: LaunchSpec) -> int:
 
 def _run_until_all_end(spec: LaunchSpec, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
     """Meet the other machines, run the workers on torchrun's engine, and log what came of them; an exit code."""
-    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from zero_plugin.launch.rendezvous import Contact, meet_machines
 
@@ -175,11 +170,9 @@ def _run_until_all_end(spec: LaunchSpec, folder: Path, memory: MemoryWatch, idle
                 return 1
             _logger.warning("stopped by %s; no worker is left", error.sigval.name)
             return 128 + int(error.sigval)
-        except (RendezvousError, DistError) as error:
-            if any(folder.glob("*/attempt_*")):
-                contact.lost = f"the connection to the other machines is lost; all workers here are stopped: {error}"
-                return 1
-            raise LaunchError(_why_not_met(spec.rendezvous, spec.machines, error)) from error
+        except LostConnectionError as error:
+            contact.lost = str(error)
+            return 1
         finally:
             del store  # the others may need it until torchrun has left their common exit
             if contact.lost:
@@ -188,27 +181,58 @@ def _run_until_all_end(spec: LaunchSpec, folder: Path, memory: MemoryWatch, idle
 
 def _run_attempts(spec: LaunchSpec, config: Any, folder: Path, memory: MemoryWatch, idle: Mapping[int, str]) -> int:
     """Run the workers; on one machine again with smaller micro-batches, as long as memory runs out; an exit code."""
+    while failures := run_torchrun(spec, config, folder, *worker_command(spec)):
+        first = find_first_failure(failures, folder)
+        out_of_memory = take_out_of_memory_report(folder)
+        # Launchers of several machines begin again together, or not at all: that is --max_restarts.
+        if spec.machines == 1 and (smaller := _cut_micro_batch(out_of_memory)):
+            _logger.warning("%s; all workers start again%s", describe_end(first), smaller)
+            continue
+        processes = {rank: failure.pid for rank, failure in failures.items()}
+        described = describe_failure(
+            first, machines=spec.machines, memory=memory, processes=processes, out_of_memory=out_of_memory
+        )
+        _logger.error("%s", "\n".join([described, *describe_idle(idle)]))
+        return shell_code(first.exitcode)
+    return 0
+
+
+class LostConnectionError(LaunchError):
+    """The machines of a run have lost each other."""
+
+
+def run_torchrun(
+    spec: LaunchSpec, config: Any, folder: Path, entrypoint: str | Callable[..., Any], *arguments: Any
+) -> Mapping[int, Any]:
+    """Run the workers on torchrun's engine until every one is gone; torchrun's record of each failed one, by rank.
+
+    Args:
+        spec: where they meet.
+        config: of `torchrun_config`.
+        folder: of `torchrun_ready`.
+        entrypoint: what each executes; or a function, which copies of this process call.
+        arguments: of either.
+
+    Raises:
+        LaunchError: the machines did not meet.
+        LostConnectionError: they lost each other.
+        SignalException: torch's; this process got a signal that ends it, and has ended its workers.
+    """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    executable, *arguments = worker_command(spec)
-    while True:
-        try:
-            elastic_launch(config, executable)(*arguments)
-        except ChildFailedError as error:
-            first = find_first_failure(error.failures, folder)
-            out_of_memory = take_out_of_memory_report(folder)
-            # Launchers of several machines begin again together, or not at all: that is --max_restarts.
-            if spec.machines == 1 and (smaller := _cut_micro_batch(out_of_memory)):
-                _logger.warning("%s; all workers start again%s", tell_end(first), smaller)
-                continue
-            processes = {rank: failure.pid for rank, failure in error.failures.items()}
-            described = describe_failure(
-                first, machines=spec.machines, memory=memory, processes=processes, out_of_memory=out_of_memory
-            )
-            _logger.error("%s", "\n".join([described, *describe_idle(idle)]))
-            return shell_code(first.exitcode)
-        return 0
+    try:
+        elastic_launch(config, entrypoint)(*arguments)
+    except ChildFailedError as error:
+        return error.failures
+    except (RendezvousError, DistError) as error:
+        if any(folder.glob("*/attempt_*")):
+            message = f"the connection to the other machines is lost; all workers here are stopped: {error}"
+            raise LostConnectionError(message) from error
+        raise LaunchError(_why_not_met(spec.rendezvous, spec.machines, error)) from error
+    return {}
 
 
 @contextmanager

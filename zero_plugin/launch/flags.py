@@ -1,4 +1,4 @@
-"""From launch flags and the file they name to the one checked document; flags that are refused; a first launch config.
+"""From launch flags and the file they name to the one checked document; a first launch config.
 
 The first launch config is the one that suits this machine, without a question.
 """
@@ -16,7 +16,12 @@ from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, read_assignments
-from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, ON_EVERY_MACHINE, ignored_keys
+from zero_plugin.config.launch_settings import (
+    COMPILER_KEYS,
+    COMPILER_PREFIX,
+    LaunchSettings,
+    ignored_keys,
+)
 from zero_plugin.config.located import as_number
 from zero_plugin.config.messages import show_messages
 from zero_plugin.config.read import DEFAULT_STAGE, read_document
@@ -38,11 +43,6 @@ _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
 # Flags that ask for something only ZeRO has.
 _ZERO_FLAGS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))
 _FILE_FLAG: Final = "--deepspeed_config_file"
-# Flags that are no key of the document: they choose files, or say what runs.
-_NO_KEY: Final = (
-    *("config_file", "deepspeed_config_file", "module", "no_python", "dry_run", "quiet", "rdzv_endpoint"),
-    *("model", "sequence_length"),
-)
 
 
 def document_from_flags(
@@ -64,9 +64,9 @@ def document_from_flags(
         except ConfigError as error:
             raise ConfigError(_with_reason(error.problems, file)) from None
     document = read_document(str(flags["config_file"]), content=content) if "config_file" in flags else Document()
-    asks_zero = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
+    zero_flags = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
-        asks_zero.append("config_file")
+        zero_flags.append("config_file")
     if "deepspeed_config_file" in flags:
         document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
     values, where = _values(flags)
@@ -74,14 +74,14 @@ def document_from_flags(
     values, where = {**values, **assigned}, {**where, **assigned_where}
     problems = list(_contradictions(flags, document))
     document = overlay_flags(document, values, where)
-    if asks_zero and not document.launch.value("distributed_type"):
-        what = "a DeepSpeed config by itself" if asks_zero[0] == "config_file" else f"--{asks_zero[0]}"
-        asked = Entry("DEEPSPEED", Origin("rule", f"--{asks_zero[0]}", f"{what} requests ZeRO"))
-        document = replace(document, launch=document.launch.replace({("distributed_type",): asked}))
-    reads_json = "deepspeed_config_file" in flags or "config_file" in asks_zero or len(document.sources) > 1
+    if zero_flags and not document.launch.value("distributed_type"):
+        what = "a DeepSpeed config by itself" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
+        requested = Entry("DEEPSPEED", Origin("rule", f"--{zero_flags[0]}", f"{what} requests ZeRO"))
+        document = replace(document, launch=document.launch.replace({("distributed_type",): requested}))
+    reads_json = "deepspeed_config_file" in flags or "config_file" in zero_flags or len(document.sources) > 1
     stage = ("zero_optimization", "stage")
-    asked_zero = document.launch.value("distributed_type") == "DEEPSPEED"
-    if asked_zero and not reads_json and not document.deepspeed.has_section(*stage):
+    on_zero = document.launch.value("distributed_type") == "DEEPSPEED"
+    if on_zero and not reads_json and not document.deepspeed.has_section(*stage):
         document = replace(document, deepspeed=document.deepspeed.replace({stage: DEFAULT_STAGE}))
     notes = tuple(dict.fromkeys([*document.notes, *ignored_keys(document.launch)]))
     document = replace(document, notes=notes, problems=(*document.problems, *problems))
@@ -96,7 +96,7 @@ def _with_reason(problems: Sequence[Problem], file: Path) -> list[Problem]:
 
 
 def _with_training(document: Document, training: Document) -> Document:
-    """`document` with the training part of another, whole: two configurations are never mixed key by key."""
+    """`document` with the complete training part of another: two configurations are never mixed key by key."""
     sections = {path: where for path, where in document.sections.items() if path[0] != "deepspeed"}
     notes, problems = [*document.notes, *training.notes], [*document.problems, *training.problems]
     if len(document.deepspeed):
@@ -120,14 +120,16 @@ def _values(flags: Mapping[str, str | bool]) -> tuple[dict[KeyPath, Any], dict[K
     values: dict[KeyPath, Any] = {}
     where: dict[KeyPath, str] = {}
     for name, text in flags.items():
-        if name in _NO_KEY:
-            continue
         if name in _SWITCHES:
             new: dict[KeyPath, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
         elif name.startswith(COMPILER_PREFIX):
             new = {(COMPILER_KEYS[0], name): _read(text)}
-        else:
-            new = {("deepspeed", *SHORT_FIELDS[name]) if name in SHORT_FIELDS else (name,): _read(text)}
+        elif name in SHORT_FIELDS:
+            new = {("deepspeed", *SHORT_FIELDS[name]): _read(text)}
+        elif name in LaunchSettings.model_fields:
+            new = {(name,): _read(text)}
+        else:  # it chooses a file, or says what runs
+            continue
         values.update(new)
         where.update(dict.fromkeys(new, f"--{name}"))
     return values, where
@@ -169,43 +171,6 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iter
     if "deepspeed_config_file" in flags and stage is not None and stage.value not in (None, 0):
         message = f"the stage of {show(stage.value)} at {stage.origin.where} {message}"
         yield Problem(_FILE_FLAG, "", message, fix)
-
-
-# By the flag's name or, where it ends in _, by how the name starts.
-_REFUSED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("use_fsdp", "fsdp_"),
-        "Give --use_deepspeed --zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
-    ),
-    **dict.fromkeys(
-        ("use_megatron_lm", "megatron_lm_"),
-        "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
-    ),
-    **dict.fromkeys(
-        ("use_parallelism_config", "parallelism_config_"), "Leave it out: only data parallelism is supported."
-    ),
-    "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
-    **dict.fromkeys(("tpu_cluster", "vm"), f"Leave it out, and {ON_EVERY_MACHINE}."),
-    "no_tpu_cluster": "Leave it out: this command starts what runs on this machine's devices, always.",
-    "tpu_use_sudo": "Write sudo before the command.",
-    "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
-    "downcast_bf16": "Give --mixed_precision bf16, which computes by autocast; weights stay fp32.",
-    "aws_": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
-    "mpirun_": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
-}
-
-
-def refuse_flag(typed: str) -> Problem | None:
-    """The problem with a flag that is Accelerate's but not ours, or None for any other.
-
-    Args:
-        typed: the flag as it was typed, e.g. `--fsdp-version`.
-    """
-    name = typed.lstrip("-").replace("-", "_")
-    for known, fix in _REFUSED.items():
-        if name == known or (known.endswith("_") and name.startswith(known)):
-            return Problem(f"--{name}", "", "is not supported", fix)
-    return None
 
 
 def basic_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:

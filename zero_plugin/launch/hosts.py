@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Final
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, launch_settings
+from zero_plugin.config.launch_settings import LAUNCHERS, LaunchSettings, asks_for_cpu, launch_settings
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.resolve import config_for_scripts
 from zero_plugin.config.tree import AUTO
@@ -34,8 +34,16 @@ from zero_plugin.errors import LaunchError, MachineError, Problem
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.command import foreign_variables, program_arguments
 from zero_plugin.launch.remote_worker import WorkerConfig, choose_variables, encode_config
-from zero_plugin.launch.report import STATIC_PORT, find_program_problems
-from zero_plugin.launch.spec import Host, Hosts, LaunchSpec, Rendezvous, Request, Setting
+from zero_plugin.launch.spec import (
+    STATIC_PORT,
+    Host,
+    Hosts,
+    LaunchSpec,
+    Rendezvous,
+    Request,
+    Setting,
+    find_program_problems,
+)
 from zero_plugin.machine.hardware import port_is_free
 from zero_plugin.machine.network import is_own_address
 
@@ -55,7 +63,6 @@ _TOOLS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "openmpi": (("mpirun", "ompi_info"), "sudo apt-get install openmpi-bin"),
     "slurm": (("srun", "sinfo"), "start this on a machine of the SLURM cluster"),
 }
-_TESTED: Final = ("pdsh", "openmpi", "slurm", "nossh")
 _SSH: Final = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _ANSWERS_WITHIN_S: Final = 30
 _STOPS_WITHIN_S: Final = 10.0
@@ -146,7 +153,7 @@ def _parts(text: str) -> Iterator[tuple[str, str, set[int] | None]]:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def asked_launcher(settings: LaunchSettings) -> str:
+def requested_launcher(settings: LaunchSettings) -> str:
     """`standard` for torchrun on every machine, else the name that DeepSpeed's launcher takes."""
     hostfile = settings.deepspeed_hostfile not in _NONE
     launcher = settings.deepspeed_multinode_launcher or ("pdsh" if hostfile else "standard")
@@ -163,7 +170,7 @@ def build_hosts_spec(request: Request) -> LaunchSpec:
         ConfigError: everything about the hostfile, the filters and the launch that cannot run, at once.
     """
     document, settings, program = request.document, request.settings, request.program
-    launcher, on_cpu = asked_launcher(settings), asks_for_cpu(settings)
+    launcher, on_cpu = requested_launcher(settings), asks_for_cpu(settings)
     hosts, problems = _chosen_hosts(request, launcher)
     problems += [*find_program_problems(program), *_problems(request, launcher)]
     problems += _counts(request, launcher, hosts) if hosts else ()
@@ -366,7 +373,7 @@ def run_on_hosts(hosts: Hosts) -> int:
 
 
 def _notes(hosts: Hosts) -> Iterator[str]:
-    if hosts.launcher not in _TESTED:
+    if hosts.launcher not in LAUNCHERS:
         yield f"{hosts.launcher} is passed on to DeepSpeed's launcher; this package has not been tested with it"
     if hosts.kept and hosts.launcher != "nossh":
         yield f"not sent to the other machines, since they look secret: {', '.join(hosts.kept)}; set them there"

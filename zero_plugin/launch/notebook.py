@@ -1,23 +1,10 @@
-"""Launches a function of a notebook, or of any running program, in forked copies of this process.
-
-The copies run on torchrun's engine, or on the devices of a TPU, until every one is gone.
-"""
+"""Launches a function of a notebook, or of any running program, in forked copies of this process."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
-import multiprocessing
 import os
-import signal
-import sys
-import tempfile
-import threading
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -28,29 +15,14 @@ from zero_plugin.config.find import overlay_code
 from zero_plugin.config.messages import show_messages
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import KeyPath
-from zero_plugin.errors import LaunchError
 from zero_plugin.launch.build import build_spec
-from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
-from zero_plugin.launch.engine import configuration_file, end_copies_soon, replaced, torchrun_config, torchrun_ready
-from zero_plugin.launch.report import FirstFailure, describe_failure
+from zero_plugin.launch.fork import launch_variables, run_forked, run_on_devices
 from zero_plugin.launch.spec import LaunchSpec, Program
-from zero_plugin.launch.tpu import ENDED_SILENTLY, end_training
-from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, put_first
 from zero_plugin.machine.hardware import look_at_machine
-from zero_plugin.machine.xla_runtime import explain_start, import_torch_xla
 
 _logger = logging.getLogger(__name__)
 
 _ANY_PORT: Final = "29500"  # Accelerate's default: nobody requested it, and on one machine nobody has to know it
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_INTERRUPTED: Final = 130  # 128 + SIGINT
-_CUDA_IS_DEAD: Final = 3  # exit code of the trial copy
-_TRIAL_SECONDS: Final = 2.0  # a copy takes milliseconds to answer, or hangs for ever
-# The engine asks whether there are GPUs: let it ask the driver, not CUDA, which would be dead in the copies.
-_DRIVER_ASKED: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-_LEFT: Final = ("TORCHELASTIC_SIGNALS_TO_HANDLE",)  # what the engine leaves in the environment
-_FAILURE: Final = "failure"  # file with the traceback of the copy that failed first
-_called: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # what copies inherit; torch_xla would pickle it
 
 
 def notebook_launcher(
@@ -120,13 +92,13 @@ def notebook_launcher(
     spec = _build(function, _document(config, values, "notebook_launcher"), rdzv_endpoint or None)
     if rdzv_id != "none":
         spec = replace(spec, rendezvous=replace(spec.rendezvous, run_id=rdzv_id))
-    with _variables(spec):
+    with launch_variables(spec):
         if spec.replicas is not None:
             run_on_devices(function, tuple(args), spec.replicas.count)
         elif spec.local_processes * spec.machines == 1:
             function(*args)
         else:
-            _run_forked(spec, function, tuple(args), line_prefix=log_line_prefix_template)
+            run_forked(spec, function, tuple(args), line_prefix=log_line_prefix_template)
 
 
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> None:
@@ -145,8 +117,8 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         "use_cpu": ("on the CPU", True),
     }
     spec = _build(function, _document(None, values, "debug_launcher"), None)
-    with _variables(spec):
-        _run_forked(spec, function, tuple(args))
+    with launch_variables(spec):
+        run_forked(spec, function, tuple(args))
 
 
 def _document(config: Any, values: Mapping[str, tuple[str, Any]], call: str) -> Document:
@@ -176,315 +148,3 @@ def _build(function: Callable[..., Any], document: Document, endpoint: str | Non
     count = "1 process" if spec.local_processes == 1 else f"{spec.local_processes} processes"
     _logger.info("%s runs in %s on %s%s", program.name, count, where, reason)
     return spec
-
-
-@contextlib.contextmanager
-def _variables(spec: LaunchSpec) -> Iterator[None]:
-    """The launch's environment variables, here and in what is forked from here, until the launch ends."""
-    values = {name: setting.value for name, setting in spec.environment.items()}
-    with _variables_while(values, [CONFIG_FILE_VARIABLE]), configuration_file(spec):
-        yield
-
-
-# ---- the copies ------------------------------------------------------------------------------------------------------
-
-
-def _run_forked(
-    spec: LaunchSpec, function: Callable[..., Any], args: tuple[Any, ...], *, line_prefix: str | None = None
-) -> None:
-    """Run `function(*args)` in `spec.local_processes` copies of this process.
-
-    When this returns or raises, no copy is left. Environment variables of the spec are set before.
-
-    Args:
-        spec: how many, and where they meet.
-        function: what to run; it needs no name that another process could import.
-        args: its arguments; nothing is pickled.
-        line_prefix: torchrun's `log_line_prefix_template`.
-
-    Raises:
-        LaunchError: this process cannot be copied any more; a copy has failed; the machines of the run did not meet.
-    """
-    on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu"
-    threads = find_threads(int(os.environ["OMP_NUM_THREADS"]), on_gpus=on_gpus)
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import elastic_launch
-
-    undisturbed = _own_signals(), _signals_wait_for_forks(), end_copies_soon(), _meant_to_fork()
-    with torchrun_ready(spec) as folder, contextlib.ExitStack() as stack:
-        for context in (*undisturbed, _variables_while(_DRIVER_ASKED, _LEFT)):
-            stack.enter_context(context)
-        config = torchrun_config(spec, folder, start_method="fork", log_line_prefix_template=line_prefix)
-        config.numa_options = None  # what torch would set here asks CUDA in the copies before they have a device
-        try:
-            elastic_launch(config, _work)(function, args, threads, spec.cores)
-        except ChildFailedError as error:
-            if any(failure.exitcode == _INTERRUPTED for failure in error.failures.values()):
-                raise KeyboardInterrupt from None  # the signal reached them, and was lost here
-            raise LaunchError(_describe(error.failures, folder)) from None
-        except SignalException as error:
-            if error.sigval is signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise LaunchError(f"stopped by {error.sigval.name}; no worker is left") from None
-        except (RendezvousError, DistError) as error:
-            raise LaunchError(f"the machines did not meet at {spec.rendezvous.endpoint}: {error}") from error
-
-
-def run_on_devices(function: Callable[..., Any], args: tuple[Any, ...], count: int | None) -> None:
-    """Run `function(*args)` on the devices of a TPU; on one device it runs here.
-
-    When this returns or raises, no copy is left.
-
-    Args:
-        function: what to run; it needs no name that another process could import.
-        args: its arguments; nothing is pickled.
-        count: how many devices there must be; None takes all.
-
-    Raises:
-        LaunchError: this process cannot be copied any more; a copy has failed.
-        MachineError: torch_xla or the runtime does not work here.
-    """
-    global _called
-    torch_xla = import_torch_xla()
-    if count == 1:
-        torch_xla.launch(_call_here, args=(function, args), debug_single_process=True)
-        return
-    if torch_xla._XLAC._xla_runtime_is_initialized():
-        raise LaunchError(
-            "this process has used an XLA device already, and its copies could not.\n"
-            "Restart the kernel, and keep what uses a device inside the launched function."
-        )
-    threads = find_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)), on_gpus=False)
-    _called = (function, args)
-    wanted = {"FORK_LAUNCHED": "1", **({} if count is None else {"WORLD_SIZE": str(count)})}
-    with tempfile.TemporaryDirectory(prefix="zero_plugin_") as folder, _variables_while(wanted), _meant_to_fork():
-        try:
-            with _copies_end_with_ctrl_c():
-                torch_xla.launch(_run_on_device, args=(folder, threads), start_method="fork")
-        except BrokenProcessPool:
-            failure = Path(folder) / _FAILURE
-            raise LaunchError(failure.read_text() if failure.exists() else ENDED_SILENTLY) from None
-        except (RuntimeError, OSError) as error:  # the runtime's, since the function's end its copy
-            raise explain_start(error) from error
-        finally:
-            _called = None
-
-
-def _call_here(_rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    function(*args)
-
-
-def _run_on_device(rank: int, folder: str, threads: int) -> None:
-    """One device's part; where it fails, its process ends at once, and torch_xla then ends the others."""
-    assert _called is not None, "the copy was made after it was set"
-    function, args = _called
-    _begin_copy(threads)
-    try:
-        function(*args)
-        end_training()
-    except BaseException as error:  # noqa: BLE001 - the outermost frame of the user's function
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            end_training()
-            return
-        _leave_failure(error, rank, Path(folder))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-@contextlib.contextmanager
-def _copies_end_with_ctrl_c() -> Iterator[None]:
-    """torch_xla would wait for them, and they train on in threads that hear of no signal."""
-    others = set(multiprocessing.active_children())
-
-    def end(*_: Any) -> None:
-        for copy in set(multiprocessing.active_children()) - others:
-            copy.kill()
-        raise KeyboardInterrupt
-
-    with _own_signals() as may_handle:
-        if may_handle:
-            signal.signal(signal.SIGINT, end)
-        yield
-
-
-# ---- before ----------------------------------------------------------------------------------------------------------
-
-
-def find_threads(wanted: int, *, on_gpus: bool = True) -> int:
-    """How many threads torch may compute with in a copy of this process.
-
-    Args:
-        wanted: how many it should.
-        on_gpus: whether the copy may use CUDA; torch_xla asks CUDA for its devices when it is imported.
-
-    Raises:
-        LaunchError: a copy could not train.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return wanted
-    if torch.distributed.is_initialized():
-        raise LaunchError(
-            "this process has an Accelerator, a PartialState or another process group already, and copies of it cannot "
-            "share that.\nMake the Accelerator inside the launched function; end this one first with "
-            "accelerator.end_training(), or restart the kernel."
-        )
-    if on_gpus and torch.cuda.is_initialized():
-        raise LaunchError(_on_cuda("has computed on a GPU"))
-    trial = multiprocessing.get_context("fork").Process(target=_try_copy, args=(on_gpus,))
-    with _meant_to_fork():
-        trial.start()
-    trial.join(_TRIAL_SECONDS)
-    if trial.exitcode == _CUDA_IS_DEAD:
-        raise LaunchError(_on_cuda("has asked CUDA for its devices, e.g. by torch.cuda.is_available(),"))
-    if trial.exitcode == 0 or wanted == 1:
-        trial.kill()
-        return wanted
-    trial.kill()
-    trial.join()
-    _logger.warning(
-        "torch has computed here with several threads, which hang in a copy of this process; each process computes "
-        "with one. Restart the kernel and launch before anything computes, to have more."
-    )
-    return 1
-
-
-def _on_cuda(what: str) -> str:
-    return (
-        f"this process {what} already, and CUDA does not work in a copy of a process that did.\n"
-        "Restart the kernel, and keep what uses a GPU inside the launched function; so do libraries that look for GPUs "
-        "when they are imported."
-    )
-
-
-def _try_copy(on_gpus: bool) -> None:
-    """In a copy: does CUDA work, and do several threads?"""
-    import torch
-
-    if on_gpus and torch.cuda._is_in_bad_fork():
-        os._exit(_CUDA_IS_DEAD)
-    torch.set_num_threads(2)
-    torch.ones(2**20).exp_()
-    os._exit(0)
-
-
-def _signals_wait_for_forks() -> contextlib.AbstractContextManager[None]:
-    """A signal that comes while torch makes the copies counts when they are made.
-
-    torch raises it as an exception, which has no way out of what Python runs around a fork: it would be lost, and leave
-    logging locked for ever, since it is logging's lock that Python holds there.
-    """
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-
-    fork: Callable[[Any], None] = MultiprocessContext._start
-
-    def fork_undisturbed(workers: Any) -> None:
-        received: list[int] = []
-        with _own_signals() as may_handle:
-            for number in _SIGNALS if may_handle else ():  # torch handles no signals in another thread
-                signal.signal(number, lambda number, _: received.append(number))
-            fork(workers)
-        if received:
-            signal.raise_signal(received[0])
-
-    return replaced(MultiprocessContext, "_start", fork_undisturbed)
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[bool]:
-    """Afterwards signals are handled as before: torchrun's engine sets handlers and leaves them, where a notebook needs
-    its own again. Yields whether handlers can be set at all, which only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield False
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield True
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _variables_while(values: Mapping[str, str], others: Iterable[str] = ()) -> Iterator[None]:
-    """Environment variables set inside; afterwards these and `others` are as before."""
-    before = {name: os.environ.get(name) for name in (*values, *others)}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _meant_to_fork() -> Iterator[None]:
-    """Python warns from 3.12 on that a copy of a process with threads may hang; whether it does was tried."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-        yield
-
-
-# ---- in the copy -----------------------------------------------------------------------------------------------------
-
-
-def _begin_copy(threads: int) -> None:
-    """Drop what a copy must not keep of the launcher: its run, its threads, and a life beyond its own."""
-    die_with_launcher()
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads)
-    if (state := sys.modules.get("zero_plugin.loop.state")) is not None:
-        state.forget_run()
-
-
-def _work(function: Callable[..., Any], args: tuple[Any, ...], threads: int, cores: tuple[frozenset[int], ...]) -> None:
-    """Run the function as a process of its own would: nothing of the launcher's continues, and its end is an end."""
-    _begin_copy(threads)
-    for number in _SIGNALS:
-        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
-    os.environ["FORK_LAUNCHED"] = "1"
-    if cores:
-        os.sched_setaffinity(0, cores[int(os.environ["LOCAL_RANK"])])
-    atexit._clear()  # the launcher's, which multiprocessing would not call here either
-    attempt = Path(os.environ[ERROR_FILE]).parents[1]
-    try:
-        function(*args)
-        atexit._run_exitfuncs()  # ends the training with the other processes
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            _leave_failure(end, os.environ["RANK"], attempt)
-            raise
-        atexit._run_exitfuncs()
-    except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None  # torch would take it for a good end, and wait for the result
-    except Exception as error:
-        _leave_failure(error, os.environ["RANK"], attempt)
-        raise
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-def _leave_failure(error: BaseException, rank: int | str, folder: Path) -> None:
-    """Write down for the launcher what happened, with this process's traceback, unless another failed before."""
-    own_frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
-    lines = traceback.format_exception(type(error), error, own_frames)
-    if (memory := sys.modules.get("zero_plugin.loop.out_of_memory")) is not None:
-        lines += [f"{line}\n" for line in memory.describe_end(error)]
-    put_first(folder / _FAILURE, f"process {rank} failed first; all are stopped.\n\n{''.join(lines).rstrip()}")
-
-
-def _describe(failures: Any, folder: Path) -> str:
-    """What happened, with the traceback of the process that failed first."""
-    rank, failure = next(iter(failures.items()))
-    attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: int(attempt.name.partition("_")[2]))
-    if failure.exitcode < 0 or not attempts or not (file := attempts[-1] / _FAILURE).exists():
-        return describe_failure(FirstFailure(rank, failure.exitcode))
-    return file.read_text()

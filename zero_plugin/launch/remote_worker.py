@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.launch import worker
-from zero_plugin.launch.command import CONFIG_FILE_VARIABLE
+from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, network_variables
 from zero_plugin.machine.hardware import choose_cores, count_cores, find_gpus, has_gpu_driver
-from zero_plugin.machine.network import interface_towards
 from zero_plugin.machine.scheduler_job import find_place
 
 # Variables that a run depends on, by how their names start. All else of the environment stays on this machine.
@@ -115,12 +114,7 @@ def _of_this_machine(processes: int, *, on_gpus: bool) -> Mapping[str, str]:
     if not on_gpus:
         found["DS_ACCELERATOR"] = "cpu"
     alone = processes == int(os.environ.get("WORLD_SIZE", "1"))
-    interface = None if alone else interface_towards(os.environ.get("MASTER_ADDR", ""))
-    if interface is not None:
-        found["GLOO_SOCKET_IFNAME"] = interface
-        if on_gpus:
-            found["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    return found
+    return found if alone else {**found, **network_variables(os.environ.get("MASTER_ADDR", ""), on_cpu=not on_gpus)}
 
 
 def _bind(processes: int, *, on_gpus: bool) -> None:

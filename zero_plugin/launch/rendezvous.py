@@ -258,10 +258,10 @@ def _show(store: Any, rank: int, machines: int, me: str) -> None:
     Raises:
         LaunchError: another machine has the same number, or counts other machines.
     """
-    counted = store.compare_set("machines", "", f"{machines}, as machine {rank} was told").decode()
-    if int(counted.partition(",")[0]) != machines:
+    counted = store.compare_set("machines", "", f"{machines} on machine {rank}").decode()
+    if int(counted.partition(" ")[0]) != machines:
         raise LaunchError(
-            f"the machines count differently: there are {counted}, and {machines}, as machine {rank} was told.\n"
+            f"the machines count differently: {counted}, {machines} on machine {rank}.\n"
             "Give all of them the same --num_machines."
         )
     mine = f"{me}\n{uuid.uuid4().hex}"  # containers may share a name and the numbers of their processes

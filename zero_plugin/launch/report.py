@@ -1,25 +1,19 @@
-"""What cannot be launched here, although the configuration is right; and who failed first in a failed run, and why."""
+"""Who failed first in a failed run, and why: where, how, what that means and what to do."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.handover import OutOfMemoryReport
-from zero_plugin.config.launch_settings import asks_for_cpu
-from zero_plugin.config.read import nearest_file
-from zero_plugin.config.tree import AUTO, dotted
-from zero_plugin.errors import Problem
-from zero_plugin.launch.spec import Program, Request
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
-from zero_plugin.machine.hardware import Machine, MemoryWatch, largest_processes, port_is_free, total_cpu_memory
+from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_cpu_memory
 
 # A process ended by these dies without a message, and the other ranks then fail because it is gone.
 _SUDDEN: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -128,7 +122,7 @@ def describe_failure(
     host = socket.gethostname()
     where = f"on {host}" if machines == 1 else f"of those on {host}"
     output = "" if first.exitcode < 0 else "; its output is above"
-    lines = [f"{tell_end(first)}, {where}{output}. All workers are stopped."]
+    lines = [f"{describe_end(first)}, {where}{output}. All workers are stopped."]
     if out_of_memory is not None:
         lines += [out_of_memory.headline, out_of_memory.advice]
         if out_of_memory.cut:
@@ -146,7 +140,7 @@ def describe_failure(
     return "\n".join(lines)
 
 
-def tell_end(first: FirstFailure) -> str:
+def describe_end(first: FirstFailure) -> str:
     """Who failed first and how, in half a sentence."""
     if first.exitcode >= 0:
         return f"rank {first.rank} failed first, with exit code {first.exitcode}"
@@ -200,120 +194,3 @@ def _explain_bus_error() -> str:
         "Make it larger (docker run --shm-size=16g, or --ipc=host), or use fewer data loader workers. Else a file that "
         "is mapped into memory was cut short."
     )
-
-
-STATIC_PORT: Final = 29500  # torch.distributed's own default: all machines must know it before they can talk
-_MOST_PROCESSES: Final = 1024  # a slip of the keyboard must not exhaust the machine
-
-
-def find_problems(request: Request, machine: Machine, gpus: int) -> Iterator[Problem]:
-    """Everything that speaks against this launch on this machine.
-
-    Args:
-        request: what is to be launched.
-        machine: what the workers will see.
-        gpus: GPUs of this machine that the run may use; 0 for a run on the CPU.
-    """
-    settings = request.settings
-    yield from find_program_problems(request.program)
-    if request.endpoint and settings.num_machines == 1:
-        fix = "Leave it out, or add --num_machines."
-        yield Problem("--rdzv_endpoint", "", "has no effect: there is one machine", fix)
-    yield from _gpus(request, machine)
-    yield from _processes(request, gpus)
-    if request.program.kind == "function" and settings.min_machines not in (None, settings.num_machines):
-        message = "processes that are copies of a notebook do not continue without a machine"
-        yield request.problem("min_machines", message, "Delete it, or start a script with `zero-plugin launch`.")
-    yield from _rendezvous(request)
-    yield from find_log_problems(request)
-    yield from _nvme_folders(request)
-
-
-def find_program_problems(program: Program) -> Iterator[Problem]:
-    """A script that is no file, or a program that is not found."""
-    if program.kind == "script" and not Path(program.name).is_file():
-        yield Problem("command line", "", f"{program.name} is not a file", nearest_file(Path(program.name)))
-    if program.kind == "executable" and shutil.which(program.name) is None:
-        yield Problem("command line", "", f"{program.name} is not an executable here", "Name one that is on the PATH.")
-
-
-def _gpus(request: Request, machine: Machine) -> Iterator[Problem]:
-    kind, ids = request.document.launch.get("distributed_type"), request.settings.gpu_ids
-    none_here = "there is no GPU here that torch can use"
-    if not machine.gpus and kind is not None and kind.value == "MULTI_GPU" and kind.origin.kind == "flag":
-        yield request.problem("distributed_type", none_here, "Give --cpu in its place: DDP on the CPU.")
-    if ids == "all" or asks_for_cpu(request.settings):
-        return
-    names, known = ids.split(","), [str(number) for number in range(machine.gpus)]
-    unknown = [name for name in names if name not in known]
-    if unknown and not known:
-        yield request.problem("gpu_ids", none_here, "Delete it, or add --cpu.")
-    elif unknown:
-        fix = f"Write all, or some of {','.join(known)}: they count the GPUs that this process sees."
-        yield request.problem("gpu_ids", f"{','.join(unknown)}: no GPU here has that number", fix)
-    elif len(set(names)) < len(names):
-        yield request.problem("gpu_ids", f"{ids} names a GPU twice", "Write each number once.")
-
-
-def _processes(request: Request, gpus: int) -> Iterator[Problem]:
-    machines = request.settings.num_machines
-    here = (request.settings.num_processes or 0) // machines
-    if gpus and here > gpus:
-        fix = f"Write at most {gpus * machines}, since each process has a GPU of its own; or add --cpu."
-        message = f"{here} processes on this machine, which has {gpus} usable GPUs"
-        yield request.problem("num_processes", message, fix)
-    elif here > _MOST_PROCESSES:
-        fix = f"Write at most {_MOST_PROCESSES * machines}."
-        yield request.problem("num_processes", f"{here} processes are more than one machine can run", fix)
-
-
-def find_log_problems(request: Request) -> Iterator[Problem]:
-    """A folder for logs that cannot be made or written."""
-    if request.settings.log_dir is not None and (blocked := obstacle(request.settings.log_dir)) is not None:
-        message = f"{blocked} is no folder that can be written"
-        yield request.problem("log_dir", message, "Name a folder that can be made or written.")
-
-
-def _nvme_folders(request: Request) -> Iterator[Problem]:
-    training = request.document.deepspeed
-    for offload in ("offload_optimizer", "offload_param") if request.on_deepspeed else ():
-        section = ("zero_optimization", offload)
-        entry = training.get(*section, "nvme_path")
-        if training.value(*section, "device") != "nvme" or entry is None or not isinstance(entry.value, str):
-            continue
-        if (blocked := obstacle(entry.value)) is not None:
-            message = f"{blocked} is no folder that can be written"
-            fix = "Name a folder on a local NVMe disk that can be made or written."
-            yield Problem(entry.origin.where, dotted((*section, "nvme_path")), message, fix)
-
-
-def obstacle(folder: str | Path) -> Path | None:
-    """What exists of `folder` already, if nothing can be made below that."""
-    path = Path(folder)
-    existing = next((parent for parent in (path, *path.parents) if os.access(parent, os.F_OK)), Path())
-    return None if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else existing
-
-
-def _rendezvous(request: Request) -> Iterator[Problem]:
-    """Where the machines meet, which must be known to all, and its port, which must be free on machine 0."""
-    settings = request.settings
-    if settings.num_machines == 1:
-        port = settings.main_process_port
-        if port and not port_is_free(port):
-            fix = "Leave it out: a free one is then taken."
-            yield request.problem("main_process_port", f"port {port} is taken on this machine", fix)
-        return
-    static = settings.rdzv_backend == "static"
-    if not request.endpoint and not settings.main_process_ip:
-        fix = "Give --main_process_ip, machine 0's address, the same on each machine."
-        yield request.problem("main_process_ip", "missing for several machines", fix)
-    if not request.endpoint and settings.main_process_port == 0:
-        fix = "Give one port to all machines; 29500 is taken where none is given."
-        yield request.problem("main_process_port", "0, but all machines must know it", fix)
-    if static and request.document.launch.value("machine_rank") in (None, AUTO):
-        fix = f"Give --machine_rank, this machine's number, 0 to {settings.num_machines - 1}."
-        yield request.problem("machine_rank", "missing for several machines", fix)
-    port = settings.main_process_port or STATIC_PORT
-    if static and not request.endpoint and not settings.machine_rank and not port_is_free(port):
-        message = f"port {port} is taken on this machine, which is machine 0"
-        yield request.problem("main_process_port", message, "Give another --main_process_port to all machines.")

@@ -34,8 +34,16 @@ from zero_plugin.config.tree import AUTO, Entry, Origin
 from zero_plugin.distributed.process_end import install_stop_handler
 from zero_plugin.errors import ConfigError, LaunchError, Problem
 from zero_plugin.launch.command import foreign_variables
-from zero_plugin.launch.report import find_log_problems, find_program_problems
-from zero_plugin.launch.spec import LOOPBACK, LaunchSpec, Rendezvous, Replicas, Request, Setting
+from zero_plugin.launch.spec import (
+    LOOPBACK,
+    LaunchSpec,
+    Rendezvous,
+    Replicas,
+    Request,
+    Setting,
+    find_log_problems,
+    find_program_problems,
+)
 from zero_plugin.launch.worker import ERROR_FILE, die_with_launcher, read_first_failure, report_end
 from zero_plugin.machine.hardware import Machine
 from zero_plugin.machine.network import OWN_ADDRESS

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from accelerate.commands.launch import launch_command_parser
 
-from zero_plugin.cli.flags import LAUNCH_FLAGS
-from zero_plugin.launch.flags import refuse_flag
+from zero_plugin.cli.options import LAUNCH_FLAGS, refuse_flag
 
 
 def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
     """None is an unknown flag: `launch` has it, or says what to do in its place."""
     spellings = [flag for action in launch_command_parser()._actions for flag in action.option_strings]
     theirs = {flag[:2] + flag[2:].replace("-", "_") for flag in spellings}
-    ours = {f"--{flag.name}" for flag in LAUNCH_FLAGS}.union(*(flag.short for flag in LAUNCH_FLAGS), ["--help", "-h"])
+    options = [flag.__metadata__[0] for flag in LAUNCH_FLAGS.values()]
+    ours = {"--help", "-h"}.union(*((option.default, *option.param_decls) for option in options))
     assert len(theirs) > 100
     refused = {flag: refuse_flag(flag) for flag in theirs - ours}
     assert [flag for flag, problem in refused.items() if problem is None or not problem.fix] == []

@@ -1,11 +1,14 @@
-"""What of a configuration the self-test runs by."""
+"""`zero-plugin test` without its processes: what it runs by, and what it makes of what they write down."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from zero_plugin.cli.selftest_checks.outcome import document_of_test
+from zero_plugin.cli.selftest import STEPS, Outcome, document_of_test, note, read_outcomes
 from zero_plugin.launch.flags import document_from_flags
+
+# ---- What of a configuration the self-test runs by -------------------------------------------------------------------
+
 
 CONFIG = """
 distributed_type: DEEPSPEED
@@ -49,3 +52,23 @@ def test_stage_offload_and_precision_stay(tmp_path: Path) -> None:
 def test_an_optimizer_that_hides_wrong_gradients_is_replaced(tmp_path: Path) -> None:
     """Lion steps by signs."""
     assert "optimizer" not in kept(tmp_path, "Lion")[1]
+
+
+# ---- What workers write down, and what the command makes of it -------------------------------------------------------
+
+
+def test_the_last_word_on_each_check_counts(tmp_path: Path) -> None:
+    """What was begun and not ended stays begun, and has a way out; what is well has none."""
+    file = tmp_path / "outcomes"
+    assert read_outcomes(file) == []
+    ended = Outcome("barrier", "ok", "2 processes", 0.5)
+    for outcome in (Outcome("barrier", "begun"), ended, Outcome("all_reduce", "begun")):
+        note(outcome, file)
+    assert read_outcomes(file) == [ended, Outcome("all_reduce", "begun")]
+    assert [outcome.fix for outcome in read_outcomes(file)] == ["", STEPS["all_reduce"]]
+
+
+def test_every_check_has_a_way_out() -> None:
+    """Never an empty one."""
+    assert all(Outcome(check, "wrong").fix for check in STEPS)
+    assert not any(Outcome(check, "left out").fix for check in STEPS)

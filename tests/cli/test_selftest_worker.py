@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from zero_plugin import Accelerator
-from zero_plugin.cli.selftest_checks import checks as offload
-from zero_plugin.cli.selftest_checks import checks as training
-from zero_plugin.cli.selftest_checks.checks import Run, check_all_reduce, check_barrier, check_data_loader
-from zero_plugin.cli.selftest_checks.outcome import CheckError, LeftOut
+from zero_plugin.cli import selftest_worker
+from zero_plugin.cli.selftest import CheckError, LeftOut
+from zero_plugin.cli.selftest_worker import Run, check_all_reduce, check_barrier, check_data_loader
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 
 
@@ -28,10 +27,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def test_one_process_passes(run: Run) -> None:
     """The step, the checkpoint and the loader; what needs several processes or a GPU is left out with the reason."""
-    assert "as in one process" in training.check_optimizer_step(run)
-    assert "values equal" in training.check_checkpoint(run)
+    assert "as in one process" in selftest_worker.check_optimizer_step(run)
+    assert "values equal" in selftest_worker.check_checkpoint(run)
     assert "each once" in check_data_loader(run)
-    for check in (check_barrier, check_all_reduce, offload.check_host_and_device, offload.check_nvme):
+    for check in (check_barrier, check_all_reduce, selftest_worker.check_host_and_device, selftest_worker.check_nvme):
         with pytest.raises(LeftOut, match=r"process|CPU|NVMe"):
             check(run)
 
@@ -41,24 +40,24 @@ def test_a_gradient_that_is_twice_as_large_is_found(run: Run, monkeypatch: pytes
     backward = run.accelerator.backward
     monkeypatch.setattr(run.accelerator, "backward", lambda loss: backward(2 * loss))
     with pytest.raises(CheckError, match="differs by"):
-        training.check_optimizer_step(run)
+        selftest_worker.check_optimizer_step(run)
 
 
 def test_an_optimizer_whose_states_are_not_restored_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights alone are not enough."""
-    training.check_optimizer_step(run)
+    selftest_worker.check_optimizer_step(run)
     load = run.accelerator.load_state
     monkeypatch.setattr(run.accelerator, "load_state", lambda folder: load(folder, weights_only=True))
     with pytest.raises(CheckError, match="after load_state differs"):
-        training.check_checkpoint(run)
+        selftest_worker.check_checkpoint(run)
 
 
 def test_weights_that_are_not_restored_are_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are named."""
-    training.check_optimizer_step(run)
+    selftest_worker.check_optimizer_step(run)
     monkeypatch.setattr(run.accelerator, "load_state", lambda folder: None)
     with pytest.raises(CheckError, match=r"weights differ after load_state: 0\.weight"):
-        training.check_checkpoint(run)
+        selftest_worker.check_checkpoint(run)
 
 
 def test_a_sample_that_comes_twice_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +72,7 @@ def test_an_endless_overflow_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(run.accelerator), "optimizer_step_was_skipped", True)
     monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self: None)
     with pytest.raises(CheckError, match="overflowed"):
-        training.check_optimizer_step(run)
+        selftest_worker.check_optimizer_step(run)
 
 
 def test_a_wrong_sum_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +90,8 @@ def test_a_wrong_sum_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_checkpoint_needs_the_step_and_a_folder(run: Run) -> None:
     """Without either it is left out, with the reason."""
     with pytest.raises(LeftOut, match="optimizer step"):
-        training.check_checkpoint(run)
-    training.check_optimizer_step(run)
+        selftest_worker.check_checkpoint(run)
+    selftest_worker.check_optimizer_step(run)
     run.folder = None
     with pytest.raises(LeftOut, match="--folder"):
-        training.check_checkpoint(run)
+        selftest_worker.check_checkpoint(run)

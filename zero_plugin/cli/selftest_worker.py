@@ -1,4 +1,4 @@
-"""The checks of the self-test, and what they share: accelerator, folder, the model that one prepares for the next.
+"""One process of `zero-plugin test`: runs every check, and one of each machine writes down what came of them.
 
 Each collective's values are compared, and its bandwidth measured; a loader gives every sample once; copies go between
 CPU and device and to the NVMe folders; one step of a small model is compared with the same step in one process.
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import shutil
+import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +28,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin.accelerator import Accelerator
-from zero_plugin.cli.selftest_checks.outcome import CheckError, LeftOut
+from zero_plugin.cli.selftest import STEPS, CheckError, LeftOut, Outcome, note
 from zero_plugin.config.amounts import show_bytes
+from zero_plugin.config.choices import DistributedType
 from zero_plugin.config.placeholders import DummyOptim
+from zero_plugin.config.plugins import InitProcessGroupKwargs
 from zero_plugin.config.resolve.facts import Resolved
+from zero_plugin.distributed.collectives import gather_object
 from zero_plugin.distributed.seeding import set_seed
+from zero_plugin.errors import LaunchError, MachineError
 from zero_plugin.strategies.torch_optimizers import build_optimizer
 
 
@@ -126,7 +135,7 @@ def check_all_reduce(run: Run) -> str:
             dist.all_reduce(buffer)
         seconds.append(watch.seconds)
         _compare(buffer, wanted)
-    return _told(buffer, min(seconds), 2 * (run.processes - 1) / run.processes)
+    return _bandwidth(buffer, min(seconds), 2 * (run.processes - 1) / run.processes)
 
 
 def check_all_gather(run: Run) -> str:
@@ -142,7 +151,7 @@ def check_all_gather(run: Run) -> str:
             dist.all_gather(list(result.chunk(run.processes)), own + run.accelerator.process_index)
         seconds.append(watch.seconds)
         _compare(result, wanted)
-    return _told(result, min(seconds), (run.processes - 1) / run.processes)
+    return _bandwidth(result, min(seconds), (run.processes - 1) / run.processes)
 
 
 def check_broadcast(run: Run) -> str:
@@ -157,7 +166,7 @@ def check_broadcast(run: Run) -> str:
             dist.broadcast(buffer, src=last)
         seconds.append(watch.seconds)
         _compare(buffer, ramp)
-    return _told(buffer, min(seconds), 1.0)
+    return _bandwidth(buffer, min(seconds), 1.0)
 
 
 def _need_several(run: Run) -> None:
@@ -180,7 +189,7 @@ def _compare(found: Tensor, wanted: Tensor) -> None:
         )
 
 
-def _told(buffer: Tensor, seconds: float, share: float) -> str:
+def _bandwidth(buffer: Tensor, seconds: float, share: float) -> str:
     size = buffer.numel() * buffer.element_size()
     return f"values right; {speed(size * share, seconds)} per process ({show_bytes(size)})"
 
@@ -210,15 +219,15 @@ _SWAPPED = 64 * 2**20
 
 
 def check_host_and_device(run: Run) -> str:
-    """Copy from host memory to the device and back; for a GPU, from pinned memory."""
+    """Copy from CPU memory to the device and back; for a GPU, from pinned memory."""
     if run.device.type == "cpu":
-        raise LeftOut("the run is on the CPU, where all is in host memory")
+        raise LeftOut("the run is on the CPU, where all is in CPU memory")
     size = _COPIED[run.device.type]
     host = torch.arange(size // 4, dtype=torch.int32)
     if run.device.type == "xla":  # which notes a copy down, and makes it when somebody looks
         with stopwatch(run.device) as both:
             back = host.to(run.device).cpu()
-        told = f"to the device and back {speed(2 * size, both.seconds)}"
+        rates = f"to the device and back {speed(2 * size, both.seconds)}"
     else:
         host, back = host.pin_memory(), torch.empty_like(host).pin_memory()
         there = host.to(run.device)
@@ -226,10 +235,10 @@ def check_host_and_device(run: Run) -> str:
             there.copy_(host, non_blocking=True)
         with stopwatch(run.device) as coming:
             back.copy_(there, non_blocking=True)
-        told = f"to the GPU {speed(size, going.seconds)}, back {speed(size, coming.seconds)}"
+        rates = f"to the GPU {speed(size, going.seconds)}, back {speed(size, coming.seconds)}"
     if not torch.equal(host, back):
         raise CheckError("what comes back from the device is not what was sent")
-    return f"{told}, all processes at once"
+    return f"{rates}, all processes at once"
 
 
 def check_nvme(run: Run) -> str:
@@ -262,7 +271,7 @@ def _nvme_folders(run: Run) -> Iterable[str]:
     return list(dict.fromkeys(paths))
 
 
-_WIDTH = 512  # a weight of 0.26 million elements: ZeRO-3 keeps smaller ones whole
+_WIDTH = 512  # a weight of 0.26 million elements: ZeRO-3 does not partition smaller ones
 _OUTPUTS = 8
 _ROWS = 8  # per process
 # Adam's first step is lr * g / (|g| + eps): with an eps as large as the gradients, it shows a gradient that is wrong by
@@ -375,3 +384,89 @@ def _distance(found: dict[str, Tensor], wanted: dict[str, Tensor], start: dict[s
         return math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in start))
 
     return length(found, wanted) / max(length(wanted, start), 1e-30)
+
+
+_CHECKS: dict[str, Callable[[Run], str]] = {
+    "barrier": check_barrier,
+    "all_reduce": check_all_reduce,
+    "all_gather": check_all_gather,
+    "broadcast": check_broadcast,
+    "data loader": check_data_loader,
+    "optimizer step": check_optimizer_step,
+    "checkpoint": check_checkpoint,
+    "host and device": check_host_and_device,
+    "NVMe": check_nvme,
+}
+assert ["processes", *_CHECKS] == list(STEPS)
+_PATIENCE = timedelta(seconds=60)  # of one collective; building an op first is in none
+
+
+def main() -> None:
+    """`worker.py OUTCOMES FOLDER`: the file to write, and a folder that all processes see, or "" for none."""
+    outcomes, folder = sys.argv[1:]
+    os.dup2(2, 1)  # what libraries print is no part of the command's own output
+    began = time.perf_counter()
+    writes = os.environ.get("LOCAL_RANK", "0") == "0"  # to the command, which runs on each machine
+    if writes:
+        note(Outcome("processes", "begun"), Path(outcomes))
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)])
+    writes = accelerator.is_local_main_process  # on a TPU no variable says so
+    run = Run(accelerator, Path(folder) if folder else None)
+    if writes:
+        note(Outcome("processes", "ok", _describe(run), time.perf_counter() - began), Path(outcomes))
+    for name, check in _CHECKS.items():
+        if writes:
+            note(Outcome(name, "begun"), Path(outcomes))
+        outcome = _run(name, check, run)
+        if writes:
+            note(outcome, Path(outcomes))
+    if accelerator.is_main_process and run.folder is not None:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    accelerator.end_training()
+
+
+def _run(name: str, check: Callable[[Run], str], run: Run) -> Outcome:
+    """A check on all processes: it is ok if it is on each."""
+    began = time.perf_counter()
+    own = ("ok", "", "")
+    try:
+        own = ("ok", check(run), "")
+    except LeftOut as reason:
+        own = ("left out", str(reason), "")
+    except CheckError as failure:
+        own = ("wrong", str(failure), "")
+    except (MachineError, LaunchError) as error:  # they say themselves what to do
+        what, _, advice = str(error).partition("\n")
+        own = ("wrong", what, advice)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is what the check has found
+        traceback.print_exc()
+        own = ("wrong", f"{type(error).__name__}: {error}", "")
+    everyones = gather_object([own])
+    seconds = time.perf_counter() - began
+    wrong = {rank: (said, advice) for rank, (status, said, advice) in enumerate(everyones) if status == "wrong"}
+    if wrong:
+        ranks = ", ".join(map(str, wrong))
+        said, advice = next(iter(wrong.values()))
+        return Outcome(name, "wrong", said if run.processes == 1 else f"on rank {ranks}: {said}", seconds, advice)
+    status, said, _ = everyones[0]
+    return Outcome(name, "left out" if status == "left out" else "ok", said, seconds)
+
+
+def _describe(run: Run) -> str:
+    """How many processes of what kind, and how they train."""
+    accelerator = run.accelerator
+    settings = [str(accelerator.mixed_precision).replace("no", "fp32")]
+    if accelerator.distributed_type is DistributedType.DEEPSPEED:
+        zero = accelerator.document.deepspeed.section("zero_optimization")
+        settings.insert(0, f"ZeRO-{zero.value('stage', default=0)}")
+        devices = {what: zero.value(f"offload_{what}", "device") for what in ("optimizer", "param")}
+        settings += [f"{what} offload to {device}" for what, device in devices.items() if device not in (None, "none")]
+    elif run.processes > 1:
+        settings.insert(0, "DDP" if run.device.type != "xla" else "data parallel")
+    else:
+        settings.insert(0, "one process")
+    return f"{run.processes} × {run.device.type}, {', '.join(settings)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Compilers, libraries, versions of packages, and DeepSpeed's ops: which are needed, which are built, building them."""
+"""What `zero-plugin doctor` checks of software: Python, packages, compilers, libraries, builds of DeepSpeed's ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from zero_plugin.cli.doctor_checks.finding import Finding, Level
+from zero_plugin.cli.output import Finding, Level
 
 _SHOWN_LINES: Final = 8
 _LIMIT_S: Final = 1200
@@ -47,7 +47,7 @@ def check_builds(
         folder: where they are built.
         environ: of a build.
         build: whether to build what is missing.
-        config: the file that asks for them, for the command that builds them.
+        config: the file that requests them, for the command that builds them.
     """
     if not ops:
         yield Finding("ops", "ok", "this config needs none of DeepSpeed's C++ ops")

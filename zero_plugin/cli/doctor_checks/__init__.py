@@ -1,1 +1,0 @@
-"""What `zero-plugin doctor` looks at on a machine."""

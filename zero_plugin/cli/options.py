@@ -1,0 +1,173 @@
+"""The launch flags: Accelerate's names, with `-` or `_`, and what to do in the place of those that are refused.
+
+What a launch config has as a key is described there: its flag has the same name and the same help. Options of
+a single command may be described by a dataclass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any, Final, get_type_hints
+
+import typer
+
+from zero_plugin.config.document import SHORT_FIELDS
+from zero_plugin.config.launch_settings import ON_EVERY_MACHINE, compiler_schema, launch_schema
+from zero_plugin.config.schema import key_schema
+from zero_plugin.errors import Problem
+
+# By panel of the help; a key that is in none has no flag.
+_PANELS: Final[Mapping[str, tuple[str, ...]]] = {
+    "Configuration": (
+        *("config_file", "num_processes", "mixed_precision", "cpu", "multi_gpu", "tpu", "use_deepspeed"),
+        *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
+        *("dynamo_use_regional_compilation", "gpu_ids"),
+    ),
+    "ZeRO and the loop": (
+        *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
+        *("offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps"),
+        *("gradient_clipping", "gpu_memory", "host_memory", "model", "sequence_length", "zero3_init_flag"),
+        *("zero3_save_16bit_model", "deepspeed_moe_layer_cls_names"),
+    ),
+    "Program and run": (
+        *("num_cpu_threads_per_process", "log_dir", "tee", "role", "enable_cpu_affinity", "monitor_interval"),
+        *("main_training_function", "module", "no_python", "max_restarts", "auto_resume", "grace_period"),
+        *("dry_run", "quiet", "debug"),
+    ),
+    "Several machines": (
+        *("num_machines", "min_machines", "machine_rank", "main_process_ip", "main_process_port", "same_network"),
+        *("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "deepspeed_hostfile", "deepspeed_multinode_launcher"),
+        *("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"),
+    ),
+}
+_SHORT: Final[Mapping[str, str]] = {"config_file": "--config", "tee": "-t", "module": "-m", "quiet": "-q"}
+# Flags that are no key: they choose files, stand for several keys, or say what runs.
+_WITH_VALUE: Final[Mapping[str, str]] = {
+    "config_file": "YAML launch config or DeepSpeed JSON.",
+    "deepspeed_config_file": "DeepSpeed JSON in place of the file's `deepspeed_config`.",
+    "model": "For a plan before the start: a transformers model's folder, or module:function.",
+    "sequence_length": "Tokens of a sample, for --model; default: 2048, or the model's positions if fewer.",
+    "rdzv_endpoint": "host:port of the rendezvous.",
+}
+_SWITCHES: Final[Mapping[str, str]] = {
+    "cpu": "Run on the CPU, without DeepSpeed.",
+    "multi_gpu": "Plain data parallelism on GPUs.",
+    "tpu": "Data parallelism over the devices of a TPU, without DeepSpeed.",
+    "use_deepspeed": "ZeRO by DeepSpeed.",
+    "module": "The program is a module, as with `python -m`.",
+    "no_python": "The program is an executable.",
+    "dry_run": "Print the environment and the torchrun command; start nothing.",
+    "quiet": "Say only what goes wrong.",
+}
+
+
+def _flags() -> Iterator[tuple[str, Any]]:
+    """Each flag with its option.
+
+    Values are read as the file would read them (`auto`, numbers, true/false), so that a wrong one is reported by the
+    same check and in the same words. A key that is true or false alone is a switch.
+    """
+    keys: dict[str, Any] = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
+    keys |= {**launch_schema()["properties"], **compiler_schema()["dynamo_config"]["properties"]}
+    for panel, names in _PANELS.items():
+        for name in names:
+            described = _WITH_VALUE.get(name) or _SWITCHES.get(name) or keys[name]["description"]
+            is_switch = name in _SWITCHES or (name in keys and keys[name].get("type") == "boolean")
+            if is_switch:
+                described = described.removeprefix("true or false: ").removesuffix(" Default: false.")
+                described = described[0].upper() + described[1:]
+            spellings = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
+            option = typer.Option(*spellings, help=described, rich_help_panel=panel, show_default=False)
+            yield name, Annotated[bool | None if is_switch else str | None, option]
+
+
+LAUNCH_FLAGS: Final[Mapping[str, Any]] = dict(_flags())
+
+
+def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `ctx` and keywords the launch flags; `typed_flags(ctx)` tells which were typed.
+
+    Args:
+        left_out: names of flags that would say nothing to this command.
+    """
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        flags = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
+            for name, flag in LAUNCH_FLAGS.items()
+            if name not in left_out
+        ]
+        command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+        return command
+
+    return give
+
+
+def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `ctx` and a dataclass the options that the fields of the dataclass describe.
+
+    Args:
+        record: the dataclass; each field is annotated with its option, and has a default.
+    """
+    hints = get_type_hints(record, include_extras=True)
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(ctx: typer.Context, **values: Any) -> None:
+            command(ctx, record(**{field.name: values[field.name] for field in fields(record)}))
+
+        context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        own = [
+            inspect.Parameter(field.name, context.kind, default=field.default, annotation=hints[field.name])
+            for field in fields(record)
+        ]
+        run.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
+        return run
+
+    return give
+
+
+def typed_flags(ctx: typer.Context) -> dict[str, Any]:
+    """The launch flags that the user typed, by name."""
+    return {name: value for name, value in ctx.params.items() if name in LAUNCH_FLAGS and value is not None}
+
+
+# What to do in place of a flag of Accelerate's that is refused: by its name or, where that ends in _, its beginning.
+_REFUSED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("use_fsdp", "fsdp_"),
+        "Give --use_deepspeed --zero_stage 3, which shards the same states as FSDP's FULL_SHARD.",
+    ),
+    **dict.fromkeys(
+        ("use_megatron_lm", "megatron_lm_"),
+        "Give --use_deepspeed; tensor and pipeline parallelism are not supported.",
+    ),
+    **dict.fromkeys(
+        ("use_parallelism_config", "parallelism_config_"), "Leave it out: only data parallelism is supported."
+    ),
+    "fp8_": "Give --mixed_precision bf16: DeepSpeed ZeRO has no fp8.",
+    **dict.fromkeys(("tpu_cluster", "vm"), f"Leave it out, and {ON_EVERY_MACHINE}."),
+    "no_tpu_cluster": "Leave it out: this command starts what runs on this machine's devices, always.",
+    "tpu_use_sudo": "Write sudo before the command.",
+    "env": "Write NAME=value before the command: the workers have its environment. (It is for TPU pods.)",
+    "downcast_bf16": "Give --mixed_precision bf16, which computes by autocast; weights stay fp32.",
+    "aws_": "Run the command on the machines themselves; SageMaker jobs are not started from here.",
+    "mpirun_": "Start the same command on every machine, with --num_machines and its own --machine_rank.",
+}
+
+
+def refuse_flag(typed: str) -> Problem | None:
+    """The problem with a flag that is Accelerate's but not ours, or None for any other.
+
+    Args:
+        typed: the flag as it was typed, e.g. `--fsdp-version`.
+    """
+    name = typed.lstrip("-").replace("-", "_")
+    for known, fix in _REFUSED.items():
+        if name == known or (known.endswith("_") and name.startswith(known)):
+            return Problem(f"--{name}", "", "is not supported", fix)
+    return None

@@ -1,1 +1,0 @@
-"""What `zero-plugin test` runs on the processes of a config."""
