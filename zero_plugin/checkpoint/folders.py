@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.checkpoint.manifest import MANIFEST_NAME, NUMBERED, Manifest, find_damage, read_manifest
-from zero_plugin.config.handover import keep_run, kept_run
+from zero_plugin.config.run_files import keep_run, kept_run
 from zero_plugin.distributed import collectives
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import exchange, make_folder, sync_folder

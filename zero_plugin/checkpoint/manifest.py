@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from zero_plugin.config.resolve.run_record import RECORD_NAME
+from zero_plugin.config.run_files import RECORD_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.machine.durable_files import write_text
 from zero_plugin.tensors.model_folder import ITEM_BYTES, Place, read_json

@@ -16,7 +16,7 @@ from zero_plugin.cli.doctor_checks.examine import examine
 from zero_plugin.cli.output import print_findings
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.find import find_config_file
-from zero_plugin.config.packages import installed_version
+from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.launch.flags import document_from_flags
 from zero_plugin.machine.hardware import count_cores, has_gpu_driver
 from zero_plugin.machine.memory import total_cpu_memory

@@ -28,10 +28,13 @@ from zero_plugin.config.resolve.facts import (
     MachineFacts,
     ModelFacts,
     OptimizerFacts,
+    Row,
     SchedulerFacts,
     StrategyName,
+    list_defaults,
+    list_values,
 )
-from zero_plugin.config.resolve.resolve import Row, list_defaults, list_values, resolve
+from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.build import SizedModel, with_plan

@@ -16,11 +16,9 @@ from typing import Final
 
 from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.config.document import Document
-from zero_plugin.config.resolve.draft import deepspeed_default
-from zero_plugin.config.resolve.facts import Facts, Resolved
-from zero_plugin.config.resolve.resolve import Row
-from zero_plugin.config.tree import KeyPath, dotted
-from zero_plugin.config.validation import show
+from zero_plugin.config.resolve.facts import Facts, Resolved, Row
+from zero_plugin.config.schema import deepspeed_default
+from zero_plugin.config.tree import KeyPath, dotted, show
 
 _FIRST: Final = ("launch", "precision", "batch", "zero_optimization", "optimizer", "scheduler")
 _SECTIONS: Final[Mapping[str, str]] = {
@@ -122,7 +120,7 @@ def print_table(explained: Explained, options: Mapping[str, str]) -> None:
     ordered = sorted(sections, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     waiting = sum(row.kind == "open" for row in explained.rows)
     keys = {dotted(row.path) for row in explained.rows}
-    logged = [line for line in explained.resolved.said_aloud if line.partition(" = ")[0] not in keys]
+    logged = [line for line in explained.resolved.logged if line.partition(" = ")[0] not in keys]
     notes = [*(note.headline for note in explained.document.notes), *logged]
     if waiting:
         notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")

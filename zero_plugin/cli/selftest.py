@@ -16,7 +16,7 @@ from zero_plugin.cli.doctor_checks.finding import Finding
 from zero_plugin.cli.flags import typed_flags, with_launch_flags
 from zero_plugin.cli.output import print_findings
 from zero_plugin.cli.selftest_checks.outcome import Outcome, document_of_test, read_outcomes
-from zero_plugin.config.messages import show_messages
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers

@@ -23,8 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.config.choices import DistributedType
-from zero_plugin.config.messages import show_messages
 from zero_plugin.distributed.collective_check import collective, end_watching, make_last_calls, start_watching
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import LaunchError, LoopError, ZeroPluginError
 from zero_plugin.machine.network import OWN_ADDRESS, interface_towards, listening_socket, own_address
 from zero_plugin.machine.scheduler_job import find_place, own_gpu

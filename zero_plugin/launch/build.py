@@ -231,7 +231,7 @@ def plan_launch(
         return document, [f"--model {model}: nothing is open that a plan would fill"]
     cluster = _find_cluster(document, settings, processes)
     planned = plan_before_run(document, facts, ModelSource(model), sequence_length, cluster)
-    logged = resolve(document, replace(facts, planned=planned)).said_aloud
+    logged = resolve(document, replace(facts, planned=planned)).logged
     return lay_plan(document, planned), [line for line in logged if "by the plan" in line]
 
 

@@ -25,9 +25,9 @@ from typing import Any, Final
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
-from zero_plugin.config.messages import show_messages
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import KeyPath
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
-from zero_plugin.config.handover import Shortage
 from zero_plugin.config.launch_settings import asks_for_cpu
 from zero_plugin.config.read import nearest_file
+from zero_plugin.config.run_files import Shortage
 from zero_plugin.config.tree import AUTO, dotted
 from zero_plugin.errors import Problem
 from zero_plugin.launch.spec import Program, Request

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, to_environment
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import resolve_before_run

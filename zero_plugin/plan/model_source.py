@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.packages import installed_version
-from zero_plugin.config.resolve.facts import ModelFacts, Precision
+from zero_plugin.config.resolve.facts import ModelFacts, Precision, installed_version
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.decoder import DEFAULT_LENGTH, decoder_activations, decoder_sizes, stated_number, usual_length
 from zero_plugin.plan.situation import Activations, ModelSizes, ParameterSize

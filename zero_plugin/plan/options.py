@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
-from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.resolve.facts import PLACEMENT, ModelFacts, Precision, Resolved
-from zero_plugin.config.resolve.zero import choose_bucket, choose_persistence_threshold
+from zero_plugin.config.resolve.resolve import choose_bucket, choose_persistence_threshold
+from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.situation import Cluster, Device, ModelSizes, OptimizerSizes, Setup, Workload

@@ -15,8 +15,7 @@ from torch import nn
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.resolve.facts import Facts, Precision, Resolved
-from zero_plugin.config.resolve.resolve import resolve
-from zero_plugin.config.resolve.training import MICRO_BATCH, unplanned_micro_batch
+from zero_plugin.config.resolve.resolve import MICRO_BATCH, resolve, unplanned_micro_batch
 from zero_plugin.config.tree import KeyPath
 from zero_plugin.distributed.collectives import broadcast_object_list, gather_object
 from zero_plugin.distributed.processes import Processes

@@ -43,7 +43,7 @@ from zero_plugin.cli.doctor_checks.places import (
 )
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_tpu, launch_settings
-from zero_plugin.config.packages import installed_version
+from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.spec import Program

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, asks_for_tpu
-from zero_plugin.config.resolve.draft import deepspeed_default
+from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.machine.op_builds import needed_ops
 

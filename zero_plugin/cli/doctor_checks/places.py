@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from zero_plugin.cli.doctor_checks.finding import Finding, Level, Needs
-from zero_plugin.config.packages import installed_version
+from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.machine.hardware import core_ranges, port_is_free
 from zero_plugin.machine.xla_runtime import PJRT_DEVICE, find_version_problem
 
