@@ -27,7 +27,7 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))
 from forked import run_as_script
 
-from zero_plugin.config.messages import show_messages
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 
 _OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")

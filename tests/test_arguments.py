@@ -13,10 +13,10 @@ from torch import nn
 
 from zero_plugin import Accelerator
 from zero_plugin.config.choices import DynamoBackend, PrecisionType
-from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin
 from zero_plugin.config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,

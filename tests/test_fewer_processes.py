@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, to_environment
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, SchedulerFacts
 from zero_plugin.config.resolve.resolve import resolve

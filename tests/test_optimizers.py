@@ -3,8 +3,8 @@ import copy
 import pytest
 import torch
 
-from zero_plugin.config.resolve.draft import OPTIMIZER_DEFAULTS
 from zero_plugin.config.resolve.facts import OptimizerSection
+from zero_plugin.config.schema import OPTIMIZER_DEFAULTS
 from zero_plugin.errors import ConfigError
 from zero_plugin.strategies.torch_optimizers import Lion, build_optimizer, describe_optimizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, MachineFacts
 from zero_plugin.config.resolve.resolve import resolve
-from zero_plugin.config.resolve.run_record import RECORD_NAME, describe_run, keep_record, write_record
+from zero_plugin.config.run_files import RECORD_NAME, keep_record, write_record
 
 CONFIG = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": "auto"}
 
@@ -19,7 +19,7 @@ CONFIG = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4
 def record(strategy: str = "deepspeed") -> dict[str, object]:
     document = document_from_mapping(CONFIG, "Accelerator(config=…)")
     facts = Facts(machine=MachineFacts(processes=2), strategy=strategy)  # type: ignore[arg-type]
-    return describe_run(document, resolve(document, facts), facts)
+    return resolve(document, facts).record
 
 
 def test_the_record_holds_every_value_its_origin_and_deepspeeds_config(tmp_path: Path) -> None:

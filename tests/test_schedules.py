@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from zero_plugin.config.resolve.draft import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.config.resolve.facts import SchedulerSection
+from zero_plugin.config.schema import SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.errors import ConfigError
 from zero_plugin.strategies.torch_optimizers import CURVES, build_scheduler
 

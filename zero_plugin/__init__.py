@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # for editors and type checkers
     from zero_plugin.big_models.placement import infer_auto_device_map as infer_auto_device_map
     from zero_plugin.config.choices import DDPCommunicationHookType as DDPCommunicationHookType
     from zero_plugin.config.choices import DistributedType as DistributedType
-    from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from zero_plugin.config.placeholders import DummyOptim as DummyOptim
     from zero_plugin.config.placeholders import DummyScheduler as DummyScheduler
     from zero_plugin.config.plugins import AutocastKwargs as AutocastKwargs
     from zero_plugin.config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+    from zero_plugin.config.plugins import DeepSpeedPlugin as DeepSpeedPlugin
     from zero_plugin.config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from zero_plugin.config.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
     from zero_plugin.config.plugins import GradScalerKwargs as GradScalerKwargs
@@ -48,10 +48,10 @@ _HOMES = {
     "zero_plugin.big_models.load": "load_checkpoint_and_dispatch load_checkpoint_in_model",
     "zero_plugin.big_models.placement": "infer_auto_device_map",
     "zero_plugin.config.choices": "DDPCommunicationHookType DistributedType",
-    "zero_plugin.config.deepspeed_plugin": "DeepSpeedPlugin",
     "zero_plugin.config.placeholders": "DummyOptim DummyScheduler",
-    "zero_plugin.config.plugins": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs
-        GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs ProjectConfiguration""",
+    "zero_plugin.config.plugins": """AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin
+        DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs ProfileKwargs
+        ProjectConfiguration""",
     "zero_plugin.data.loader": "skip_first_batches",
     "zero_plugin.distributed.seeding": "set_seed synchronize_rng_states",
     "zero_plugin.launch.flags": "write_basic_config",

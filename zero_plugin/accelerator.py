@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from zero_plugin.checkpoint.load import LoadReport
 from zero_plugin.checkpoint.load_weights import WeightsReport
 from zero_plugin.config.choices import DistributedType, DynamoBackend, RNGType
-from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin
 from zero_plugin.config.document import Document
 from zero_plugin.config.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zero_plugin import cpu_offload_with_hook
 from zero_plugin.big_modeling import attach_layerwise_casting_hooks
+from zero_plugin.big_models.module_hooks import get_state_dict_from_offload
 from zero_plugin.hooks import (
     AlignDevicesHook,
     ModelHook,
@@ -21,7 +22,6 @@ from zero_plugin.hooks import (
     remove_hook_from_submodules,
 )
 from zero_plugin.utils import align_module_device, has_offloaded_params
-from zero_plugin.utils.modeling import get_state_dict_from_offload
 
 
 class Before(ModelHook):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.config.check import check_document
+from zero_plugin.config.document import to_environment
 from zero_plugin.config.find import document_from_accelerate, find_document, overlay_code
-from zero_plugin.config.handover import to_environment
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_plugin.config.handover import (
+from zero_plugin.config.run_files import (
     CUT_VARIABLE,
     OutOfMemoryReport,
     leave_out_of_memory_report,

@@ -10,7 +10,7 @@ import pytest
 
 from zero_plugin.config.check import check_document, find_problems
 from zero_plugin.config.read import read_document
-from zero_plugin.config.rules.asked import Asked
+from zero_plugin.config.rules.training import Asked
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.flags import document_from_flags
 

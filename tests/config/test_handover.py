@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment, to_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, from_environment, to_environment
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.tree import AUTO, Origin, Tree
 from zero_plugin.errors import ConfigError, Problem
@@ -59,7 +58,7 @@ def test_a_real_process_gets_it() -> None:
     """The text survives a real environment; without the variable there is no document."""
     document = document_from_mapping({"gradient_clipping": "auto", "wandb": {"project": 'a "b" é\n'}}, "code")
     code = (
-        "import os; from zero_plugin.config.handover import from_environment as f;"
+        "import os; from zero_plugin.config.document import from_environment as f;"
         "d = f(os.environ); print(d.deepspeed.value('gradient_clipping'), ascii(d.deepspeed.value('wandb', 'project')))"
     )
     run = subprocess.run(

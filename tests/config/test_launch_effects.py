@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from zero_plugin.config.check import find_problems
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE
 from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, LaunchSettings
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.launch.build import build_spec

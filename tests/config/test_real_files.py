@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment, to_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, from_environment, to_environment
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.config.read import read_document
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
@@ -217,7 +216,7 @@ def test_resolves(name: str) -> None:
     assert "auto" not in repr(resolved.deepspeed_config()).replace("'zenflow'", "")
     for path, entry in document.deepspeed.entries.items():
         kept = entry.value is AUTO or resolved.tree.value(*path) == entry.value
-        assert kept or any(dotted(path) in sentence for sentence in resolved.said_aloud)
+        assert kept or any(dotted(path) in sentence for sentence in resolved.logged)
 
 
 @pytest.mark.parametrize("name", REFUSED)

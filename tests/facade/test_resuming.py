@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, ProjectConfiguration
-from zero_plugin.config.handover import CUT_VARIABLE
+from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.errors import CheckpointError, LoopError
 
 GOES_ON = {"auto_resume": True}

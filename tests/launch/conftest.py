@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE
 
 
 @pytest.fixture

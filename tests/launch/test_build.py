@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, from_environment
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.command import shell_script, worker_command

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.check import check_document
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, from_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, from_environment
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.build import build_spec

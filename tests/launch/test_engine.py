@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
-from zero_plugin.config.handover import CUT_VARIABLE, ENVIRONMENT_VARIABLE
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE
+from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.machine.hardware import port_is_free
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1200)]

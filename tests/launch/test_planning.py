@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import from_environment, to_environment
+from zero_plugin.config.document import Document, from_environment, to_environment
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts
 from zero_plugin.config.resolve.resolve import resolve

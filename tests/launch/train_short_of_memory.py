@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator, ProjectConfiguration
-from zero_plugin.config.handover import CUT_VARIABLE
+from zero_plugin.config.run_files import CUT_VARIABLE
 
 
 def run_out(kind: str) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero_plugin import Accelerator
-from zero_plugin.config.handover import CUT_VARIABLE
 from zero_plugin.config.read import document_from_mapping
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts
 from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.run_files import CUT_VARIABLE
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.out_of_memory import accumulate_more, agree_on_cut
 

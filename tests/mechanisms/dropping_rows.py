@@ -127,7 +127,7 @@ ROWS = [
     ),
     Row(
         "a step that is not finite is skipped, in bf16",
-        "config/resolve/training.py",
+        "config/resolve/resolve.py",
         'draft.put(("bf16", "check_grad_overflow"), True,',
         'draft.put(("bf16", "check_grad_overflow"), False,',
         checks("nonfinite", "a_step_that_is_not_finite_is_skipped", "zero2"),

@@ -103,7 +103,7 @@ def test_it_is_chosen_with_all_else_that_is_open() -> None:
         entry = resolved.tree.get(*path)
         assert entry is not None
         assert "by the plan" in entry.origin.reason
-        assert any(line.startswith(f"{'.'.join(path)} = {entry.value}: by the plan") for line in resolved.said_aloud)
+        assert any(line.startswith(f"{'.'.join(path)} = {entry.value}: by the plan") for line in resolved.logged)
     assert resolved.zero_stage == 1
     assert micro_batch(resolved)[0] > 1
 
@@ -177,4 +177,4 @@ def test_a_loader_that_comes_later_wins() -> None:
     loop = LoopFacts(3, "the training DataLoader's batch_size")
     joined = resolve(document, Facts(loop, facts.machine, facts.model, ADAMW, planned=planned.planned))
     assert micro_batch(joined) == (3, loop.micro_batch_reason)
-    assert any("samples per process; the loop trains on 3" in line for line in joined.said_aloud)
+    assert any("samples per process; the loop trains on 3" in line for line in joined.logged)

@@ -12,7 +12,6 @@ import pytest
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.read import document_from_mapping
-from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO
 from zero_plugin.config.resolve.facts import (
     Facts,
     LoopFacts,
@@ -23,7 +22,7 @@ from zero_plugin.config.resolve.facts import (
     SchedulerFacts,
 )
 from zero_plugin.config.resolve.resolve import resolve
-from zero_plugin.config.schema import deepspeed_schema
+from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_schema
 from zero_plugin.config.tree import KeyPath, Origin, Tree, dotted, holds_auto
 from zero_plugin.errors import ConfigError, Problem
 

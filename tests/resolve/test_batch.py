@@ -67,10 +67,10 @@ def test_a_micro_batch_that_the_loader_contradicts_is_the_only_problem(resolved,
     assert [problem.key for problem in caught.value.problems] == ["train_micro_batch_size_per_gpu"]
 
 
-def test_accumulation_found_from_the_global_batch_is_said_aloud(resolved):
+def test_accumulation_found_from_the_global_batch_is_logged(resolved):
     """It changes when parameters change, so the user has to see it."""
     result = resolved({"train_batch_size": 64}, machine=FOUR, loop=LOADER)
-    assert any(sentence.startswith("gradient_accumulation_steps = 2") for sentence in result.said_aloud)
+    assert any(sentence.startswith("gradient_accumulation_steps = 2") for sentence in result.logged)
 
 
 @pytest.mark.parametrize(

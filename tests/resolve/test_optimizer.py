@@ -1,7 +1,7 @@
 import pytest
 
-from zero_plugin.config.resolve.draft import OPTIMIZER_DEFAULTS
 from zero_plugin.config.resolve.facts import MachineFacts, OptimizerFacts
+from zero_plugin.config.schema import OPTIMIZER_DEFAULTS
 from zero_plugin.errors import ConfigError
 
 GPU = MachineFacts(accelerator="cuda", bf16=True, fp16=True)
@@ -50,12 +50,12 @@ def test_every_clash_with_the_placeholder_is_listed_at_once(resolved):
     assert caught.value.problems[1].message == "0.001 here, but DummyOptim says 0.002."
 
 
-def test_a_placeholder_without_a_section_is_adamw_said_aloud(resolved):
+def test_a_placeholder_without_a_section_is_adamw_and_logged(resolved):
     """DummyOptim alone trains with AdamW and the arguments given to it."""
     result = resolved({}, optimizer=placeholder(lr=3e-4), machine=GPU)
     assert result.optimizer.type == "AdamW"
     assert result.optimizer.params["lr"] == 3e-4
-    assert any("AdamW" in sentence for sentence in result.said_aloud)
+    assert any("AdamW" in sentence for sentence in result.logged)
 
 
 def test_a_real_optimizer_without_a_section_has_none(resolved):
@@ -130,12 +130,12 @@ def test_amsgrad_needs_torch_adam(resolved):
     assert resolved(section("AdamW", amsgrad=True), machine=CPU).optimizer.params["amsgrad"] is True
 
 
-def test_defaults_that_mislead_are_said_aloud(resolved):
+def test_defaults_that_mislead_are_logged(resolved):
     """Absent weight decay is 0, a rate nobody gave, and Adam that is AdamW, are printed at start."""
-    said = " ".join(resolved(section("AdamW"), optimizer=placeholder(), machine=GPU).said_aloud)
+    said = " ".join(resolved(section("AdamW"), optimizer=placeholder(), machine=GPU).logged)
     assert "weight_decay = 0" in said
     assert "optimizer.params.lr = 0.001" in said
-    said = " ".join(resolved(section("Adam", weight_decay=0.1), machine=GPU).said_aloud)
+    said = " ".join(resolved(section("Adam", weight_decay=0.1), machine=GPU).logged)
     assert "adam_w_mode: false gives L2" in said
     assert "weight_decay = 0" not in said
 

@@ -40,7 +40,7 @@ def test_open_fields_take_the_plan(resolved):
     for path, (value, reason) in PLAN.items():
         entry = result.tree.get(*path)
         assert (entry.value, entry.origin.reason, entry.origin.kind) == (value, reason, "rule")
-        assert f"{'.'.join(path)} = {value}: {reason}" in result.said_aloud
+        assert f"{'.'.join(path)} = {value}: {reason}" in result.logged
     zero = result.deepspeed_config()["zero_optimization"]
     assert zero["overlap_comm"] is True  # stage 3
     assert zero["offload_optimizer"]["pin_memory"] is True
@@ -91,7 +91,7 @@ def test_a_micro_batch_planned_before_the_run_gives_way_to_the_loader(document):
     assert resolve(laid, Facts(machine=GPU)).tree.value(*MICRO) == 8
     result = resolve(laid, Facts(LoopFacts(4, "the training DataLoader's batch_size"), GPU))
     assert result.tree.value(*MICRO) == 4
-    assert any("plan was made for 8" in line for line in result.said_aloud)
+    assert any("plan was made for 8" in line for line in result.logged)
 
 
 def test_a_script_of_accelerate_is_not_run_at_stage_0(document):

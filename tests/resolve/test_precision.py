@@ -71,10 +71,10 @@ def test_fp16_with_deepspeed_on_a_cpu_is_refused_before_the_start(resolved):
     assert resolved({}, {"mixed_precision": "fp16"}, machine=CPU, strategy="ddp").precision == "fp16"
 
 
-def test_emulated_bf16_is_said_aloud(resolved):
+def test_emulated_bf16_is_logged(resolved):
     """bf16 on a device without it runs, slowly, and says so."""
     result = resolved({}, {"mixed_precision": "bf16"}, machine=OLD_GPU)
-    assert any("emulated" in sentence for sentence in result.said_aloud)
+    assert any("emulated" in sentence for sentence in result.logged)
 
 
 def test_unknown_precision_is_refused(resolved):
@@ -87,7 +87,7 @@ def test_unknown_precision_is_refused(resolved):
 def test_an_overflow_check_that_stays_on_is_said(resolved, stage, said):
     """DeepSpeed can leave it out at stage 2 alone."""
     config = {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": stage}}
-    lines = resolved(config, machine=GPU, strategy="deepspeed").said_aloud
+    lines = resolved(config, machine=GPU, strategy="deepspeed").logged
     assert any("check_grad_overflow = false has no effect" in line for line in lines) is said
 
 
@@ -104,8 +104,8 @@ def test_an_overflow_check_that_stays_on_is_said(resolved, stage, said):
 )
 def test_what_belongs_to_a_precision_that_nobody_chose_is_said(resolved, training, said):
     """The document alone cannot tell that it has no effect: a flag or the script may still choose the precision."""
-    assert any(said in line for line in resolved(training, {}, machine=GPU).said_aloud)
-    assert not any(said in line for line in resolved(training, {"mixed_precision": "fp16"}, machine=GPU).said_aloud)
+    assert any(said in line for line in resolved(training, {}, machine=GPU).logged)
+    assert not any(said in line for line in resolved(training, {"mixed_precision": "fp16"}, machine=GPU).logged)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,16 @@ import json
 
 import pytest
 
-from zero_plugin.config.resolve.facts import Facts, LoopFacts, MachineFacts, ModelFacts, OptimizerFacts, SchedulerFacts
-from zero_plugin.config.resolve.resolve import list_values, resolve
+from zero_plugin.config.resolve.facts import (
+    Facts,
+    LoopFacts,
+    MachineFacts,
+    ModelFacts,
+    OptimizerFacts,
+    SchedulerFacts,
+    list_values,
+)
+from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.tree import AUTO, holds_auto
 from zero_plugin.errors import ConfigError
 

@@ -55,14 +55,14 @@ def test_a_placeholder_alone_warms_up_and_decays_linearly(resolved):
         "warmup_max_lr": 3e-4,
         "warmup_type": "linear",
     }
-    assert any("linear decay to 0" in sentence for sentence in result.said_aloud)
+    assert any("linear decay to 0" in sentence for sentence in result.logged)
 
 
 def test_a_placeholder_without_a_length_stays_constant(resolved):
     """Without total_num_steps there is nothing to decay towards: constant after warm-up, none by default."""
     result = resolved({}, optimizer=OPTIMIZER, scheduler=dummy())
     assert (result.scheduler.type, result.scheduler.params["warmup_num_steps"]) == ("WarmupLR", 0)
-    assert any("constant" in sentence for sentence in result.said_aloud)
+    assert any("constant" in sentence for sentence in result.logged)
 
 
 def test_no_warm_up_is_legal(resolved):
@@ -109,7 +109,7 @@ def test_an_absent_warmup_type_stays_deepspeeds_log_and_is_said(resolved):
     """A moved config keeps its curve; what we fill is linear."""
     result = resolved(section("WarmupLR", warmup_num_steps=10))
     assert result.scheduler.params["warmup_type"] == "log"
-    assert any("logarithmic" in sentence for sentence in result.said_aloud)
+    assert any("logarithmic" in sentence for sentence in result.logged)
     assert resolved(section("WarmupLR", warmup_type="auto")).scheduler.params["warmup_type"] == "linear"
 
 
@@ -125,20 +125,20 @@ def test_a_default_peak_that_replaces_the_rate_is_said(resolved):
     config = section("WarmupDecayLR", total_num_steps=100, warmup_num_steps=10)
     result = resolved(config, optimizer=OptimizerFacts(given={"lr": 3e-5}, placeholder=True))
     assert result.scheduler.params["warmup_max_lr"] == 1e-3
-    assert any("warmup_max_lr = 0.001" in sentence for sentence in result.said_aloud)
+    assert any("warmup_max_lr = 0.001" in sentence for sentence in result.logged)
 
 
 def test_a_warm_up_nobody_asked_for_is_said(resolved):
     """An absent warmup_num_steps is DeepSpeed's 1000, not the placeholder's 0, and is printed."""
     result = resolved(section("WarmupLR"), scheduler=dummy())
     assert result.scheduler.params["warmup_num_steps"] == 1000
-    assert any("warmup_num_steps = 1000" in sentence for sentence in result.said_aloud)
+    assert any("warmup_num_steps = 1000" in sentence for sentence in result.logged)
 
 
 def test_arguments_that_do_not_shape_the_schedule_are_said(resolved):
     """WarmupLR has no end: a total given to the placeholder is mentioned, not dropped in silence."""
     result = resolved(section("WarmupLR", warmup_num_steps=5), scheduler=dummy(100, 5))
-    assert any("total_num_steps" in sentence for sentence in result.said_aloud)
+    assert any("total_num_steps" in sentence for sentence in result.logged)
 
 
 def test_an_unknown_counting_is_refused(resolved):

@@ -78,7 +78,7 @@ def test_overlap_comm(resolved, stage, written, expected):
     section = {"stage": stage} if written is None else {"stage": stage, "overlap_comm": written}
     result = resolved({"zero_optimization": section})
     assert zero(result, "overlap_comm") is expected
-    assert any("overlap_comm" in sentence for sentence in result.said_aloud) is (written is True and not expected)
+    assert any("overlap_comm" in sentence for sentence in result.logged) is (written is True and not expected)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from paths import global_batch, loss_of, make_net, own_batch, raised, running
 from torch import nn
 
 from zero_plugin import Accelerator, DummyOptim
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
-from zero_plugin.config.packages import installed_version
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, to_environment
+from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.config.tree import Entry, Origin, Tree
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import LaunchError, LoopError

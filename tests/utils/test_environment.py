@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_plugin.config.choices import parse_flag_from_env, str_to_bool
 from zero_plugin.utils import environment
 from zero_plugin.utils.environment import (
     CPUInformation,
@@ -22,11 +23,9 @@ from zero_plugin.utils.environment import (
     get_gpu_info,
     get_int_from_env,
     parse_choice_from_env,
-    parse_flag_from_env,
     patch_environment,
     purge_accelerate_environment,
     set_numa_affinity,
-    str_to_bool,
 )
 
 

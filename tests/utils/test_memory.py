@@ -8,12 +8,8 @@ import weakref
 import pytest
 import torch
 
-from zero_plugin.utils.memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    release_memory,
-    should_reduce_batch_size,
-)
+from zero_plugin.machine.hardware import clear_device_cache
+from zero_plugin.utils.memory import find_executable_batch_size, release_memory, should_reduce_batch_size
 
 OUT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 

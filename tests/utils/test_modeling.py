@@ -8,17 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from zero_plugin.utils.modeling import (
-    check_device_map,
-    compute_module_sizes,
-    convert_file_size_to_int,
+from zero_plugin.big_models.placement import check_device_map, compute_module_sizes, convert_file_size_to_int
+from zero_plugin.tensors.modules import (
     dtype_byte_size,
     find_tied_parameters,
-    id_tensor_storage,
-    is_peft_model,
     named_module_tensors,
     set_module_tensor_to_device,
 )
+from zero_plugin.utils.modeling import id_tensor_storage, is_peft_model
 
 
 class Model(nn.Module):

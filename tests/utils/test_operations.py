@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero_plugin.distributed.collectives import CannotPadNestedTensorWarning
 from zero_plugin.utils.operations import (
-    CannotPadNestedTensorWarning,
     DistributedOperationException,
     GatheredParameters,
     broadcast,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from zero_plugin.checkpoint.folders import MANIFEST_NAME, NUMBERED, Manifest, StoredModel, find_damage, read_manifest
-from zero_plugin.config.resolve.run_record import RECORD_NAME
+from zero_plugin.config.run_files import RECORD_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.safetensors_files import Place, read_json
 

@@ -51,7 +51,7 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_config_file
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_tpu, launch_settings
-from zero_plugin.config.packages import installed_version
+from zero_plugin.config.resolve.facts import installed_version
 from zero_plugin.errors import ConfigError
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.flags import document_from_flags

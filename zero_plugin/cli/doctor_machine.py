@@ -16,8 +16,8 @@ from zero_plugin.cli.output import Finding, Level
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed, asks_for_tpu
-from zero_plugin.config.packages import installed_version
-from zero_plugin.config.resolve.draft import deepspeed_default
+from zero_plugin.config.resolve.facts import installed_version
+from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.machine.hardware import Disk, core_ranges, port_is_free
 from zero_plugin.machine.op_builds import needed_ops

@@ -17,7 +17,6 @@ from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT
-from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.resolve.facts import (
     PLACEMENT,
     Facts,
@@ -26,12 +25,15 @@ from zero_plugin.config.resolve.facts import (
     ModelFacts,
     OptimizerFacts,
     Resolved,
+    Row,
     SchedulerFacts,
     StrategyName,
+    list_defaults,
+    list_values,
 )
-from zero_plugin.config.resolve.resolve import Row, list_defaults, list_values, resolve
-from zero_plugin.config.tree import AUTO, KeyPath, dotted
-from zero_plugin.config.validation import show
+from zero_plugin.config.resolve.resolve import resolve
+from zero_plugin.config.schema import deepspeed_default
+from zero_plugin.config.tree import AUTO, KeyPath, dotted, show
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.launch.build import with_plan
 from zero_plugin.launch.flags import document_from_flags
@@ -294,7 +296,7 @@ def print_table(explained: Explained) -> None:
     ordered = sorted(sections, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     waiting = sum(row.kind == "open" for row in explained.rows)
     keys = {dotted(row.path) for row in explained.rows}
-    logged = [line for line in explained.resolved.said_aloud if line.partition(" = ")[0] not in keys]
+    logged = [line for line in explained.resolved.logged if line.partition(" = ")[0] not in keys]
     notes = [*(note.headline for note in explained.document.notes), *logged]
     if waiting:
         notes.append(f"{waiting} open: a run fills what waits; here the options named beside it do")

@@ -14,8 +14,8 @@ import typer
 from zero_plugin.cli.options import typed_flags, with_launch_flags
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
-from zero_plugin.config.messages import show_messages
 from zero_plugin.config.tree import Entry, Origin
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch, sequence_length
 from zero_plugin.launch.command import describe_cores, overridden, shell_script
 from zero_plugin.launch.engine import run_workers

@@ -18,7 +18,7 @@ import typer
 from zero_plugin.cli.options import typed_flags, with_launch_flags
 from zero_plugin.cli.output import Finding, print_findings
 from zero_plugin.config.document import Document
-from zero_plugin.config.messages import show_messages
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job
 from zero_plugin.launch.command import shell_script
 from zero_plugin.launch.engine import run_workers

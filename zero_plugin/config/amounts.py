@@ -1,4 +1,4 @@
-"""Amounts as people write them, read and shown: bytes such as `24GiB`, counts such as `7B`."""
+"""Amounts as people write them, read and shown: numbers, bytes such as `24GiB`, counts such as `7B`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ import re
 from typing import Any, Final
 
 from zero_plugin.errors import ConfigError, Problem
+
+_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+
+
+def as_number(text: str) -> int | float | None:
+    """A decimal number as YAML 1.2 and JSON spell it (`2e8`, `5e-5`); None for any other text, or if it is endless."""
+    if not _NUMBER.fullmatch(text):
+        return None
+    if text.lstrip("+-").isdigit():
+        # Python refuses to read integers of thousands of digits; so long a number is no setting
+        return int(text) if len(text) < 100 else None
+    number = float(text)
+    return number if math.isfinite(number) else None
+
 
 BYTES_PATTERN: Final = r"^\s*(\d+\.?\d*|\.\d+)\s*([KMGTPEkmgtpe][Ii]?)?[Bb]\s*$"
 LEAST_MEMORY: Final = 2**20  # bytes: who writes less, `24`, has left the unit out

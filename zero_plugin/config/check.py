@@ -24,10 +24,8 @@ from zero_plugin.config.launch_settings import (
     compiler_problems,
     launch_schema,
 )
-from zero_plugin.config.rules.asked import Asked
-from zero_plugin.config.rules.parallel import check_parallel
-from zero_plugin.config.rules.sections import check_sections
-from zero_plugin.config.rules.training import check_batch, check_optimizing, check_precision
+from zero_plugin.config.rules.sections import check_parallel, check_sections
+from zero_plugin.config.rules.training import Asked, check_batch, check_optimizing, check_precision
 from zero_plugin.config.rules.zero import check_offload, check_stages, check_zenflow
 from zero_plugin.config.schema import (
     RETIRED_KEYS,
@@ -36,10 +34,12 @@ from zero_plugin.config.schema import (
     types_of,
     walk_keys,
 )
-from zero_plugin.config.tree import AUTO, KeyPath, dotted
-from zero_plugin.config.validation import (
+from zero_plugin.config.tree import (
+    AUTO,
+    KeyPath,
     Violation,
     did_you_mean,
+    dotted,
     legal,
     show,
     validator,

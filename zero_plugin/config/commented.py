@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document, accelerate_values, yaml_text
-from zero_plugin.config.files import replace_text
 from zero_plugin.config.launch_settings import (
     COMPILER_KEYS,
     REFUSED_KEYS,
@@ -26,6 +25,7 @@ from zero_plugin.config.launch_settings import (
 )
 from zero_plugin.config.located import looks_like_json
 from zero_plugin.config.read import parse_file, read_document
+from zero_plugin.config.run_files import replace_text
 from zero_plugin.config.schema import yaml_schema
 from zero_plugin.config.tree import KeyPath, Tree
 from zero_plugin.errors import ConfigError, MachineError

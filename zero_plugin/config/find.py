@@ -13,17 +13,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
-from zero_plugin.config.document import SHORT_FIELDS, Document, one_spelling
-from zero_plugin.config.files import cache_folder
-from zero_plugin.config.handover import from_environment
+from zero_plugin.config.document import SHORT_FIELDS, Document, from_environment, one_spelling
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, launch_schema
-from zero_plugin.config.located import as_number, parse_yaml
+from zero_plugin.config.located import parse_yaml
 from zero_plugin.config.read import document_from_mapping, read_document
+from zero_plugin.config.run_files import cache_folder
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, same_value
-from zero_plugin.config.validation import read_as_wanted, show, validator
+from zero_plugin.config.tree import (
+    AUTO,
+    Entry,
+    KeyPath,
+    Origin,
+    OriginKind,
+    Tree,
+    dotted,
+    read_as_wanted,
+    same_value,
+    show,
+    validator,
+)
 from zero_plugin.errors import ConfigError, Problem
 
 CONFIG_VARIABLE: Final = "ZERO_PLUGIN_CONFIG_FILE"

@@ -15,8 +15,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
 from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, dotted
-from zero_plugin.config.validation import did_you_mean, legal, show, validator
+from zero_plugin.config.tree import (
+    AUTO,
+    Entry,
+    KeyPath,
+    Tree,
+    did_you_mean,
+    dotted,
+    legal,
+    show,
+    validator,
+)
 from zero_plugin.errors import Problem
 
 

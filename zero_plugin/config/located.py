@@ -7,7 +7,6 @@ Hjson, which DeepSpeed reads, has only one meaning.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 import yaml
 
+from zero_plugin.config.amounts import as_number
 from zero_plugin.config.tree import Entry, KeyPath, Origin, OriginKind, dotted, freeze
 from zero_plugin.errors import ConfigError, Problem
 
@@ -23,8 +23,6 @@ from zero_plugin.errors import ConfigError, Problem
 MAX_DEPTH: Final = 50
 # Ten times the longest real one; it also bounds aliases of aliases, which grow exponentially.
 _MAX_VALUES: Final = 2_000
-
-_NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +67,6 @@ def sections(node: Located, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, str
         if isinstance(child.value, dict):
             yield (*prefix, key), child.where
             yield from sections(child, (*prefix, key))
-
-
-def as_number(text: str) -> int | float | None:
-    """A decimal number as YAML 1.2 and JSON spell it (`2e8`, `5e-5`); None for any other text, or if it is endless."""
-    if not _NUMBER.fullmatch(text):
-        return None
-    if text.lstrip("+-").isdigit():
-        # Python refuses to read integers of thousands of digits; so long a number is no setting
-        return int(text) if len(text) < 100 else None
-    number = float(text)
-    return number if math.isfinite(number) else None
 
 
 def syntax_error(where: str, message: str, fix: str) -> ConfigError:

@@ -1,20 +1,31 @@
-"""What a script hands to `Accelerator` beside plain values.
+"""What a script hands to `Accelerator` beside plain values: one record for each subject, and DeepSpeed's configuration.
 
-What a script hands to `Accelerator` beside plain values: one small record for each subject.
-
-The records of `kwargs_handlers` and the compiler's, by subject, as strategies and sessions read them.
+`HfDeepSpeedConfig` answers questions by dotted key, as scripts and transformers ask them. `DeepSpeedPlugin` is a
+configuration given in code, and the live view of the one that runs. `Configurations` holds one document, or one for
+each plugin, of which one is followed at a time.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import copy
+import json
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from zero_plugin.config.check import check_document
 from zero_plugin.config.choices import TRUE_WORDS, DDPCommunicationHookType, DynamoBackend
+from zero_plugin.config.document import SHORT_FIELDS, Document
+from zero_plugin.config.find import lay_document, overlay_code
+from zero_plugin.config.launch_settings import asks_for_deepspeed, launch_settings
+from zero_plugin.config.read import document_from_mapping, parse_file
+from zero_plugin.config.tree import AUTO, KeyPath, Origin, Tree, dotted, same_value, show
 from zero_plugin.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -382,3 +393,388 @@ def sort_handlers(kwargs_handlers: Iterable[Any] | None) -> Handlers:
     if problems:
         raise ConfigError(problems)
     return Handlers(**found)
+
+
+_WHERE: Final = "DeepSpeedPlugin(…)"
+# What scripts look up whether or not it was written.
+_ALWAYS_SHOWN: Final = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+_WHERE_ABSENT: Final = {
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_stage": 0,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "zero3_save_16bit_model": False,
+}
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration as a plain dict.
+
+    Args:
+        config_file_or_dict: path of a DeepSpeed JSON, a dict, which is copied, or the JSON's text, also as URL-safe
+            base64.
+
+    Attributes:
+        config: the dict, which answers follow when it changes.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+
+    def __init__(self, config_file_or_dict: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        parsed = parse_configuration(config_file_or_dict)
+        self.config: dict[str, Any]
+        if isinstance(parsed, dict):
+            self.config = parsed
+        else:
+            problems: list[Problem] = []
+            self.config = parse_file(Path(parsed), problems).plain()
+            if problems:
+                raise ConfigError(problems)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The dict that holds, or would hold, a dotted key, with the key's last part; None for a missing dict."""
+        *sections, key = ds_key_long.split(".")
+        node: Any = self.config
+        for section in sections:
+            node = node.get(section)
+            if node is None:
+                return None, key
+        return node, key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key, e.g. `zero_optimization.stage`."""
+        node, key = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(key, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete a dotted key with all below it.
+
+        Raises:
+            ValueError: it is not there, and `must_exist`.
+        """
+        node, key = self.find_config_node(ds_key_long)
+        if node is not None and key in node:
+            del node[key]
+        elif must_exist:
+            raise ValueError(f"there is no {ds_key_long} in the DeepSpeed configuration.")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether the key is there and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether the key is there and not true."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether the ZeRO stage is 2."""
+        return bool(self.get_value("zero_optimization.stage", -1) == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether the ZeRO stage is 3."""
+        return bool(self.get_value("zero_optimization.stage", -1) == 3)
+
+    def is_offload(self) -> bool:
+        """Whether optimizer states or parameters leave the device."""
+        devices = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
+        return any(device in ("cpu", "nvme") for device in devices)
+
+
+def parse_configuration(given: Any) -> dict[str, Any] | str:
+    """A DeepSpeed configuration as scripts name one: a copy of its keys, or the path of its file.
+
+    Args:
+        given: see `HfDeepSpeedConfig`, whose objects, and transformers', are taken too.
+
+    Raises:
+        ConfigError: it is neither keys nor a path nor a configuration's text.
+    """
+    config = getattr(given, "config", given)
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    if isinstance(config, os.PathLike):
+        return str(os.fspath(config))
+    if not isinstance(config, str):
+        fix = "Pass the path of a DeepSpeed JSON, or a dict."
+        raise ConfigError([Problem("hf_ds_config", "", f"a {type(config).__name__} is no configuration", fix)])
+    for text in (config, _decoded(config)):
+        if text.lstrip().startswith("{"):
+            try:
+                parsed: dict[str, Any] = json.loads(text)
+            except ValueError as error:
+                fix = "Pass whole JSON, or the path of a file."
+                raise ConfigError([Problem("hf_ds_config", "", f"broken JSON: {error}", fix)]) from None
+            return parsed
+    return config
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return ""
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """A DeepSpeed configuration: a whole one, short fields, or both where they agree.
+
+    What is None or `auto` is filled from the launch configuration and the loop. Once `Accelerator` has it, it shows
+    what runs; what a script writes into `deepspeed_config` until the next `prepare` is followed there.
+
+    Attributes:
+        hf_ds_config: path of a DeepSpeed JSON, a dict, or an `HfDeepSpeedConfig`; afterwards always the last.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        gradient_clipping: largest gradient norm.
+        zero_stage: 0 to 3; where nothing says it, 2, or 0 beside an `hf_ds_config`, as DeepSpeed has it.
+        is_train_batch_min: only True: the training loader's batch size counts, whatever the others' are.
+        offload_optimizer_device, offload_param_device: `none`, `cpu` or `nvme`.
+        offload_optimizer_nvme_path, offload_param_nvme_path: folders for `nvme`.
+        zero3_init_flag: at stage 3, have transformers' `from_pretrained` build models partitioned.
+        zero3_save_16bit_model: at stage 3, whether DeepSpeed's own saving gathers the weights.
+        transformer_moe_cls_names: classes of mixture-of-experts layers, comma-separated, beside those found by
+            their structure.
+        enable_msamp, msamp_opt_level: refused; there is no fp8.
+        deepspeed_config: the configuration as a dict with `auto` for open fields.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | str | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse_without_meaning()
+        given = {name: getattr(self, name) for name in (*SHORT_FIELDS, "zero3_init_flag")}
+        given["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
+        training = {name: value for name, value in given.items() if value is not None}
+        if self.hf_ds_config not in (None, "none"):
+            training["deepspeed_config_file"] = parse_configuration(self.hf_ds_config)
+        asked = {"distributed_type": "DEEPSPEED", "deepspeed_config": training}
+        self._document = document_from_mapping(asked, _WHERE)
+        self.deepspeed_config: dict[str, Any] = {}
+        self.hf_ds_config = HfDeepSpeedConfig({})
+        self.hf_ds_config.config = self.deepspeed_config
+        self._selected = False
+        self._pretrained: Callable[[bool], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.show(self._document)
+
+    @property
+    def document(self) -> Document:
+        """What code asks for, with what was written into `deepspeed_config` since."""
+        return self.follow(self._document)
+
+    @property
+    def selected(self) -> bool:
+        """Whether it is the plugin that `prepare` takes."""
+        return self._selected
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Have the next `prepare` take this plugin; `accelerator.state.select_deepspeed_plugin(name)` does it.
+
+        Raises:
+            ValueError: a direct call, which would leave two plugins selected.
+        """
+        if not _from_accelerator_state:
+            raise ValueError("call accelerator.state.select_deepspeed_plugin(name) to choose among several plugins.")
+        self._selected = True
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key of the configuration, e.g. `zero_optimization.stage`."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a dotted key is open."""
+        return bool(self.get_value(ds_key_long) == "auto")
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether `from_pretrained` builds models partitioned."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """What transformers' `from_pretrained` makes inside is built whole, or with `enable` partitioned at stage 3."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        try:
+            with self._pretrained(enable):
+                yield
+        finally:
+            self.zero3_init_flag = before
+
+    def show(self, document: Document, filled: Mapping[str, Any] | None = None) -> None:
+        """Become the view of `document`, in the same dict as before.
+
+        Args:
+            document: what is configured.
+            filled: its training configuration with open fields filled; None shows them as `auto`.
+        """
+        config = {**_ALWAYS_SHOWN, **(document.to_deepspeed() if filled is None else filled)}
+        self.deepspeed_config.clear()
+        self.deepspeed_config.update(config)
+        for name, path in SHORT_FIELDS.items():
+            setattr(self, name, self.get_value(dotted(path), _WHERE_ABSENT.get(name)))
+        flag = document.launch.value("zero3_init_flag")
+        self.zero3_init_flag = self.zero_stage == 3 if flag in (None, AUTO) else flag
+        self._shown = copy.deepcopy(config)
+
+    def build_pretrained_by(self, context: Callable[[bool], AbstractContextManager[None]]) -> None:
+        """Have `zero3_init_context_manager` enter `context(enable)`."""
+        self._pretrained = context
+
+    def follow(self, document: Document) -> Document:
+        """`document` with what was written into `deepspeed_config` since it was last shown.
+
+        Raises:
+            ConfigError: what was written differs from an explicit value of file or flag; lists every such pair.
+        """
+        before, now = _as_tree(self._shown), _as_tree(self.deepspeed_config)
+        changed = {
+            path: entry.value
+            for path, entry in now.entries.items()
+            if path not in before or not same_value(before.entries[path].value, entry.value)
+        }
+        gone = [p for p in before if p not in now and not any(p == q[: len(p)] or q == p[: len(q)] for q in changed)]
+        if not changed and not gone:
+            return document
+        training = document.deepspeed
+        problems = []
+        for path in (*changed, *gone):
+            entry = training.get(*path)
+            if entry is None:
+                continue
+            if path in changed and entry.origin.kind not in ("file", "flag"):
+                training = training.without(*path)  # code that corrects what code wrote
+            elif path in gone and entry.value is not AUTO and entry.origin.kind in ("file", "flag"):
+                message = f"deleted in code, but {show(entry.value)} at {entry.origin.where}"
+                fix = "Delete it there, or write auto there."
+                problems.append(Problem(_written(path), dotted(path), message, fix))
+            elif path in gone:
+                training = training.without(*path)
+        if problems:
+            raise ConfigError(problems)
+        values = {("deepspeed", *path): value for path, value in changed.items()}
+        calls = {("deepspeed", *path): _written(path) for path in changed}
+        return overlay_code(replace(document, deepspeed=training), values, calls)
+
+    def _refuse_without_meaning(self) -> None:
+        problems = []
+        if self.enable_msamp:
+            fix = "Leave it out, and write mixed_precision='bf16'."
+            problems.append(Problem("DeepSpeedPlugin(enable_msamp=True)", "", "MS-AMP is not supported", fix))
+        if not self.is_train_batch_min:
+            where, message = "DeepSpeedPlugin(is_train_batch_min=False)", "the training loader's batch size counts"
+            problems.append(Problem(where, "", message, "Leave it out; prepare the training loader first of several."))
+        if problems:
+            raise ConfigError(problems)
+
+
+def _as_tree(config: dict[str, Any]) -> Tree:
+    return Tree.from_nested(config, lambda path: Origin("code", _written(path)))
+
+
+def _written(path: KeyPath) -> str:
+    return "deepspeed_config" + "".join(f"[{part!r}]" for part in path)
+
+
+ONLY: Final = "default"  # the name of a plugin that came without one
+
+
+class Configurations:
+    """The documents of a run by the names of their plugins; that of the selected plugin is followed.
+
+    Args:
+        found: what launcher and file say.
+        plugins: what code says by plugins; none where it has none.
+        overlay: lays the other arguments of code over a document.
+
+    Attributes:
+        plugins: a view of each document, the first one selected; none of a run without DeepSpeed.
+        in_code: whether code brought the plugins.
+
+    Raises:
+        ConfigError: everything that is wrong with the documents.
+    """
+
+    def __init__(
+        self,
+        found: Document,
+        plugins: Mapping[str, DeepSpeedPlugin],
+        overlay: Callable[[Document], Document],
+    ) -> None:
+        documents = {name: lay_document(found, plugin.document) for name, plugin in plugins.items()} or {ONLY: found}
+        self._documents = {name: _checked(overlay(document)) for name, document in documents.items()}
+        self.in_code = bool(plugins)
+        self.plugins = dict(plugins)
+        only = self._documents.get(ONLY)
+        if not plugins and only is not None and asks_for_deepspeed(only, launch_settings(only)):
+            self.plugins = {ONLY: DeepSpeedPlugin()}
+        for number, (name, plugin) in enumerate(self.plugins.items()):
+            plugin.show(self._documents[name])
+            plugin.select(_from_accelerator_state=True) if number == 0 else plugin._unselect()
+
+    @property
+    def document(self) -> Document:
+        """What the next `prepare` follows."""
+        return self._documents[self._selected]
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin | None:
+        """The view of that document; None of a run without DeepSpeed."""
+        return self.plugins.get(self._selected)
+
+    @property
+    def _selected(self) -> str:
+        return next((name for name, plugin in self.plugins.items() if plugin.selected), ONLY)
+
+    def overlay(self, lay: Callable[[Document], Document]) -> None:
+        """Lay further arguments of code over every document.
+
+        Raises:
+            ConfigError: they differ from what is there.
+        """
+        self._documents = {name: _checked(lay(document)) for name, document in self._documents.items()}
+
+    def follow_edits(self) -> Document:
+        """The selected document with what the script wrote into its plugin since it was last shown.
+
+        Raises:
+            ConfigError: that differs from an explicit value of file or flag, or cannot run.
+        """
+        if self.plugin is not None:
+            followed = self.plugin.follow(self.document)
+            if followed is not self.document:
+                self._documents[self._selected] = _checked(followed)
+                self.plugin.show(self.document)
+        return self.document
+
+    def show(self, filled: Mapping[str, Any]) -> None:
+        """Let the selected plugin show a configuration whose open fields are filled."""
+        if self.plugin is not None:
+            self.plugin.show(self.document, filled)
+
+
+def _checked(document: Document) -> Document:
+    return replace(document, notes=check_document(document))

@@ -40,8 +40,19 @@ from zero_plugin.config.located import (
     text_place,
 )
 from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, OriginKind, Tree, dotted, same_value
-from zero_plugin.config.validation import read_as_wanted, show, validator
+from zero_plugin.config.tree import (
+    AUTO,
+    Entry,
+    KeyPath,
+    Origin,
+    OriginKind,
+    Tree,
+    dotted,
+    read_as_wanted,
+    same_value,
+    show,
+    validator,
+)
 from zero_plugin.errors import ConfigError, Problem
 
 STANDARD_INPUT: Final = "<standard input>"  # its name in messages, in place of a file's

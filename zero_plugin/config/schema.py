@@ -1,4 +1,4 @@
-"""The keys of DeepSpeed's configuration as a JSON Schema, for checks and editors, and those that it has no more."""
+"""The keys of DeepSpeed's configuration: a JSON Schema for checks and editors, defaults, and keys that are gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any, Final
 
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS
 from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, compiler_schema, launch_schema
-from zero_plugin.config.tree import KeyPath
+from zero_plugin.config.tree import (
+    KeyPath,
+    freeze,
+)
 
 _OPEN: Final = ({"type": "null"}, {"const": "auto"})  # what every launch key may be
 
@@ -145,3 +148,52 @@ RETIRED_OPTIMIZERS: Final[Mapping[str, str]] = {
     "fusedadam": "Write AdamW: DeepSpeed uses its fused kernel by itself.",
     "deepspeedcpuadam": "Write AdamW: DeepSpeed uses its CPU kernel by itself under offload.",
 }
+
+_ADAM: Final = ("lr", "betas", "eps", "weight_decay")
+# What is written out for an optimizer where nobody gives it: by type, the parameters that every implementation has.
+_WRITTEN_OUT: Final = {
+    "Adam": (*_ADAM, "adam_w_mode"),
+    "AdamW": _ADAM,
+    "Adagrad": ("lr", "eps", "weight_decay"),
+    "Lamb": (*_ADAM, "bias_correction", "max_coeff", "min_coeff"),
+    "Lion": ("lr", "betas", "weight_decay"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+}
+
+
+def deepspeed_default(path: KeyPath, kind: str | None = None) -> tuple[Any] | None:
+    """The default at `path` in a one-element tuple (a default may be None), or None where none is known.
+
+    Args:
+        path: a key of the configuration.
+        kind: for a key below `optimizer.params` or `scheduler.params`, the section's type.
+    """
+    node = key_schema(path, kind) or {}
+    return (node["default"],) if "default" in node else None
+
+
+def _parameters(section: str, kind: str) -> dict[str, Mapping[str, Any]]:
+    """What the schema says of the parameters of a type."""
+    described = key_schema((section, "params"), kind)
+    assert described is not None, kind
+    return {name: key for name, key in described["properties"].items() if name != "last_batch_iteration"}
+
+
+def _defaults(section: str, kind: str) -> dict[str, Any]:
+    return {name: freeze(key["default"]) for name, key in _parameters(section, kind).items() if "default" in key}
+
+
+# DeepSpeed's defaults by type in lower case. Adam's and Lion's are those of its kernels: there an absent weight_decay
+# is 0, where torch.optim.AdamW has 0.01, and Lion's second beta is 0.999, where its paper has 0.99.
+OPTIMIZER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    kind.lower(): {name: _defaults("optimizer", kind)[name] for name in names} for kind, names in _WRITTEN_OUT.items()
+}
+_SCHEDULES: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+# By type, as DeepSpeed writes it: the parameters that have a default, and those that have none.
+SCHEDULER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {kind: _defaults("scheduler", kind) for kind in _SCHEDULES}
+SCHEDULER_REQUIRED: Final[Mapping[str, frozenset[str]]] = {
+    kind: frozenset(_parameters("scheduler", kind).keys() - SCHEDULER_DEFAULTS[kind].keys()) for kind in _SCHEDULES
+}
+# Fields in which DeepSpeed itself understands the word "auto": it must reach DeepSpeed as it is.
+DEEPSPEED_AUTO: Final = frozenset(path for path, key in walk_keys(deepspeed_schema()) if key.get("default") == "auto")

@@ -1,13 +1,24 @@
-"""Immutable configuration trees in which every leaf remembers where it came from."""
+"""Immutable configuration trees in which every leaf remembers where it came from, and what a schema says of them.
+
+Violations by path, legal values in plain words, likely readings.
+"""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from zero_plugin.config.amounts import as_number
+from zero_plugin.errors import Problem
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 KeyPath = tuple[str, ...]
 _SHOWS: Final = re.compile(r"[\w.*/$-]+", re.ASCII)
@@ -200,3 +211,170 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(same_value, one, other))
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+_SWITCHES: Final = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One place where a tree breaks its schema.
+
+    Attributes:
+        path: the leaf or section; list indices are not part of it.
+        index: positions inside the leaf, where it is a list.
+        value: what was found there.
+        wanted: the schema of that place; of the section that holds it for an unknown or missing key.
+        kind: whether the value is wrong, the key is unknown in its section, or a needed key is missing.
+    """
+
+    path: KeyPath
+    index: tuple[int | str, ...]
+    value: Any
+    wanted: Mapping[str, Any]
+    kind: str  # "value", "unknown" or "missing"
+
+
+def validator(schema: Mapping[str, Any]) -> Validator:
+    """A validator in which `2e8` is not yet an integer, so that it is found and read as one."""
+    by: Validator = _strict_validator()(schema)
+    return by
+
+
+@functools.cache  # making the class takes longer than a check
+def _strict_validator() -> Any:
+    from jsonschema import Draft202012Validator, validators  # here, because a document made in code may need no check
+
+    def is_integer(_: Any, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
+    return validators.extend(Draft202012Validator, type_checker=types)  # type: ignore[no-untyped-call]
+
+
+def violations(tree: Tree, by: Validator) -> Iterator[Violation]:
+    """Every place where `tree` breaks the validator's schema."""
+    error: Any  # typed as a ValidationError, each of its attributes could be unset
+    for error in by.iter_errors(tree.nested(auto="auto")):
+        steps = list(error.absolute_path)
+        depth = next((n for n, step in enumerate(steps) if not isinstance(step, str)), len(steps))
+        path, index = tuple(str(step) for step in steps[:depth]), tuple(steps[depth:])
+        if error.validator == "additionalProperties":
+            known = error.schema.get("properties", {})
+            for key in error.instance:
+                if key not in known and not key.startswith("_"):
+                    yield Violation((*path, key), index, error.instance[key], error.schema, "unknown")
+        elif error.validator == "required":
+            for key in error.validator_value:
+                if key not in error.instance:
+                    yield Violation((*path, key), index, None, error.schema, "missing")
+        else:
+            yield Violation(path, index, error.instance, error.schema, "value")
+
+
+def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[Problem]]:
+    """Read values that are only written differently as what their keys want: `"true"`, `"5e8"`, `2e8`, `CPU`.
+
+    Returns:
+        The tree with such values replaced, and a warning for each that a person should know of.
+    """
+    notes: list[Problem] = []
+    for _ in range(2):  # once more, because an optimizer type that is now understood opens the check of its parameters
+        changes: dict[KeyPath, Entry] = {}
+        for found in violations(tree, by):
+            if found.kind != "value" or found.path not in tree or found.index:
+                continue
+            wanted = by.evolve(schema=found.wanted)
+            reading = next((r for r in _readings(found.value, found.wanted) if wanted.is_valid(r[0])), None)
+            if reading is not None:
+                value, goes_without_saying = reading
+                origin = tree.entries[found.path].origin
+                changes[found.path] = Entry(freeze(value), origin)
+                if not goes_without_saying:
+                    message = f"read {show(found.value)} as {show(value)}"
+                    fix, shown = f"Write {show(value)}.", show(found.value)
+                    notes.append(Problem(origin.where, dotted(found.path), message, fix, shown, "warning"))
+        tree = tree.replace(changes)
+    return tree, notes
+
+
+def _readings(value: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """What `value` may have been meant as, and whether that goes without saying."""
+    if isinstance(value, float) and value.is_integer():
+        yield int(value), True
+    if isinstance(value, str):
+        text = value.strip()
+        for branch in (wanted, *wanted.get("anyOf", ())):
+            for option in branch.get("enum", ()):
+                if isinstance(option, str) and option.lower() == text.lower():
+                    yield option, True
+        if text.lower() in _SWITCHES:
+            yield _SWITCHES[text.lower()], False
+        number = as_number(text)
+        if number is not None:
+            if float(number).is_integer():
+                yield int(number), False
+            yield number, False
+        yield [value], False
+    elif isinstance(value, int) and not isinstance(value, bool) and value in (0, 1):
+        yield bool(value), False
+        yield str(value), True
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value), True
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The known word nearest to `word`, or "" where none is near."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), by_lower, n=1, cutoff=0.7)
+    return by_lower[near[0]] if near else ""
+
+
+def show(value: Any) -> str:
+    """A value as a person would write it, shortened."""
+    text = "auto" if value is AUTO else json.dumps(value, default=_plain, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else "auto" if value is AUTO else str(value)
+
+
+def legal(schema: Mapping[str, Any]) -> str:
+    """What a schema allows, in plain words."""
+    *first, last = dict.fromkeys(_options(schema))
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _options(schema: Mapping[str, Any]) -> list[str]:
+    if "anyOf" in schema:
+        return [option for branch in schema["anyOf"] for option in _options(branch)]
+    if "const" in schema:
+        return ["auto" if schema["const"] == "auto" else show(schema["const"])]
+    if "enum" in schema:
+        return [str(option) for option in schema["enum"]]
+    kinds = schema.get("type", "object")
+    words = [_legal_type(kind, schema) for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "boolean"]
+    return ["true", "false", *words] if "boolean" in kinds else words
+
+
+def _legal_type(kind: str, schema: Mapping[str, Any]) -> str:
+    if kind in ("integer", "number"):
+        noun = "an integer" if kind == "integer" else "a number"
+        low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+        high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+        if low is not None and high is not None:
+            return f"{noun} from {low} to {high}"
+        bounds = {"of at least": low, "above": above, "of at most": high, "below": below}
+        words = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
+        return f"{noun} {words}".rstrip()
+    if kind == "array":
+        items = schema.get("items")
+        count = f"{schema['minItems']} values" if "minItems" in schema else "values"
+        return f"a list of {count} (each {legal(items)})" if items else "a list"
+    if kind == "string" and "examples" in schema:
+        return f"text such as {schema['examples'][0]}"
+    return {"string": "text", "null": "null", "object": "a mapping of keys"}[kind]

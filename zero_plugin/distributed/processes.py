@@ -26,8 +26,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from zero_plugin.config.choices import DistributedType
-from zero_plugin.config.messages import show_messages
 from zero_plugin.distributed.collective_check import collective, end_watching, start_watching
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import call_at_exit
 from zero_plugin.errors import LaunchError, LoopError
 from zero_plugin.machine.network import OWN_ADDRESS, interface_towards, listening_socket, own_address

@@ -227,7 +227,7 @@ def plan_launch(
     facts = _plan(document, Facts(machine=machine, complete=False), model, sequence_length)
     if not facts.planned:
         return document, [f"--model {model}: nothing is open that a plan would fill"]
-    logged = resolve(document, facts).said_aloud
+    logged = resolve(document, facts).logged
     return lay_plan(document, facts.planned), [line for line in logged if "by the plan" in line]
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.handover import CUT_VARIABLE, OutOfMemoryReport, take_out_of_memory_report
+from zero_plugin.config.run_files import CUT_VARIABLE, OutOfMemoryReport, take_out_of_memory_report
 from zero_plugin.errors import LaunchError
 from zero_plugin.launch.command import CONFIG_FILE_VARIABLE, NEW_STORE, worker_command
 from zero_plugin.launch.hosts import run_on_hosts

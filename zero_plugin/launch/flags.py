@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
 from zero_plugin.config.document import SHORT_FIELDS, Document
@@ -22,11 +23,9 @@ from zero_plugin.config.launch_settings import (
     LaunchSettings,
     ignored_keys,
 )
-from zero_plugin.config.located import as_number
-from zero_plugin.config.messages import show_messages
 from zero_plugin.config.read import DEFAULT_STAGE, read_document
-from zero_plugin.config.tree import Entry, KeyPath, Origin
-from zero_plugin.config.validation import show
+from zero_plugin.config.tree import Entry, KeyPath, Origin, show
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import Machine, look_at_machine
 

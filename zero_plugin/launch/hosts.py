@@ -28,8 +28,7 @@ from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import LAUNCHERS, LaunchSettings, asks_for_cpu, launch_settings
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.resolve import config_for_scripts
-from zero_plugin.config.tree import AUTO
-from zero_plugin.config.validation import did_you_mean, show
+from zero_plugin.config.tree import AUTO, did_you_mean, show
 from zero_plugin.errors import LaunchError, MachineError, Problem
 from zero_plugin.launch import remote_worker
 from zero_plugin.launch.command import foreign_variables, program_arguments

@@ -12,9 +12,9 @@ from typing import Any, Final
 from zero_plugin.config.check import check_document
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
-from zero_plugin.config.messages import show_messages
 from zero_plugin.config.read import document_from_mapping, read_document
 from zero_plugin.config.tree import KeyPath
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec
 from zero_plugin.launch.fork import launch_variables, run_forked, run_on_devices
 from zero_plugin.launch.spec import LaunchSpec, Program

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zero_plugin.config.amounts import show_bytes
-from zero_plugin.config.handover import OutOfMemoryReport
+from zero_plugin.config.run_files import OutOfMemoryReport
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
 from zero_plugin.machine.hardware import MemoryWatch, largest_processes, total_cpu_memory
 

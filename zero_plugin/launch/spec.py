@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import ENVIRONMENT_VARIABLE, to_environment
+from zero_plugin.config.document import ENVIRONMENT_VARIABLE, Document, to_environment
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, asks_for_deepspeed
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.facts import Resolved

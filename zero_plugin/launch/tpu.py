@@ -21,8 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
-from zero_plugin.config.document import Document
-from zero_plugin.config.handover import from_environment
+from zero_plugin.config.document import Document, from_environment
 from zero_plugin.config.launch_settings import (
     ON_EVERY_MACHINE,
     asked_compiler,

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from zero_plugin.config.choices import RNGType
-from zero_plugin.config.deepspeed_plugin import ONLY, DeepSpeedPlugin
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import overlay_code
 from zero_plugin.config.launch_settings import asked_compiler
 from zero_plugin.config.plugins import (
+    ONLY,
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     Handlers,

@@ -32,9 +32,8 @@ from zero_plugin.checkpoint.objects import random_state, read_nested, restore_ra
 from zero_plugin.checkpoint.save import Draft, open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
 from zero_plugin.config.amounts import require_bytes
-from zero_plugin.config.handover import keep_run, kept_run
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.resolve.run_record import describe_run, write_record
+from zero_plugin.config.run_files import keep_run, kept_run, write_record
 from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
@@ -192,9 +191,7 @@ class Checkpoints:
         return taken_out(weights, left)
 
     def _make_draft(self, states: list[Any], lineage: dict[str, Any]) -> Draft:
-        runs = [
-            describe_run(self._run.document, training.resolved, training.facts) for training in self._prepared.trainings
-        ]
+        runs = [training.resolved.record for training in self._prepared.trainings]
         training = {
             "models": [describe_training(training) for training in self._prepared.trainings],
             "waiting_optimizers": [optimizer.state_dict() for optimizer in self._prepared.waiting],

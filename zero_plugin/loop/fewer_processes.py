@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from zero_plugin.config.handover import from_environment
+from zero_plugin.config.document import from_environment
 from zero_plugin.config.launch_settings import launch_settings
 from zero_plugin.errors import LaunchError
 

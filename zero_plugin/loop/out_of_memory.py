@@ -21,7 +21,7 @@ import torch
 
 from zero_plugin.config.amounts import read_bytes, show_bytes
 from zero_plugin.config.document import Document
-from zero_plugin.config.handover import OutOfMemoryReport, leave_out_of_memory_report, micro_batch_cut
+from zero_plugin.config.run_files import OutOfMemoryReport, leave_out_of_memory_report, micro_batch_cut
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin
 from zero_plugin.data.batch_sampler import smaller_cut
 from zero_plugin.distributed.collective_check import tell_loss

@@ -25,7 +25,7 @@ from zero_plugin.config.resolve.facts import (
     SchedulerSection,
 )
 from zero_plugin.config.resolve.resolve import resolve
-from zero_plugin.config.resolve.run_record import describe_run, keep_record
+from zero_plugin.config.run_files import keep_record
 from zero_plugin.data.active import RunningLoops
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError
@@ -79,7 +79,7 @@ def start_training(
     peak_before = peak_bytes(processes.device)
     facts, activations = plan_open_fields(document, facts, model, peek, processes)
     resolved = resolve(document, facts)
-    _log_resolved(document, facts, resolved, processes)
+    _log_resolved(resolved, processes)
     stage = strategy.zero_stage(resolved)
     strategy.remove_leftover_files(resolved, processes)
     check_memory(model, resolved, stage, facts, processes)
@@ -122,10 +122,10 @@ def add_optimizer(
             f"prepare() got the optimizer of the {type(model).__name__} in a later call than the model, of which some "
             "parameters were frozen then.\nPass them in one call, or set requires_grad of all before the first call."
         )
-    logged = training.resolved.said_aloud
+    logged = training.resolved.logged
     training.facts = _with_pair(training.facts, optimizer, schedulers)
     training.resolved = resolve(document, training.facts)
-    _log_resolved(document, training.facts, training.resolved, processes, logged)
+    _log_resolved(training.resolved, processes, logged)
     real = tuple(s for s in schedulers if isinstance(s, LRScheduler))
     training.session.left_out = _find_left_out(model, optimizer)
     strategy.add_optimizer(training.session, SessionRequest(model, optimizer, training.resolved, real))
@@ -256,7 +256,7 @@ def _join_scheduler(training: Training, scheduler: Any, document: Document, proc
         raise LoopError("prepare() got a second DummyScheduler of one optimizer; use what it returned for the first.")
     if known is not None and (known.placeholder or not placeholder):
         return
-    logged = training.resolved.said_aloud
+    logged = training.resolved.logged
     facts = replace(training.facts, scheduler=scheduler.describe() if placeholder else SchedulerFacts())
     resolved = resolve(document, facts)
     if training.remove_scheduler is not None:
@@ -268,7 +268,7 @@ def _join_scheduler(training: Training, scheduler: Any, document: Document, proc
         training.remove_scheduler()
         training.remove_scheduler = None
     training.facts, training.resolved = facts, resolved
-    _log_resolved(document, facts, resolved, processes, logged)
+    _log_resolved(resolved, processes, logged)
 
 
 def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, schedulers: Sequence[Any]) -> Facts:
@@ -280,20 +280,14 @@ def _with_pair(facts: Facts, optimizer: Optimizer | DummyOptim | None, scheduler
     )
 
 
-def _log_resolved(
-    document: Document,
-    facts: Facts,
-    resolved: Resolved,
-    processes: Processes,
-    logged: Sequence[str] = (),
-) -> None:
+def _log_resolved(resolved: Resolved, processes: Processes, logged: Sequence[str] = ()) -> None:
     """Log the resolved values that affect the training, and where the complete configuration is written."""
-    for line in resolved.said_aloud:
+    for line in resolved.logged:
         if line not in logged:
             _log.info(line)
     if processes.rank == 0:
-        log_dir = launch_settings(document).log_dir
-        _log.info(keep_record(describe_run(document, resolved, facts), log_dir, os.environ))
+        log_dir = launch_settings(resolved.document).log_dir
+        _log.info(keep_record(resolved.record, log_dir, os.environ))
 
 
 def _log_learning_rate(scheduler: AcceleratedScheduler, resolved: Resolved, facts: Facts) -> None:
@@ -349,8 +343,8 @@ def join_loaders(training: Training, loop: LoopFacts, document: Document, *, sur
     else:
         before, now = training.window.steps, resolved.accumulation
         if before == now:
-            for line in resolved.said_aloud:
-                if line not in training.resolved.said_aloud:
+            for line in resolved.logged:
+                if line not in training.resolved.logged:
                     _log.info(line if surely_trains else f"{unsure}: {line}")
             training.facts, training.resolved = facts, resolved
             for scheduler in training.optimizer.schedulers if training.optimizer is not None else ():

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zero_plugin.config.handover import OutOfMemoryReport
 from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
+from zero_plugin.config.run_files import OutOfMemoryReport
 from zero_plugin.config.tree import AUTO
 from zero_plugin.data.active import RUNNING, RunningLoops
 from zero_plugin.data.dispatch import SliceFunction

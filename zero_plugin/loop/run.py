@@ -16,15 +16,14 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from zero_plugin.checkpoint.background import BackgroundWriter
-from zero_plugin.config.deepspeed_plugin import Configurations, DeepSpeedPlugin
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_tpu, launch_settings
-from zero_plugin.config.messages import show_messages
-from zero_plugin.config.plugins import InitProcessGroupKwargs, ProfileKwargs
-from zero_plugin.config.resolve.training import expected_precision
+from zero_plugin.config.plugins import Configurations, DeepSpeedPlugin, InitProcessGroupKwargs, ProfileKwargs
+from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
+from zero_plugin.distributed.messages import show_messages
 from zero_plugin.distributed.process_end import StopRequest, call_at_exit, call_before_end
 from zero_plugin.distributed.processes import ProcessCalls, Processes, start_processes
 from zero_plugin.loop.arguments import Options

@@ -30,7 +30,7 @@ from zero_plugin.checkpoint.save_model import (
 )
 from zero_plugin.checkpoint.tensor_files import RangeReader, session_fragments
 from zero_plugin.config.amounts import require_bytes
-from zero_plugin.config.resolve.run_record import describe_run, write_record
+from zero_plugin.config.run_files import write_record
 from zero_plugin.config.tree import AUTO
 from zero_plugin.distributed import collectives
 from zero_plugin.distributed.collective_check import collective
@@ -148,7 +148,7 @@ class Weights:
     def _write_record(self, model: nn.Module, folder: Path) -> None:
         for training in self._prepared.trainings:
             if training.is_of_model(model):
-                write_record(describe_run(self._run.document, training.resolved, training.facts), folder)
+                write_record(training.resolved.record, folder)
 
     def save_object(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object on the main process only; see `Accelerator.save`."""

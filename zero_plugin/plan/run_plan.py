@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import launch_settings
-from zero_plugin.config.resolve.draft import deepspeed_default
 from zero_plugin.config.resolve.facts import PLACEMENT, Facts, LoopFacts, MachineFacts, Resolved
-from zero_plugin.config.resolve.resolve import resolve
-from zero_plugin.config.resolve.training import MICRO_BATCH, unplanned_micro_batch
+from zero_plugin.config.resolve.resolve import MICRO_BATCH, resolve, unplanned_micro_batch
+from zero_plugin.config.schema import deepspeed_default
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import available_cpu_memory, memory_available_bytes

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.amounts import round_up, show_bytes
 from zero_plugin.config.resolve.facts import ModelFacts, Precision
-from zero_plugin.config.resolve.zero import choose_bucket, choose_persistence_threshold
+from zero_plugin.config.resolve.resolve import choose_bucket, choose_persistence_threshold
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.plan.costs import Footprint, StepTime, footprint, step_time, sub_groups_on_device
 from zero_plugin.plan.situation import (

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_plugin.config.resolve.draft import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.config.resolve.facts import OptimizerFacts, OptimizerSection, SchedulerSection
+from zero_plugin.config.schema import OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULTS, SCHEDULER_REQUIRED
 from zero_plugin.errors import ConfigError, Problem
 
 _ONLY_DEEPSPEED = ("lamb", "muon", "muadam", "muadamw", "musgd")

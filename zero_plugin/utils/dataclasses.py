@@ -13,9 +13,9 @@ from zero_plugin.config.choices import EnumWithContains as EnumWithContains
 from zero_plugin.config.choices import LoggerType as LoggerType
 from zero_plugin.config.choices import PrecisionType as PrecisionType
 from zero_plugin.config.choices import RNGType as RNGType
-from zero_plugin.config.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from zero_plugin.config.plugins import AutocastKwargs as AutocastKwargs
 from zero_plugin.config.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+from zero_plugin.config.plugins import DeepSpeedPlugin as DeepSpeedPlugin
 from zero_plugin.config.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from zero_plugin.config.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from zero_plugin.config.plugins import GradScalerKwargs as GradScalerKwargs

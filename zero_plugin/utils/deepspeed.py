@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_plugin.config.deepspeed_plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
 from zero_plugin.config.placeholders import DummyOptim as DummyOptim
 from zero_plugin.config.placeholders import DummyScheduler as DummyScheduler
+from zero_plugin.config.plugins import HfDeepSpeedConfig as HfDeepSpeedConfig
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:

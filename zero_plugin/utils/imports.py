@@ -10,9 +10,10 @@ from typing import Any, Final
 from packaging.requirements import Requirement
 from packaging.version import parse
 
+from zero_plugin.config.choices import parse_flag_from_env
 from zero_plugin.errors import MachineError
 from zero_plugin.machine.xla_runtime import import_torch_xla
-from zero_plugin.utils.environment import parse_flag_from_env, patch_environment
+from zero_plugin.utils.environment import patch_environment
 from zero_plugin.utils.lazy import stand_in
 
 _CALLED_ALIKE: Final = """

@@ -1,17 +1,34 @@
-"""What resolution starts from, and what it comes to.
+"""What resolution starts from, its working copy, and what it comes to.
 
-What the resolution rules may look at: plain numbers about the loop, the model and the machine.
-
-The resolved configuration: no open field, every value with its origin.
+Facts are plain numbers about the loop, the model and the machine. A `Draft` holds what is settled so far, what is wrong
+and what to log. `Resolved` has no open field, and every value with its origin, which a run also records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, Final, Literal
 
-from zero_plugin.config.tree import KeyPath, Tree
+from zero_plugin.config.document import Document
+from zero_plugin.config.schema import deepspeed_default, deepspeed_schema
+from zero_plugin.config.tree import (
+    AUTO,
+    Entry,
+    KeyPath,
+    Origin,
+    OriginKind,
+    Tree,
+    dotted,
+    freeze,
+    holds_auto,
+    plain,
+    same_value,
+    show,
+)
+from zero_plugin.errors import ConfigError, Problem
 
 Precision = Literal["no", "fp16", "bf16"]
 StrategyName = Literal["deepspeed", "ddp", "single", "xla"]
@@ -160,23 +177,27 @@ OptimizerSection = Section
 SchedulerSection = Section
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Resolved:
     """What `prepare` runs; everything else is read off the two trees, so that there is one source of truth.
 
     Attributes:
+        document: what was configured.
+        facts: what it was resolved from.
         tree: the whole training configuration under DeepSpeed's key names; no leaf holds AUTO but where AUTO is
             DeepSpeed's own value.
         launch: the launch keys that change training: `mixed_precision` and `scheduler_counts`.
-        said_aloud: one sentence for each choice made for the user that changes training, to print once at start.
+        logged: one sentence for each choice made for the user that changes training, to log once at start.
         missing: where the facts were not complete, the fields that a run may still fill, each with what would: they
             hold AUTO or are absent. A run has none.
     """
 
+    document: Document
+    facts: Facts
     tree: Tree
-    launch: Tree = field(default_factory=Tree)
-    said_aloud: tuple[str, ...] = ()
-    missing: Mapping[KeyPath, str] = field(default_factory=dict)
+    launch: Tree
+    logged: tuple[str, ...]
+    missing: Mapping[KeyPath, str]
 
     @property
     def precision(self) -> Literal["no", "fp16", "bf16"]:
@@ -228,6 +249,254 @@ class Resolved:
         """
         return self.tree.without("scheduler").nested(auto="auto")
 
+    @functools.cached_property  # each save writes it again
+    def record(self) -> Mapping[str, Any]:
+        """For a file: versions, where it runs, every value with its origin, what DeepSpeed gets (null without it)."""
+        return {
+            "versions": {package: installed_version(package) for package in ("zero-plugin", "deepspeed", "torch")},
+            "files": list(self.document.sources),
+            "strategy": self.facts.strategy,
+            "accelerator": self.facts.machine.accelerator,
+            "processes": self.facts.machine.processes,
+            "values": [row.as_json() for row in list_values(self.document, self)],
+            "deepspeed_config": self.deepspeed_config() if self.facts.strategy == "deepspeed" else None,
+        }
+
     def _section(self, name: Literal["optimizer", "scheduler"]) -> Section | None:
         section = self.tree.section(name).nested()
         return None if section.get("type") is None else Section(section["type"], section.get("params") or {})
+
+
+class Draft:
+    """The working copy that the rules fill, topic after topic; the document itself never changes.
+
+    Attributes:
+        document: what was configured.
+        facts: what the rules may look at besides the values.
+        tree, launch: the trees as far as they are settled.
+    """
+
+    def __init__(self, document: Document, facts: Facts) -> None:
+        self.document = document
+        self.facts = facts
+        self.tree = document.deepspeed
+        self.launch = document.launch
+        self._problems: list[Problem] = []
+        self._missing: dict[KeyPath, str] = {}
+        self._refused: set[KeyPath] = set()
+        self._logged: list[str] = []
+
+    @property
+    def on_deepspeed(self) -> bool:
+        """Whether the run goes through DeepSpeed's engine."""
+        return self.facts.strategy == "deepspeed"
+
+    def get(self, *path: str) -> Entry | None:
+        """The settled leaf at `path`; None where it is absent, null or still open."""
+        entry = self.tree.get(*path)
+        return None if entry is None or entry.value is None or holds_auto(entry.value) else entry
+
+    def value(self, *path: str, default: Any = None) -> Any:
+        """The settled value at `path`, or `default`."""
+        entry = self.get(*path)
+        return default if entry is None else entry.value
+
+    def is_open(self, *path: str) -> bool:
+        """Whether the leaf says `auto`, as a whole or inside a list."""
+        return path in self.tree and holds_auto(self.tree.value(*path))
+
+    def is_missing(self, *path: str) -> bool:
+        """Whether the leaf stays open, since a fact is not there; see `miss`."""
+        return path in self._missing
+
+    def is_unsettled(self, *path: str) -> bool:
+        """Whether a rule has still to find this value: it is absent or open."""
+        return path not in self.tree or self.is_open(*path)
+
+    def put(self, path: KeyPath, value: Any, reason: str, kind: OriginKind = "rule", *, logged: bool = False) -> None:
+        """Settle `path`. Of a list such as `["auto", 0.95]` only the open elements are taken from `value`.
+
+        Args:
+            path: where.
+            value: what; lists become tuples.
+            reason: why this value, for `explain`.
+            kind: "rule", or "default" for a value that DeepSpeed would have taken too.
+            logged: whether the choice changes training and has to be logged at start.
+        """
+        before, value = self.tree.get(*path), freeze(value)
+        if before is not None and isinstance(before.value, tuple) and holds_auto(before.value):
+            template = before.value
+            if not isinstance(value, tuple) or len(value) != len(template):
+                fix = f"Write the whole list, or auto in its place, which is {show(value)}: {reason}."
+                self.refuse(path, f"{show(template)} has an open element that nothing fills.", fix)
+                return
+            value = tuple(found if holds_auto(typed) else typed for typed, found in zip(template, value, strict=True))
+            reason += "; the other elements are typed"
+        self.tree = self.tree.replace({path: self._entry(path, value, reason, kind)})
+        if logged:
+            self.log(f"{dotted(path)} = {_shown(value)}: {reason}")
+
+    def put_planned(self, path: KeyPath) -> bool:
+        """Settle `path` as the plan of the memory has chosen, and say so; False where it has chosen nothing there."""
+        found = self.facts.planned.get(path)
+        if found is not None:
+            self.put(path, *found, logged=True)
+        return found is not None
+
+    def drop(self, path: KeyPath) -> None:
+        """Take a leaf away."""
+        self.tree = self.tree.without(*path)
+
+    def keys(self, *section: str) -> list[str]:
+        """The keys written in a section that holds plain values; none where it is absent, null or empty."""
+        return [path[-1] for path in self.tree if path[:-1] == section]
+
+    def put_launch(self, key: str, value: Any, reason: str, *, logged: bool = False) -> None:
+        """Settle a launch key; see `put`."""
+        self.launch = self.launch.replace({(key,): self._entry((key,), value, reason, "rule")})
+        if logged:
+            self.log(f"{key} = {value}: {reason}")
+
+    def log(self, sentence: str) -> None:
+        """Note a choice that has to be logged once at start."""
+        self._logged.append(sentence)
+
+    def refuse(self, path: KeyPath, message: str, fix: str) -> None:
+        """Note a problem that no further fact fixes; `finish` raises all of them at once."""
+        entry = self.tree.get(*path) or self.launch.get(*path)
+        found = entry.origin.where if entry else self.document.place(("deepspeed", *path))
+        self.add(Problem(found, dotted(path), message, fix))
+        self._refused.add(path)
+
+    def add(self, problem: Problem) -> None:
+        """Note a problem as it was found elsewhere; see `refuse`."""
+        self._problems.append(problem)
+
+    def miss(self, path: KeyPath, what: str, fix: str) -> None:
+        """Note a field that stays open because a fact is not there: an error in a run, before one only open.
+
+        Args:
+            path: where.
+            what: what would fill it, to follow "there is no …".
+            fix: what to write or pass.
+        """
+        if self.facts.complete:
+            state = "auto" if self.is_open(*path) else "absent"
+            self.refuse(path, f"{state}, and there is no {what}.", fix)
+        else:
+            self._missing[path] = what
+            self._refused.add(path)
+
+    def still_open(self) -> list[KeyPath]:
+        """The open leaves for which no rule has found a value or a problem, there or with their section's type."""
+        refused = self._refused
+        return [p for p in self.tree if self.is_open(*p) and p not in refused and (p[0], "type") not in refused]
+
+    def finish(self) -> Resolved:
+        """The resolved configuration; before a run, with the fields that it may still fill.
+
+        Raises:
+            ConfigError: listing every problem that the rules found.
+        """
+        if self._problems:
+            raise ConfigError(self._problems)
+        kept = {key: self.launch.entries[(key,)] for key in ("mixed_precision", "scheduler_counts")}
+        launch = Tree({(key,): entry for key, entry in kept.items()})
+        return Resolved(self.document, self.facts, self.tree, launch, tuple(self._logged), self._missing)
+
+    @staticmethod
+    def _entry(path: KeyPath, value: Any, reason: str, kind: OriginKind) -> Entry:
+        where = "DeepSpeed's default" if kind == "default" else f"rule for {dotted(path)}"
+        return Entry(freeze(value), Origin(kind, where, reason))
+
+
+def agrees(typed: Any, given: Any) -> bool:
+    """Whether what is typed, where it is not open, is what the loop gives: `["auto", 0.95]` agrees with (0.9, 0.95)."""
+    if typed is AUTO:
+        return True
+    if isinstance(typed, tuple) and isinstance(given, tuple) and len(typed) == len(given):
+        return all(map(agrees, typed, given))
+    return same_value(typed, given)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One value.
+
+    Attributes:
+        path: the key; launch keys have one part.
+        value: plain; `"auto"` where it is open, or DeepSpeed's own word.
+        kind: who set it; `open` for what only a run can fill, `unset` for DeepSpeed's default of a key nobody wrote.
+        where: where it, or the `auto` that was filled, is written; "" for what was added.
+        reason: why this value, for what nobody typed; of an open one, what would fill it.
+        was_auto: whether it fills an `auto`.
+    """
+
+    path: KeyPath
+    value: Any
+    kind: Literal["file", "flag", "code", "rule", "default", "open", "unset"]
+    where: str
+    reason: str = ""
+    was_auto: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The row for a JSON file."""
+        shown = {name: getattr(self, name) for name in ("value", "kind", "where", "reason")}
+        return {"path": dotted(self.path), **shown}
+
+
+def list_values(document: Document, resolved: Resolved) -> list[Row]:
+    """Every value: the launch keys, then the training keys, in the order of the file; what was added follows.
+
+    Args:
+        document: what was configured.
+        resolved: what it was resolved to.
+    """
+    launch = document.launch.replace(resolved.launch.entries)
+    missing = dict(resolved.missing)
+    rows = [_row(path, entry, document.launch, missing) for path, entry in launch.entries.items()]
+    rows += [_row(path, entry, document.deepspeed, missing) for path, entry in resolved.tree.entries.items()]
+    return [*rows, *(Row(path, "auto", "open", "", what) for path, what in missing.items())]
+
+
+def list_defaults(resolved: Resolved) -> list[Row]:
+    """DeepSpeed's default of every key that is neither written nor added."""
+    kind = resolved.tree.value("optimizer", "type")
+    rows = []
+    for path in _keys(deepspeed_schema()):
+        default = deepspeed_default(path, kind)
+        if path not in resolved.tree and path not in resolved.missing and default is not None:
+            rows.append(Row(path, default[0], "unset", "", "nobody wrote the key"))
+    return rows
+
+
+def _row(path: KeyPath, entry: Entry, asked: Tree, missing: dict[KeyPath, str]) -> Row:
+    """One row; a missing value that has a leaf is taken out of `missing`."""
+    written = asked.get(*path)
+    place = "" if written is None else written.origin.where
+    what = missing.pop(path, None)
+    if what is not None:
+        return Row(path, plain(entry.value), "open", place, what, was_auto=True)
+    was_auto = written is not None and holds_auto(written.value) and not entry.origin.typed_by_user
+    where = entry.origin.where if entry.origin.typed_by_user else place
+    return Row(path, plain(entry.value), entry.origin.kind, where, entry.origin.reason, was_auto)
+
+
+def _keys(section: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    for name, child in section.get("properties", {}).items():
+        if "default" in child:
+            yield (*path, name)
+        yield from _keys(child, (*path, name))
+
+
+@functools.cache  # each look parses the package's metadata anew
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, None for one that is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from zero_plugin.config.resolve.draft import (
+from zero_plugin.config.resolve.facts import Draft, OptimizerFacts, SchedulerFacts, agrees
+from zero_plugin.config.schema import (
     OPTIMIZER_DEFAULTS,
     SCHEDULER_DEFAULTS,
     SCHEDULER_REQUIRED,
-    Draft,
-    agrees,
     deepspeed_default,
+    deepspeed_schema,
 )
-from zero_plugin.config.resolve.facts import OptimizerFacts, SchedulerFacts
-from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import Tree, freeze, holds_auto, same_value
-from zero_plugin.config.validation import show
+from zero_plugin.config.tree import Tree, freeze, holds_auto, same_value, show
 
 _PARAMS: Final = ("optimizer", "params")
 _ADAMS: Final = ("adam", "adamw")
@@ -176,14 +173,14 @@ def _say_defaults(draft: Draft, kind: str, facts: OptimizerFacts | None) -> None
     """Say where DeepSpeed's documented meaning is not the one that the name suggests."""
     decay = draft.tree.get(*_PARAMS, "weight_decay")
     if decay is not None and decay.origin.kind == "default" and draft.facts.complete:
-        draft.say(
+        draft.log(
             "optimizer.params.weight_decay = 0: none is given, and DeepSpeed's default is 0 (torch's AdamW: 0.01)."
         )
     decays = bool(decay is not None and decay.value)
     if kind == "adam" and decays and (facts is None or facts.placeholder) and draft.value(*_PARAMS, "adam_w_mode"):
         mode = draft.tree.get(*_PARAMS, "adam_w_mode")
         if mode is not None and not mode.origin.typed_by_user:
-            draft.say("optimizer.type Adam decouples its weight decay, as AdamW does; adam_w_mode: false gives L2.")
+            draft.log("optimizer.type Adam decouples its weight decay, as AdamW does; adam_w_mode: false gives L2.")
 
 
 _SCHEDULER_PARAMS: Final = ("scheduler", "params")
@@ -279,7 +276,7 @@ def _fill_scheduler_params(draft: Draft, kind: str, facts: SchedulerFacts | None
             fix = _NEEDS.get(name, f"Write a value, or pass DummyScheduler(optimizer, {name}=…).")
             draft.miss(path, "DummyScheduler to tell it", fix)
     for name in sorted({*_given(draft, facts)} - {*given}):
-        draft.say(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
+        draft.log(f"scheduler.type {kind} knows no {name}: DummyScheduler's does not shape it.")
     _log_scheduler_defaults(draft, kind)
 
 
@@ -331,16 +328,16 @@ def _log_scheduler_defaults(draft: Draft, kind: str) -> None:
     """Say where DeepSpeed's default is not what one expects."""
     shape = draft.tree.get(*_SCHEDULER_PARAMS, "warmup_type")
     if shape is not None and shape.origin.kind == "default" and draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps"):
-        draft.say("scheduler.params.warmup_type = log: none is given, and DeepSpeed's warm-up is logarithmic then.")
+        draft.log("scheduler.params.warmup_type = log: none is given, and DeepSpeed's warm-up is logarithmic then.")
     steps = draft.tree.get(*_SCHEDULER_PARAMS, "warmup_num_steps")
     if steps is not None and steps.origin.kind == "default":
-        draft.say(f"scheduler.params.warmup_num_steps = {steps.value}: none is given, and that is DeepSpeed's default.")
+        draft.log(f"scheduler.params.warmup_num_steps = {steps.value}: none is given, and that is DeepSpeed's default.")
     peak, own = draft.get(*_SCHEDULER_PARAMS, "warmup_max_lr"), _peak_lr(draft)
     if peak is not None and own is not None and peak.origin.kind == "default" and not same_value(peak.value, own[0]):
-        draft.say(f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the rate {own[0]}.")
+        draft.log(f"scheduler.params.warmup_max_lr = {peak.value:g}: none is given; it replaces the rate {own[0]}.")
     total, warmup = (
         draft.value(*_SCHEDULER_PARAMS, "total_num_steps"),
         draft.value(*_SCHEDULER_PARAMS, "warmup_num_steps", default=0),
     )
     if total is not None and total < warmup:
-        draft.say(f"scheduler.type {kind} ends at step {total}, inside its warm-up of {warmup} steps.")
+        draft.log(f"scheduler.type {kind} ends at step {total}, inside its warm-up of {warmup} steps.")

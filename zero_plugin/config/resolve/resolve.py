@@ -1,29 +1,32 @@
-"""Resolution from beginning to end: in a run, before one, listed, and for scripts of other layers.
+"""Fills every open field from facts: precision, batch sizes, ZeRO; the optimizer's and the scheduler's are beside it.
 
-Turns a document and the facts of one `prepare` into a configuration without open fields.
-
-Resolves before any worker exists, and finds what no loop, model or learning-rate scheduler can fix.
-
-A resolved configuration as a list of values, each with where it came from, for people and for files.
-
-The DeepSpeed configuration for a script built on Accelerate or on transformers' Trainer, which fill some `auto`.
+In a run, before one, and for scripts of other layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.resolve.draft import DEEPSPEED_AUTO, Draft, deepspeed_default
-from zero_plugin.config.resolve.facts import PLACEMENT, Facts, MachineFacts, Resolved, StrategyName
+from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
-from zero_plugin.config.resolve.training import settle_batch, settle_clipping, settle_precision
-from zero_plugin.config.resolve.zero import settle_engine, settle_zero
-from zero_plugin.config.schema import deepspeed_schema
-from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, dotted, holds_auto, plain
-from zero_plugin.config.validation import legal, show, validator, violations
+from zero_plugin.config.rules.training import Asked, check_one_precision, check_precision
+from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
+from zero_plugin.config.tree import (
+    AUTO,
+    Entry,
+    KeyPath,
+    Origin,
+    Tree,
+    holds_auto,
+    legal,
+    show,
+    validator,
+    violations,
+)
 from zero_plugin.errors import ConfigError, Problem
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
@@ -131,78 +134,472 @@ def resolve_before_run(
     return resolve(document, Facts(machine=machine, strategy=strategy, complete=False))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One value.
-
-    Attributes:
-        path: the key; launch keys have one part.
-        value: plain; `"auto"` where it is open, or DeepSpeed's own word.
-        kind: who set it; `open` for what only a run can fill, `unset` for DeepSpeed's default of a key nobody wrote.
-        where: where it, or the `auto` that was filled, is written; "" for what was added.
-        reason: why this value, for what nobody typed; of an open one, what would fill it.
-        was_auto: whether it fills an `auto`.
-    """
-
-    path: KeyPath
-    value: Any
-    kind: Literal["file", "flag", "code", "rule", "default", "open", "unset"]
-    where: str
-    reason: str = ""
-    was_auto: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        """The row for a JSON file."""
-        shown = {name: getattr(self, name) for name in ("value", "kind", "where", "reason")}
-        return {"path": dotted(self.path), **shown}
+_GLOBAL: KeyPath = ("train_batch_size",)
+MICRO_BATCH: Final[KeyPath] = ("train_micro_batch_size_per_gpu",)
+_ACCUMULATION: KeyPath = ("gradient_accumulation_steps",)
 
 
-def list_values(document: Document, resolved: Resolved) -> list[Row]:
-    """Every value: the launch keys, then the training keys, in the order of the file; what was added follows.
+def settle_batch(draft: Draft) -> None:
+    """Settle the three batch sizes, or refuse them with the arithmetic that does not work out."""
+    settled_global = draft.value(*_GLOBAL)
+    if draft.get(*MICRO_BATCH) is None or _was_planned(draft):
+        if draft.facts.loop.micro_batch is not None:
+            _put_loaders(draft)
+        elif not draft.put_planned(MICRO_BATCH):
+            if not draft.facts.complete:
+                _leave_batch_open(draft)
+                return
+            processes = draft.facts.machine.processes
+            draft.put(MICRO_BATCH, *unplanned_micro_batch(settled_global, draft.value(*_ACCUMULATION), processes))
+    agreed = _agrees_with_loader(draft)
+    if draft.get(*_ACCUMULATION) is None:
+        steps, reason = _accumulation(draft)
+        draft.put(_ACCUMULATION, steps, reason, logged=steps > 1)
+    product = draft.value(*MICRO_BATCH) * draft.value(*_ACCUMULATION) * draft.facts.machine.processes
+    if settled_global is None:
+        draft.put(_GLOBAL, product, _arithmetic(draft))
+    elif settled_global != product and agreed:  # else this would advise on a micro-batch that is not the one to keep
+        draft.refuse(
+            _GLOBAL,
+            f"{settled_global} is not {_arithmetic(draft)} = {product}.",
+            f'Write {product} or "auto", or change one of the three factors.',
+        )
+
+
+def _leave_batch_open(draft: Draft) -> None:
+    """Before a run, without a loader: what its batch size would settle."""
+    draft.miss(MICRO_BATCH, "training DataLoader to tell its batch size", "Prepare the training DataLoader.")
+    if draft.get(*_ACCUMULATION) is None:
+        if draft.get(*_GLOBAL) is None:
+            draft.put(_ACCUMULATION, *_accumulation(draft))
+        else:
+            draft.miss(_ACCUMULATION, "micro batch to divide train_batch_size by", "Prepare the training DataLoader.")
+    if draft.get(*_GLOBAL) is None:
+        draft.miss(_GLOBAL, "micro batch to multiply", "Prepare the training DataLoader.")
+
+
+def unplanned_micro_batch(total: int | None, steps: int | None, processes: int) -> tuple[int, str]:
+    """Samples per process and backward, and why, where neither a loader nor a plan tells: what the global batch leaves.
 
     Args:
-        document: what was configured.
-        resolved: what it was resolved to.
+        total: the global batch; None where nobody wrote it.
+        steps: micro-batches per optimizer step; None for 1.
+        processes: data-parallel.
     """
-    launch = document.launch.replace(resolved.launch.entries)
-    missing = dict(resolved.missing)
-    rows = [_row(path, entry, document.launch, missing) for path, entry in launch.entries.items()]
-    rows += [_row(path, entry, document.deepspeed, missing) for path, entry in resolved.tree.entries.items()]
-    return [*rows, *(Row(path, "auto", "open", "", what) for path, what in missing.items())]
+    steps = steps or 1
+    if total is not None and total >= steps * processes:
+        return total // (
+            steps * processes
+        ), f"train_batch_size {total} ÷ ({steps} accumulation × {processes} processes)"
+    return 1, (
+        "no training loader tells its batch size, and no plan what fits: prepare the training DataLoader, or write a "
+        "number; training does not depend on it, only DeepSpeed's speed report"
+    )
 
 
-def list_defaults(resolved: Resolved) -> list[Row]:
-    """DeepSpeed's default of every key that is neither written nor added."""
-    kind = resolved.tree.value("optimizer", "type")
-    rows = []
-    for path in _keys(deepspeed_schema()):
-        default = deepspeed_default(path, kind)
-        if path not in resolved.tree and path not in resolved.missing and default is not None:
-            rows.append(Row(path, default[0], "unset", "", "nobody wrote the key"))
-    return rows
+def _was_planned(draft: Draft) -> bool:
+    """Whether the micro-batch was chosen by a plan before the run, and a loader has come with another."""
+    entry, loop = draft.get(*MICRO_BATCH), draft.facts.loop
+    return not (entry is None or entry.origin.typed_by_user or loop.micro_batch in (None, entry.value))
 
 
-def _row(path: KeyPath, entry: Entry, asked: Tree, missing: dict[KeyPath, str]) -> Row:
-    """One row; a missing value that has a leaf is taken out of `missing`."""
-    written = asked.get(*path)
-    place = "" if written is None else written.origin.where
-    what = missing.pop(path, None)
-    if what is not None:
-        return Row(path, plain(entry.value), "open", place, what, was_auto=True)
-    was_auto = written is not None and holds_auto(written.value) and not entry.origin.typed_by_user
-    where = entry.origin.where if entry.origin.typed_by_user else place
-    return Row(path, plain(entry.value), entry.origin.kind, where, entry.origin.reason, was_auto)
+def _put_loaders(draft: Draft) -> None:
+    """Take the loader's, and say where a plan was made for another: before the run, or before the loader came."""
+    loop, planned = draft.facts.loop, draft.facts.planned.get(MICRO_BATCH)
+    before = draft.value(*MICRO_BATCH, default=planned[0] if planned else loop.micro_batch)
+    if before != loop.micro_batch:
+        draft.log(
+            f"the plan was made for {before} samples per process; the loop trains on {loop.micro_batch} "
+            f"({loop.micro_batch_reason})"
+        )
+    draft.put(MICRO_BATCH, loop.micro_batch, loop.micro_batch_reason)
 
 
-def _keys(section: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
-    for name, child in section.get("properties", {}).items():
-        if "default" in child:
-            yield (*path, name)
-        yield from _keys(child, (*path, name))
+def _accumulation(draft: Draft) -> tuple[int, str]:
+    """Micro-batches per optimizer step: what the global batch asks for, else 1."""
+    total, micro, world = draft.value(*_GLOBAL), draft.value(*MICRO_BATCH), draft.facts.machine.processes
+    if total is not None and total > micro * world and total % (micro * world) == 0:
+        return total // (micro * world), f"train_batch_size {total} ÷ ({micro} × {world} processes)"
+    return 1, "neither code nor configuration sets accumulation"
+
+
+def _agrees_with_loader(draft: Draft) -> bool:
+    """Whether the loader has the settled micro-batch; if not that is refused, since the loader's would really run."""
+    loop = draft.facts.loop
+    typed = draft.value(*MICRO_BATCH)
+    if loop.micro_batch is None or not loop.micro_batch_fixed or loop.micro_batch == typed:
+        return True
+    draft.refuse(
+        MICRO_BATCH,
+        f"{typed}, but the loop trains on {loop.micro_batch} ({loop.micro_batch_reason}).",
+        f'Write {loop.micro_batch} or "auto", or build the DataLoader with batch_size={typed}.',
+    )
+    return False
+
+
+def _arithmetic(draft: Draft) -> str:
+    micro, steps = draft.value(*MICRO_BATCH), draft.value(*_ACCUMULATION)
+    return f"{micro} (micro batch) × {steps} (accumulation) × {draft.facts.machine.processes} (processes)"
+
+
+def settle_clipping(draft: Draft) -> None:
+    """Settle `gradient_clipping`; 0 is DeepSpeed's "none", and its own default became 1.0 in 0.19.3."""
+    path = ("gradient_clipping",)
+    if draft.get(*path) is None:
+        why = "none is configured; clip_grad_norm_ in the loop still clips"
+        draft.put(path, 0.0, why, logged=draft.is_open(*path))
+
+
+Half = Literal["fp16", "bf16"]
+_HALVES: tuple[Half, Half] = ("fp16", "bf16")
+_LEGAL = "Write one of: no, fp16, bf16, auto."
+
+
+def expected_precision(document: Document, machine: MachineFacts) -> str:
+    """`no`, `fp16` or `bf16`: what a model that is prepared now will compute in."""
+    draft = Draft(document, Facts(machine=machine))
+    return _choose(_asked(draft), _typed(draft), draft.facts)[0]
+
+
+def settle_precision(draft: Draft) -> None:
+    """Settle `mixed_precision`, `fp16.enabled` and `bf16.enabled` to one precision, then check it."""
+    asked = _asked(draft)
+    if asked is not None and asked.value is not AUTO and asked.value not in ("no", *_HALVES):
+        draft.refuse(("mixed_precision",), f"{asked.value!r} is not a precision of this package.", _LEGAL)
+        return
+    typed = _typed(draft)
+    precision, reason = _choose(asked, typed, draft.facts)
+    by_flag = asked is not None and asked.value is not AUTO and asked.origin.kind == "flag"
+    for half, section in typed.items():
+        if section is None:
+            draft.put((half, "enabled"), half == precision, reason)
+        elif section.value is not (half == precision) and by_flag:  # a flag is there to override the file
+            draft.put((half, "enabled"), half == precision, f"{reason}, which overrides {section.origin.where}")
+    if asked is None or asked.value is AUTO:
+        draft.put_launch("mixed_precision", precision, reason, logged=asked is not None)
+    _check_device(draft, precision)
+    _check_settled(draft)
+    if precision == "bf16" and draft.on_deepspeed and draft.is_unsettled("bf16", "check_grad_overflow"):
+        draft.put(("bf16", "check_grad_overflow"), True, "a step with non-finite gradients is skipped", "default")
+
+
+def _check_settled(draft: Draft) -> None:
+    """Hold the precision, with its reason, to the rules that the document was held to before it was settled."""
+    was_open = Asked(draft.document).precision is None
+    check = check_precision if draft.on_deepspeed else check_one_precision
+    for problem in check(Asked(replace(draft.document, launch=draft.launch, deepspeed=draft.tree))):
+        if problem.severity == "error":
+            draft.add(problem)
+        elif was_open:
+            draft.log(f"{problem.key} = {problem.value} {problem.message}.")
+
+
+def _asked(draft: Draft) -> Entry | None:
+    asked = draft.launch.get("mixed_precision")
+    return None if asked is None or asked.value is None else asked
+
+
+def _typed(draft: Draft) -> dict[Half, Entry | None]:
+    """Of each half precision, whether it is written to be on or off."""
+    return {half: draft.get(half, "enabled") for half in _HALVES}
+
+
+def _choose(asked: Entry | None, typed: dict[Half, Entry | None], facts: Facts) -> tuple[str, str]:
+    """The precision and why: what was asked, else the section that is on, else what the hardware has."""
+    if asked is not None and asked.value is not AUTO:
+        return asked.value, f"mixed_precision is {asked.value} ({asked.origin.where})"
+    for half, entry in typed.items():
+        if entry is not None and entry.value is True:
+            return half, f"{half}.enabled is true ({entry.origin.where})"
+    if asked is None:
+        return "no", "mixed_precision is not given"
+    machine, ruled_out = facts.machine, {half for half, entry in typed.items() if entry is not None}
+    computes = f"this {machine.accelerator} computes"
+    if not facts.complete:
+        computes = f"a {machine.accelerator} device is taken to compute"  # until a worker looks
+    if machine.bf16 and "bf16" not in ruled_out:
+        return "bf16", f"mixed_precision is auto and {computes} in bf16"
+    if machine.fp16 and "fp16" not in ruled_out:
+        return "fp16", f"mixed_precision is auto and {computes} in fp16, not in bf16"
+    return "no", f"mixed_precision is auto and {computes} in neither bf16 nor fp16"
+
+
+def _check_device(draft: Draft, precision: str) -> None:
+    machine = draft.facts.machine
+    section = draft.get(precision, "enabled")
+    path = (precision, "enabled") if section and section.origin.typed_by_user else ("mixed_precision",)
+    if precision == "fp16" and draft.on_deepspeed and not machine.fp16:
+        fix = "Write bf16, which DeepSpeed runs on a CPU." if machine.accelerator == "cpu" else "Write bf16 or no."
+        draft.refuse(path, f"fp16 is on, but DeepSpeed does not run fp16 on a {machine.accelerator} device.", fix)
+    if precision == "fp16" and machine.accelerator == "xla":
+        draft.refuse(path, "fp16 is on, but a TPU computes in bf16 and fp32 only.", "Write bf16 or no.")
+    if precision == "bf16" and not machine.bf16:
+        draft.log(f"bf16 is on, but this {machine.accelerator} device has no bf16 arithmetic: it is emulated and slow.")
+
+
+# A reduction of fewer elements than the floor is bound by latency, not bandwidth (h² is one million at h = 1024). Above
+# the ceiling, DeepSpeed's own default, nothing gets faster and the buffer only takes memory.
+_BUCKET_FLOOR: Final = 25_000_000
+_BUCKET_CEILING: Final = 500_000_000
+# Gathering a tensor below the floor costs a collective and saves nothing; each one below the threshold stays
+# unpartitioned on every device, so the ceiling bounds that.
+_PERSISTENT_FLOOR: Final = 10_000
+_PERSISTENT_CEILING: Final = 1_000_000
+
+
+def choose_bucket(model: ModelFacts, share: float = 1.0) -> tuple[int, str] | None:
+    """`share` × hidden² elements (transformers' rule), or the largest parameter; clamped, at most the whole model.
+
+    Returns:
+        Elements and the reason; None where the model tells nothing.
+    """
+    if model.hidden_size:
+        wanted = int(share * model.hidden_size**2)
+        source = f"{share:g} × {model.hidden_size}², {model.hidden_size_reason}"
+    elif model.largest_parameter:
+        wanted, source = int(share * model.largest_parameter), f"{share:g} × the largest parameter"
+    else:
+        return None
+    size = min(max(wanted, _BUCKET_FLOOR), _BUCKET_CEILING)
+    if size != wanted:
+        source += f", kept within {_BUCKET_FLOOR:,} to {_BUCKET_CEILING:,} elements"
+    if model.parameters and size > model.parameters:
+        size, source = model.parameters, "all parameters of the model"
+    return size + size % 2, source  # DeepSpeed asserts that the all-gather's is even
+
+
+def choose_persistence_threshold(model: ModelFacts) -> tuple[int, str] | None:
+    """10 × hidden elements (transformers' rule): norms and biases stay unpartitioned; None without a hidden size."""
+    if not model.hidden_size:
+        return None
+    wanted = 10 * model.hidden_size
+    size = min(max(wanted, _PERSISTENT_FLOOR), _PERSISTENT_CEILING)
+    clamped = "" if size == wanted else f", kept within {_PERSISTENT_FLOOR:,} to {_PERSISTENT_CEILING:,}"
+    return size, f"10 × {model.hidden_size}, {model.hidden_size_reason}{clamped}"
 
 
 _ZERO: Final = "zero_optimization"
-_HALVES: Final = (("fp16", "enabled"), ("bf16", "enabled"))
+_STAGE: Final = (_ZERO, "stage")
+_PLAN: Final = "plan of the memory, which needs the model"
+_OFFLOADS: Final[tuple[Literal["offload_optimizer", "offload_param"], ...]] = ("offload_optimizer", "offload_param")
+
+Rule = Callable[[Draft], tuple[Any, str] | None]  # None: the model would tell, and a run will bring it
+
+
+def settle_zero(draft: Draft) -> None:
+    """Settle the stage, the offload devices, and every key of the section that depends on them or on the model."""
+    if not draft.on_deepspeed:
+        _settle_without_engine(draft)
+        return
+    for path in draft.facts.planned:
+        if path[0] == _ZERO and draft.is_unsettled(*path):
+            draft.put_planned(path)
+    if draft.is_open(*_STAGE):
+        fix = "Write 1, 2 or 3: 2 splits gradients and optimizer states, 3 the weights too."
+        draft.miss(_STAGE, _PLAN, fix)
+    elif draft.get(*_STAGE) is None:
+        draft.put(_STAGE, 0, "no ZeRO stage is configured", "default")
+    for offload in _OFFLOADS:
+        if draft.is_open(_ZERO, offload, "device"):
+            draft.miss((_ZERO, offload, "device"), _PLAN, "Write none, cpu or nvme.")
+            _leave_offload_open(draft, offload)
+        elif draft.value(_ZERO, offload, "device", default="none") != "none":
+            _settle_offload(draft, offload)
+    for key, rule in _RULES.items():
+        path = (_ZERO, *key.split("."))
+        if draft.is_open(*path) and not draft.is_missing(*path):
+            found = rule(draft)
+            if found is None:
+                draft.miss(path, "model to tell its size", "Prepare the model.")
+            else:
+                draft.put(path, *found)
+    _settle_overlap(draft)
+
+
+def settle_engine(draft: Draft) -> None:
+    """Write the keys without which DeepSpeed's engine would break the loop contract, or change with its release."""
+    if not draft.on_deepspeed:
+        return
+    for key, value, reason in (
+        ("managed_gradient_accumulation", False, "optimizer.step() is the one place where parameters change"),
+        ("zero_allow_untested_optimizer", True, "this package itself checks that the optimizer works on flat pieces"),
+        ("zero_force_ds_cpu_optimizer", False, "the optimizer of the loop is kept, also under offload"),
+    ):
+        if draft.is_unsettled(key):
+            draft.put((key,), value, reason)
+    _require_gpu(draft)
+    _require_whole_expert_groups(draft)
+    if draft.get("steps_per_print") is None:
+        draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
+    path = ("data_types", "grad_accum_dtype")
+    if draft.is_open(*_STAGE):  # before a run
+        if draft.is_open(*path):
+            draft.miss(path, _PLAN, "Write fp32, fp16 or bf16.")
+        return
+    halved = draft.value("bf16", "bf16_master_weights_and_grads", default=False)
+    if draft.is_unsettled(*path) and draft.value("bf16", "enabled") and _stage(draft) >= 1 and not halved:
+        why = "bf16 has 8 bits of mantissa: sums of gradients lose what is below 1/256 of them"
+        draft.put(path, "fp32", why, logged=True)
+    elif draft.is_open(*path):
+        draft.put(path, None, "gradients accumulate in the model's own type", "default")
+    unchecked = draft.value("bf16", "enabled") and draft.value("bf16", "check_grad_overflow") is False
+    flat = _stage(draft) == 2 or (_stage(draft) == 1 and draft.value(*path) != "fp32")
+    if unchecked and not flat:
+        draft.log(
+            f"bf16.check_grad_overflow = false has no effect at stage {_stage(draft)} in this DeepSpeed: a step whose "
+            "gradients are not finite is skipped all the same."
+        )
+
+
+def _require_gpu(draft: Draft) -> None:
+    """ZeRO++ quantizes by kernels of CUDA's, whoever has chosen the device."""
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if draft.facts.machine.accelerator == "cpu" and draft.facts.complete and draft.value(_ZERO, key):
+            draft.refuse((_ZERO, key), "true, but this run is on a CPU, and its kernels need a GPU.", "Delete it.")
+
+
+def _require_whole_expert_groups(draft: Draft) -> None:
+    """Experts are divided among groups of processes of one size."""
+    sizes = ("autoep_size", "expert_tensor_parallel_size")
+    each, processes = [draft.value("expert_parallel", key, default=1) for key in sizes], draft.facts.machine.processes
+    if not (draft.facts.complete and draft.value("expert_parallel", "enabled")) or not all(
+        isinstance(size, int) for size in each
+    ):
+        return
+    if processes % (width := each[0] * each[1]):
+        divisors = [str(size) for size in range(1, processes + 1) if processes % size == 0]
+        times = "" if each[1] == 1 else f" × expert_tensor_parallel_size {each[1]} = {width}"
+        draft.refuse(
+            ("expert_parallel", "autoep_size"),
+            f"{each[0]}{times}, which does not divide the run's {processes} processes.",
+            f"Write a size of which this is {' or '.join(divisors)}, or start another number of processes.",
+        )
+
+
+def _settle_without_engine(draft: Draft) -> None:
+    """Off DeepSpeed nothing of the section runs: an open stage or device is none, so that nobody is misled."""
+    reason = f"the {draft.facts.strategy} path has no ZeRO"
+    if draft.is_open(_ZERO, "stage"):
+        draft.put((_ZERO, "stage"), 0, reason)
+    for offload in _OFFLOADS:
+        if draft.is_open(_ZERO, offload, "device"):
+            draft.put((_ZERO, offload, "device"), "none", reason)
+
+
+def _settle_offload(draft: Draft, offload: Literal["offload_optimizer", "offload_param"]) -> None:
+    if draft.is_unsettled(_ZERO, offload, "pin_memory"):
+        cuda = draft.facts.machine.accelerator == "cuda"
+        why = "pinned memory makes copies to the GPU asynchronous" if cuda else "there is no GPU to copy to"
+        draft.put((_ZERO, offload, "pin_memory"), cuda, why)
+    ratio = (_ZERO, offload, "ratio")
+    if draft.is_open(*ratio) and not draft.facts.complete:
+        draft.miss(ratio, _PLAN, "Write a number from 0 to 1.")
+    nvme_path = (_ZERO, offload, "nvme_path")
+    if draft.is_open(*nvme_path) and draft.value(_ZERO, offload, "device") == "nvme":
+        draft.refuse(nvme_path, "auto cannot know a folder.", "Write a folder on a local NVMe drive.")
+
+
+def _leave_offload_open(draft: Draft, offload: str) -> None:
+    """Before a run: nothing of the section is known as long as its device is not."""
+    for path in draft.still_open():
+        if path[:2] == (_ZERO, offload) and not draft.facts.complete:
+            draft.miss(path, _PLAN, "Write a value.")
+
+
+def _settle_overlap(draft: Draft) -> None:
+    """`overlap_comm`: DeepSpeed's "null means stage 3" written out; below stage 2 the engine refuses to start with it.
+
+    It changes speed and no number, so a typed true is turned off there, and logged, rather than refused.
+    """
+    path = (_ZERO, "overlap_comm")
+    stage = _stage(draft)
+    if draft.is_open(*_STAGE):
+        if draft.is_open(*path):
+            draft.miss(path, _PLAN, "Write true or false.")
+    elif draft.get(*path) is None:
+        draft.put(path, stage == 3, "DeepSpeed overlaps communication at stage 3 only", "default")
+    elif draft.value(*path) and stage < 2:
+        draft.put(path, False, f"DeepSpeed cannot overlap communication at stage {stage} here; no number changes")
+        draft.log(f"{_ZERO}.overlap_comm: true has no effect at stage {stage}, DeepSpeed overlaps from stage 2 up.")
+
+
+def _of_model(choose: Callable[[ModelFacts], tuple[int, str] | None], key: str) -> Rule:
+    def rule(draft: Draft) -> tuple[int, str] | None:
+        model = draft.facts.model
+        return (model and choose(model)) or _default_of_run(draft, key)
+
+    return rule
+
+
+def _sub_group_size(draft: Draft) -> tuple[int, str] | None:
+    """A tenth of the partition where `ratio` splits the sub-groups: with one group a ratio below 1 has no effect."""
+    model: ModelFacts | None = draft.facts.model
+    if draft.is_missing(_ZERO, "offload_optimizer", "ratio"):
+        return None
+    ratio = draft.value(_ZERO, "offload_optimizer", "ratio", default=1.0)
+    if ratio == 1:
+        return _default("sub_group_size")
+    if model is None or not model.parameters:
+        return _default_of_run(draft, "sub_group_size")
+    partition = model.parameters // draft.facts.machine.processes
+    why = f"a tenth of one process's {partition:,} elements, so that ratio {ratio:g} can split them"
+    return max(1, partition // 10), why
+
+
+def _swap_buffer(draft: Draft) -> tuple[int, str] | None:
+    """Elements of one swap buffer: the largest parameter has to fit."""
+    model = draft.facts.model
+    if model is None or not model.largest_parameter:
+        return _default_of_run(draft, "offload_param.buffer_size")
+    least, reason = _default("offload_param.buffer_size")
+    if model.largest_parameter <= least:
+        return least, f"{reason}, larger than every parameter"
+    return model.largest_parameter, "the largest parameter has to fit"
+
+
+def _kept_in_ram(draft: Draft) -> tuple[int, str]:
+    """Elements of the parameters that stay in RAM under NVMe offload."""
+    if draft.value(_ZERO, "offload_param", "device") == "nvme":
+        return 0, "device is nvme, so parameters go there (DeepSpeed's 1e9 would keep most models in RAM)"
+    return _default("offload_param.max_in_cpu")
+
+
+def _gather_on_save(draft: Draft) -> tuple[bool, str] | None:
+    if draft.is_open(*_STAGE):
+        return None
+    stage = _stage(draft)
+    partitioned = "at stage 3 no process has unpartitioned weights"
+    return stage == 3, partitioned if stage == 3 else "below stage 3 weights are not partitioned"
+
+
+_RULES: Final[dict[str, Rule]] = {
+    "reduce_bucket_size": _of_model(choose_bucket, "reduce_bucket_size"),
+    "allgather_bucket_size": _of_model(choose_bucket, "reduce_bucket_size"),
+    "stage3_prefetch_bucket_size": _of_model(partial(choose_bucket, share=0.9), "stage3_prefetch_bucket_size"),
+    "stage3_param_persistence_threshold": _of_model(choose_persistence_threshold, "stage3_param_persistence_threshold"),
+    "sub_group_size": _sub_group_size,
+    "stage3_gather_16bit_weights_on_model_save": _gather_on_save,
+    "offload_param.buffer_size": _swap_buffer,
+    "offload_param.max_in_cpu": _kept_in_ram,
+}
+
+
+def _default_of_run(draft: Draft, key: str) -> tuple[Any, str] | None:
+    """DeepSpeed's default for a model that tells nothing; before a run nothing, since its model may."""
+    return _default(key) if draft.facts.complete else None
+
+
+def _default(key: str) -> tuple[Any, str]:
+    found = deepspeed_default((_ZERO, *key.split(".")))
+    assert found is not None, key
+    return found[0], "DeepSpeed's default"
+
+
+def _stage(draft: Draft) -> int:
+    return int(draft.value(_ZERO, "stage", default=0))
+
+
+_SWITCHES: Final = (("fp16", "enabled"), ("bf16", "enabled"))
 
 # What the loop alone knows: absent, too, it is the script's. Accelerate takes an absent accumulation for 1, DeepSpeed
 # an absent clipping for 1.0, and both would win over the script.
@@ -216,7 +613,7 @@ _THE_LOOPS: Final[tuple[KeyPath, ...]] = (
 _FILLED_BY_SCRIPTS: Final = frozenset(
     [
         *_THE_LOOPS,
-        *_HALVES,
+        *_SWITCHES,
         *((_ZERO, key) for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size")),
         (_ZERO, "stage3_param_persistence_threshold"),
         *(("optimizer", "params", name) for name in ("lr", "betas", "eps", "weight_decay")),
@@ -258,7 +655,7 @@ def config_for_scripts(document: Document, resolved: Resolved) -> dict[str, Any]
 
 def _value(path: KeyPath, asked: Any, resolved: Tree) -> Any:
     """The value to write at `path`; None leaves the key to DeepSpeed."""
-    if path in _FILLED_BY_SCRIPTS and (asked is AUTO or (path not in _HALVES and not holds_auto(asked))):
+    if path in _FILLED_BY_SCRIPTS and (asked is AUTO or (path not in _SWITCHES and not holds_auto(asked))):
         return asked
     found = resolved.value(*path)
     if not holds_auto(found):

@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from zero_plugin.config.rules.asked import STAGE, Asked, is_count, is_number
-from zero_plugin.config.validation import show
+from zero_plugin.config.rules.training import (
+    STAGE,
+    Asked,
+    is_count,
+    is_number,
+)
+from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
 
 _ZERO: Final = "zero_optimization"

@@ -21,7 +21,7 @@ from zero_plugin.config.launch_settings import LaunchSettings
 from zero_plugin.config.placeholders import DummyOptim
 from zero_plugin.config.plugins import Handlers
 from zero_plugin.config.resolve.facts import Resolved
-from zero_plugin.config.resolve.training import expected_precision
+from zero_plugin.config.resolve.resolve import expected_precision
 from zero_plugin.config.tree import AUTO, Tree
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, MachineError, Problem

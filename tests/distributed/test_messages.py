@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from zero_plugin.config.messages import show_messages
+from zero_plugin.distributed.messages import show_messages
 
 
 @contextmanager
