@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import logging
 import multiprocessing.connection
@@ -13,10 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +22,21 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
+from build_ops import build_ops, use_quick_compiler
 from forked import run_as_script
 
 from zero_plugin.config.messages import show_messages
-from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 
-_OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-_BUILD_OPS = """
-import sys
-from deepspeed.accelerator import get_accelerator
-for op in sys.argv[1:]:
-    get_accelerator().create_op_builder(op + "Builder").load(verbose=False)
-"""
-
 
 def pytest_configure() -> None:
-    """Messages appear, and all processes of the tests build C++ ops by one compiler.
-
-    A build by another compiler is no longer valid for them, so it is named without the folder of this checkout.
-    """
+    """Messages appear, and all processes of the tests build C++ ops by one compiler."""
     show_messages()
-    os.environ["CXX"] = "quick-g++"
-    os.environ["PATH"] = f"{Path(__file__).parent}{os.pathsep}{os.environ['PATH']}"
+    use_quick_compiler()
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -110,35 +95,8 @@ def built_ops() -> None:
     """DeepSpeed's C++ ops for offload, built before a test's own time limit starts: minutes on a new machine."""
     if "ZERO_PLUGIN_TESTS_BUILT_OPS" in os.environ:
         return  # a test that starts pytest itself has had them built
-    with Path(tempfile.gettempdir(), f"zero_plugin_ops_{os.getuid()}.lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # pytest runs in several processes: the first one builds
-        # A look by DeepSpeed itself at what is built takes half a minute of the processors in every pytest process.
-        folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-        stamp = folder and Path(
-            folder, f"built-quickly-by-{version('deepspeed')}-for-{version('torch')}-{sys.version_info.minor}"
-        )
-        if not (stamp and stamp.exists()):
-            _build_ops()
-        if stamp:
-            stamp.touch()
+    build_ops()
     os.environ["ZERO_PLUGIN_TESTS_BUILT_OPS"] = "1"
-
-
-def _build_ops() -> None:
-    import torch
-
-    folder = build_folder(os.environ, torch.version.cuda)
-    for lock in find_stale_build_locks([file.name for file in folder.glob("*")], folder):
-        lock.unlink()  # of a test run that was killed
-    # One import of DeepSpeed for all ops, one op after the other: the compilers of each run side by side.
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD_OPS, *_OPS],
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="session")
