@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from build_ops import build_ops, use_quick_compiler
-from forked import run_as_script
+from forked import FORKS, IMPORTED_BEFORE, Workers, run_as_script
 
 from zero_plugin.config.messages import show_messages
 
@@ -37,6 +38,8 @@ def pytest_configure() -> None:
     """Messages appear, and all processes of the tests build C++ ops by one compiler."""
     show_messages()
     use_quick_compiler()
+    startup = str(Path(__file__).parent / "startup")  # what it holds, all Pythons that tests start do first
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -175,14 +178,31 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def fork_context() -> multiprocessing.context.ForkServerContext:
-    """Starts processes as forks of one that has imported torch and DeepSpeed, which takes seconds of a processor."""
+    """Starts processes as forks of one that has imported all that takes seconds of a processor."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cpuinfo", "torch._dynamo", "deepspeed"])
+    context.set_forkserver_preload(list(IMPORTED_BEFORE))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("DS_ACCELERATOR", "cpu")
         environment.setenv("OMP_NUM_THREADS", "1")
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+@pytest.fixture(scope="session")
+def forked_workers(fork_context: multiprocessing.context.ForkServerContext) -> Iterator[dict[str, str]]:
+    """Variables of a launch on a CPU whose workers are to be forks, for tests that are about what they train.
+
+    Where a start, an end or a fault is what a test is about, it goes without; so does a machine with GPUs.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        workers = Workers(fork_context, Path(folder, "forks"))
+        yield {FORKS: str(Path(folder, "forks"))}
+        workers.close()
 
 
 @pytest.fixture
