@@ -28,6 +28,18 @@ from forked import FORKS, IMPORTED_BEFORE, Workers, run_as_script
 
 from zero_plugin.config.messages import show_messages
 
+# Files of the half with several processes that take a minute of two processors by themselves; the longest first.
+_LONGEST = (
+    "strategies/test_every_path.py",
+    "launch/test_engine.py",
+    "launch/test_namespaces.py",
+    "parity/test_parity.py",
+    "strategies/test_end.py",
+    "launch/test_notebook.py",
+    "transformers/test_every_check.py",
+    "launch/test_loopback.py",
+    "launch/test_faults.py",
+)
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=2000, deadline=None, print_blob=True)
@@ -53,6 +65,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         root.handlers = handlers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that no pytest process is left with one of them at the end."""
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(_LONGEST)}
+    assert all(file.exists() for file in place)
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_collection_finish() -> None:
