@@ -212,11 +212,12 @@ def fork_context() -> multiprocessing.context.ForkServerContext:
 def forked_workers(fork_context: multiprocessing.context.ForkServerContext) -> Iterator[dict[str, str]]:
     """Variables of a launch on a CPU whose workers are to be forks, for tests that are about what they train.
 
-    Where a start, an end or a fault is what a test is about, it goes without; so does a machine with GPUs.
+    Where a start, an end or a fault is what a test is about, it goes without; so does all where launches take GPUs, or
+    where there is no Linux.
     """
     import torch
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or sys.platform != "linux":
         yield {}
         return
     with tempfile.TemporaryDirectory() as folder:
