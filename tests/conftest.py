@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import logging
 import multiprocessing.connection
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +23,35 @@ import pytest
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from forked import run_as_script
+from build_ops import build_ops, use_quick_compiler
+from forked import FORKS, IMPORTED_BEFORE, Workers, run_as_script
 
 from zero_plugin.distributed.messages import show_messages
-from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
 
-_OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
+# Files of the half with several processes that take a minute of two processors by themselves; the longest first.
+_LONGEST = (
+    "strategies/test_every_path.py",
+    "launch/test_engine.py",
+    "launch/test_namespaces.py",
+    "parity/test_parity.py",
+    "strategies/test_end.py",
+    "launch/test_notebook.py",
+    "transformers/test_every_check.py",
+    "launch/test_loopback.py",
+    "launch/test_faults.py",
+)
 # The same examples on every run, so that a red run means a change; `make campaign` draws new ones, and more of them.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
-_BUILD_OPS = """
-import sys
-from deepspeed.accelerator import get_accelerator
-for op in sys.argv[1:]:
-    get_accelerator().create_op_builder(op + "Builder").load(verbose=False)
-"""
-
 
 def pytest_configure() -> None:
-    """Messages appear, and all processes of the tests build C++ ops by one compiler.
-
-    A build by another compiler is no longer valid for them, so it is named without the folder of this checkout.
-    """
+    """Messages appear, and all processes of the tests build C++ ops by one compiler."""
     show_messages()
-    os.environ["CXX"] = "quick-g++"
-    os.environ["PATH"] = f"{Path(__file__).parent}{os.pathsep}{os.environ['PATH']}"
+    use_quick_compiler()
+    startup = str(Path(__file__).parent / "startup")  # what it holds, all Pythons that tests start do first
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -65,6 +65,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         root.handlers = handlers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that no pytest process is left with one of them at the end."""
+    here = Path(__file__).parent
+    place = {here / name: number for number, name in enumerate(_LONGEST)}
+    assert all(file.exists() for file in place)
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_collection_finish() -> None:
@@ -110,35 +118,8 @@ def built_ops() -> None:
     """DeepSpeed's C++ ops for offload, built before a test's own time limit starts: minutes on a new machine."""
     if "ZERO_PLUGIN_TESTS_BUILT_OPS" in os.environ:
         return  # a test that starts pytest itself has had them built
-    with Path(tempfile.gettempdir(), f"zero_plugin_ops_{os.getuid()}.lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # pytest runs in several processes: the first one builds
-        # A look by DeepSpeed itself at what is built takes half a minute of the processors in every pytest process.
-        folder = os.environ.get("TORCH_EXTENSIONS_DIR")
-        stamp = folder and Path(
-            folder, f"built-quickly-by-{version('deepspeed')}-for-{version('torch')}-{sys.version_info.minor}"
-        )
-        if not (stamp and stamp.exists()):
-            _build_ops()
-        if stamp:
-            stamp.touch()
+    build_ops()
     os.environ["ZERO_PLUGIN_TESTS_BUILT_OPS"] = "1"
-
-
-def _build_ops() -> None:
-    import torch
-
-    folder = build_folder(os.environ, torch.version.cuda)
-    for lock in find_stale_build_locks([file.name for file in folder.glob("*")], folder):
-        lock.unlink()  # of a test run that was killed
-    # One import of DeepSpeed for all ops, one op after the other: the compilers of each run side by side.
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD_OPS, *_OPS],
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="session")
@@ -229,14 +210,32 @@ def run_launcher() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def fork_context() -> multiprocessing.context.ForkServerContext:
-    """Starts processes as forks of one that has imported torch and DeepSpeed, which takes seconds of a processor."""
+    """Starts processes as forks of one that has imported all that takes seconds of a processor."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cpuinfo", "torch._dynamo", "deepspeed"])
+    context.set_forkserver_preload(list(IMPORTED_BEFORE))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("DS_ACCELERATOR", "cpu")
         environment.setenv("OMP_NUM_THREADS", "1")
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+@pytest.fixture(scope="session")
+def forked_workers(fork_context: multiprocessing.context.ForkServerContext) -> Iterator[dict[str, str]]:
+    """Variables of a launch on a CPU whose workers are to be forks, for tests that are about what they train.
+
+    Where a start, an end or a fault is what a test is about, it goes without; so does all where launches take GPUs, or
+    where there is no Linux.
+    """
+    import torch
+
+    if torch.cuda.is_available() or sys.platform != "linux":
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        workers = Workers(fork_context, Path(folder, "forks"))
+        yield {FORKS: str(Path(folder, "forks"))}
+        workers.close()
 
 
 @pytest.fixture

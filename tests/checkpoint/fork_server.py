@@ -31,13 +31,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cpuinfo
-import deepspeed.runtime.zero.muon.original_muon  # noqa: F401 - DeepSpeed's engine and torch's optimizers import these
 import numpy as np
 import torch
-import torch._dynamo  # for seconds
 import torch.distributed as dist
+from forked import IMPORTED_BEFORE
 
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU optimizers ask, a second each time
 
@@ -129,6 +129,8 @@ def _kill(pids: Any) -> None:
 def main() -> None:
     """Answer requests until the input ends."""
     end_with_parent()
+    for module in IMPORTED_BEFORE:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the forks' imports print is no reply

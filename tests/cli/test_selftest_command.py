@@ -37,11 +37,12 @@ def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("config", ["cpu", "zero2"])
-def test_two_processes(config: str, tmp_path: Path, run_launcher: Run) -> None:
+def test_two_processes(config: str, tmp_path: Path, run_launcher: Run, forked_workers: dict[str, str]) -> None:
     """All passes, with numbers; what the run has no use for is left out; nothing is left on the disk."""
     (tmp_path / "shared").mkdir()
     arguments = ("--config_file", str(CONFIGS / f"{config}.yaml"), "--folder", "shared")
-    done = run_launcher(command(*arguments), seconds=120, cwd=tmp_path, env=environment(tmp_path))
+    variables = environment(tmp_path, **forked_workers)
+    done = run_launcher(command(*arguments), seconds=120, cwd=tmp_path, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     found = checks(done)
     assert list(found) == list(STEPS)

@@ -40,10 +40,12 @@ def test_counts_are_at_least_one(
 
 
 @pytest.mark.processes
-def test_fewer_steps_than_one_accumulation_are_refused(run_launcher: Callable[..., Any], tmp_path: Path) -> None:
+def test_fewer_steps_than_one_accumulation_are_refused(
+    run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path
+) -> None:
     """They would train nothing, and the curves would show nothing."""
     command = [sys.executable, *DEMO, "--cpu", "--num_processes=2", "--gradient_accumulation_steps=16", "--", *SMALL]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **forked_workers}
     done = run_launcher(command, seconds=200, cwd=tmp_path, env=environment)
     assert done.returncode == 2
     assert "--steps: 12 batches make no optimizer step of 16 batches" in done.stderr
@@ -54,9 +56,11 @@ def test_fewer_steps_than_one_accumulation_are_refused(run_launcher: Callable[..
 @pytest.mark.parametrize(
     "way", [way if way in ("zero2", "python") else pytest.param(way, marks=pytest.mark.campaign) for way in WAYS]
 )
-def test_script_leaves_weights_curves_and_a_sample(way: str, run_launcher: Callable[..., Any], tmp_path: Path) -> None:
+def test_script_leaves_weights_curves_and_a_sample(
+    way: str, run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path
+) -> None:
     """Weights load into the plain module and give the loss that was printed; one row of the table for each step."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **forked_workers}
     command = [sys.executable, *WAYS[way], *SMALL]
     done = run_launcher(command, seconds=250, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,12 +1,13 @@
 """Training scripts of two processes that do not agree: FOLDER PATH:HOW… SECONDS.
 
-Python starts once, and imports there what training imports when it begins; every process of every script is forked off.
-The output of each goes to FOLDER/PATH-HOW-RANK.log, the exit codes to FOLDER/codes.json.
+Python, torch and DeepSpeed start once; every process of every script is forked off there. The output of each goes to
+FOLDER/PATH-HOW-RANK.log, the exit codes to FOLDER/codes.json.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -21,9 +22,11 @@ from datetime import timedelta
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+from forked import IMPORTED_BEFORE
 from torch.utils import cpp_extension
 
 from zero_plugin import Accelerator, DistributedDataParallelKwargs
@@ -292,9 +295,10 @@ def fork(folder: Path, path: str, how: str, rank: int) -> int:
 
 def main() -> None:
     """Start all, wait for all, and end whatever is left when the time is over."""
-    for module in ("cpuinfo", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
-        importlib.import_module(module)  # takes seconds, which every process would need
     folder, deadline = Path(sys.argv[1]), time.monotonic() + float(sys.argv[-1])
+    for module in IMPORTED_BEFORE:
+        importlib.import_module(module)
+    gc.freeze()  # else every end_training() walks all that the imports made
     scripts = sorted(sys.argv[2:-1], key=lambda name: not name.endswith(":overdue"))
     running = {}
     for name in scripts:

@@ -90,12 +90,17 @@ def on_a_cpu(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def train(
-    tmp_path: Path, environment: dict[str, str], run_launcher: Callable[..., Any], built_ops: None
+    tmp_path: Path,
+    environment: dict[str, str],
+    run_launcher: Callable[..., Any],
+    forked_workers: dict[str, str],
+    built_ops: None,
 ) -> Callable[..., dict[str, Any]]:
-    """Run a command to its end and return what the script printed."""
+    """Run a command to its end and return what the script printed; workers of `zero-plugin launch` are forks."""
 
     def train(*command: str) -> dict[str, Any]:
-        done = run_launcher(command, seconds=280, cwd=tmp_path, env={**environment, "XDG_CACHE_HOME": CACHE})
+        variables = {**environment, "XDG_CACHE_HOME": CACHE, **forked_workers}
+        done = run_launcher(command, seconds=280, cwd=tmp_path, env=variables)
         assert done.returncode == 0, done.stdout + done.stderr
         line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
         report: dict[str, Any] = json.loads(line)

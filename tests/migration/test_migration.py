@@ -120,7 +120,7 @@ def test_differences_are_told(script: Path) -> None:
 
 
 @pytest.mark.processes
-def test_launched(run_launcher: Callable[..., Any], tmp_path: Path) -> None:
+def test_launched(run_launcher: Callable[..., Any], forked_workers: dict[str, str], tmp_path: Path) -> None:
     """Two processes by `zero-plugin launch` and by `accelerate launch`: the command's name and the import are all."""
     script = HERE / "scripts/early_stopping.py"
     commands = {  # accelerate's --cpu would start one process; the script asks for the CPU itself
@@ -138,7 +138,7 @@ def test_launched(run_launcher: Callable[..., Any], tmp_path: Path) -> None:
             [sys.executable, "-m", *command, *flags, "train.py", "results.json"],
             seconds=120,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **forked_workers},
         )
         # About one Accelerate process in six aborts as it ends (gloo), when all is written.
         assert done.returncode == 0 or library == "accelerate", done.stdout + done.stderr

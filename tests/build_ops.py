@@ -1,0 +1,72 @@
+"""Builds DeepSpeed's C++ ops for the tests, by tests/quick-g++: minutes on a new machine, then nothing.
+
+`make test` runs this file beside the checks and the first tests; a test that needs the ops waits for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from zero_plugin.machine.op_builds import build_folder, find_stale_build_locks
+
+_OPS = ("CPUAdam", "CPUAdagrad", "CPULion", "AsyncIO", "PinMemory", "ShareMemComm")
+_BUILD = """
+import sys
+from deepspeed.accelerator import get_accelerator
+for op in sys.argv[1:]:
+    get_accelerator().create_op_builder(op + "Builder").load(verbose=False)
+"""
+
+
+def use_quick_compiler() -> None:
+    """Have this process, and all that it starts, build ops by one compiler and one ninja.
+
+    A build by another compiler or another ninja is no longer valid for them, and would be made again in the middle of a
+    test. So the compiler is named without the folder of this checkout, and ninja is the one beside this Python.
+    """
+    os.environ["CXX"] = "quick-g++"
+    folders = (Path(__file__).parent, Path(sys.executable).parent, os.environ["PATH"])
+    os.environ["PATH"] = os.pathsep.join(map(str, folders))
+
+
+def build_ops() -> None:
+    """Build what is not built; who comes second waits for the first."""
+    with Path(tempfile.gettempdir(), f"zero_plugin_ops_{os.getuid()}.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # pytest runs in several processes
+        # A look by DeepSpeed itself at what is built takes half a minute of the processors in every pytest process.
+        folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+        stamp = folder and Path(
+            folder, f"built-quickly-by-{version('deepspeed')}-for-{version('torch')}-{sys.version_info.minor}"
+        )
+        if not (stamp and stamp.exists()):
+            _build()
+        if stamp:
+            stamp.touch()
+
+
+def _build() -> None:
+    import torch
+
+    folder = build_folder(os.environ, torch.version.cuda)
+    for lock in find_stale_build_locks([file.name for file in folder.glob("*")], folder):
+        lock.unlink()  # of a test run that was killed
+    # One import of DeepSpeed for all ops, one op after the other: the compilers of each run side by side.
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD, *_OPS],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+if __name__ == "__main__":
+    use_quick_compiler()
+    build_ops()

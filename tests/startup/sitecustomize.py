@@ -1,0 +1,44 @@
+"""What every Python does first that the tests start; it finds this file by PYTHONPATH.
+
+There is no mlflow for it, as on most machines: DeepSpeed imports it wherever it is installed, for a second.
+
+A worker of `zero-plugin launch`, in a test that gives it the variable below, does nothing itself: a fork does, of a
+process in which all imports are done. The worker passes on what it was started with, the signals that it gets, and how
+the fork ends. See `Workers` in forked.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+FORKS = "ZERO_PLUGIN_TESTS_FORKS"
+
+
+def be_forked(place: str) -> None:
+    """Have this program run by whoever listens at `place`, and end as it does."""
+    import ctypes
+    import json
+    import signal
+    import socket
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the launcher, as the worker itself would
+    environment = {name: value for name, value in os.environ.items() if name != FORKS}
+    request = {"command": sys.orig_argv[1:], "environment": environment, "folder": os.getcwd()}  # noqa: PTH109
+    request["cores"] = [*os.sched_getaffinity(0)]
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(place)
+        socket.send_fds(server, [b"."], [0, 1, 2])
+        server.sendall(f"{json.dumps(request)}\n".encode())
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+        code = int(server.recv(10))
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+sys.modules["mlflow"] = None  # type: ignore[assignment]
+if FORKS in os.environ and any(argument.endswith("zero_plugin/launch/worker.py") for argument in sys.orig_argv[1:3]):
+    be_forked(os.environ[FORKS])
