@@ -7,6 +7,7 @@ The output of each goes to FOLDER/PATH-HOW-RANK.log, the exit codes to FOLDER/co
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -294,6 +295,7 @@ def main() -> None:
     """Start all, wait for all, and end whatever is left when the time is over."""
     for module in ("cpuinfo", "torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
         importlib.import_module(module)  # takes seconds, which every process would need
+    gc.freeze()  # at its end each process would walk, and so copy, all that the imports made
     folder, deadline = Path(sys.argv[1]), time.monotonic() + float(sys.argv[-1])
     scripts = sorted(sys.argv[2:-1], key=lambda name: not name.endswith(":overdue"))
     running = {}
