@@ -164,7 +164,7 @@ def check_without_a_shared_folder(path: str, folder: Path) -> None:
 
 
 def check_what_ranges_do_not_reach(path: str, folder: Path) -> None:
-    """Where weights cannot be told apart by ranges, whole ones are gathered; masters cannot be had, and it is said."""
+    """Where weights cannot be told apart by ranges, they are gathered; fp32 master weights are an error."""
     with running(path, mixed_precision="bf16") as accelerator, pytest.MonkeyPatch.context() as patch:
         model, optimizer = trained(accelerator)
         wanted = {name: tensor for name, tensor in weights(accelerator, model).items() if name != "two.weight"}
@@ -178,7 +178,7 @@ def check_what_ranges_do_not_reach(path: str, folder: Path) -> None:
         assert same(found, {name: wanted[name].half() for name in found})
         raised(
             CheckpointError,
-            "masters",
+            "fp32 master weights",
             "nobody knows where they are",
             by=lambda: accelerator.save_model(model, folder / "whole", dtype="fp32"),
         )

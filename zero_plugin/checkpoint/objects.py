@@ -95,27 +95,34 @@ def without_shared_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     Of tensors that are the same, only the first name is kept, with a warning; different parts of one memory are copied.
     """
     kept: dict[str, Any] = {}
-    first: dict[Any, str] = {}
     storages: set[Any] = set()
-    removed = []
+    removed = names_of_same_memory(tensors)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.is_meta:
-            kept[name] = tensor
+        if name in removed:
             continue
-        storage = tensor_storage(tensor)
-        view = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and view in first:
-            removed.append(name)
-            continue
-        first[view] = name
-        kept[name] = tensor.clone().contiguous() if storage in storages else tensor.contiguous()
-        storages.add(storage)
+        if isinstance(tensor, Tensor) and not tensor.is_meta:
+            storage = tensor_storage(tensor)
+            tensor = tensor.clone().contiguous() if storage in storages else tensor.contiguous()
+            storages.add(storage)
+        kept[name] = tensor
     if removed:
         _logger.warning(
-            f"Removed shared tensors {removed}: each is the same as one that is saved. A model that ties its weights, "
-            "as transformers' do, has them again after loading."
+            f"Removed shared tensors {list(removed)}: each is the same as one that is saved. A model that ties its "
+            "weights, as transformers' do, has them again after loading."
         )
     return kept
+
+
+def names_of_same_memory(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Each further name of a tensor that has memory → its first name."""
+    further: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.numel():
+            view = (tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            if (kept := first.setdefault(view, name)) != name:
+                further[name] = kept
+    return further
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def weights_of_session(session: Session, names: Collection[str], dtype: torch.dt
         present = [fragment for fragment in session.weight_fragments() if fragment.name in names]
     except CheckpointError as error:
         if dtype == torch.float32 and any(p.requires_grad and p.dtype != dtype for p in session.module.parameters()):
-            raise CheckpointError(f"save_model(dtype={dtype}) takes the optimizer's masters. {error}") from error
+            raise CheckpointError(f"save_model(dtype={dtype}) takes the fp32 master weights. {error}") from error
         return weights_of_module(session.module, lambda: session.named_tensors(names), dtype)
     types = _stored_types(session.module, describe(present), dtype)
 
@@ -235,7 +235,7 @@ def _plan(weights: SavedWeights, max_shard_bytes: int, tied: Mapping[str, str], 
     if empty:
         raise LoopError(
             f"save_model: {empty[0].name!r} has no elements (shape {empty[0].shape}), and a saved model without its "
-            "values looks like a whole one.\nIf it is meant to be empty, make it a buffer with persistent=False."
+            "values looks like a complete one.\nIf it is meant to be empty, make it a buffer with persistent=False."
         )
     return plan_layout(weights.descriptions, max_shard_bytes=max_shard_bytes, tied=tied, notes=notes)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zero_plugin.checkpoint.convert.source import Source, Stored
-from zero_plugin.checkpoint.objects import NUMPY_CLASSES, tensor_storage
+from zero_plugin.checkpoint.objects import NUMPY_CLASSES, names_of_same_memory
 from zero_plugin.checkpoint.summary import find_deepspeed
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.optimizer_states import is_setting
@@ -182,19 +182,7 @@ def _frozen(files: _Files, name: str, shape: tuple[int, ...]) -> Stored:
 
 def _tied_names(model: Mapping[str, Any]) -> dict[str, str]:
     """As DeepSpeed has noted them; without ZeRO, by the memory that they share in the file."""
-    return {**_names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
-
-
-def _names_of_same_memory(module: Mapping[str, Any]) -> dict[str, str]:
-    """Each further name of a tensor → its first name."""
-    tied: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, tensor in module.items():
-        if isinstance(tensor, Tensor) and tensor.numel():
-            place = (tensor_storage(tensor), tensor.storage_offset(), tensor.shape)
-            if (kept := first.setdefault(place, name)) != name:
-                tied[name] = kept
-    return tied
+    return {**names_of_same_memory(model["module"]), **(model.get("shared_params") or {})}
 
 
 def _optimizer_record(files: _Files, groups: list[_TrainedGroup]) -> dict[str, Any]:
@@ -453,7 +441,7 @@ def _parameters(model: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, tensor in model["module"].items()
         if name not in buffers and isinstance(tensor, Tensor) and tensor.is_floating_point()
     }
-    shared = _names_of_same_memory(found)
+    shared = names_of_same_memory(found)
     return {name: tensor for name, tensor in found.items() if name not in shared}
 
 
