@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.options import typed_flags, with_launch_flags, with_options
+from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags, with_options
 from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings

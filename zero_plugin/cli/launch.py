@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from zero_plugin.cli.options import typed_flags, with_launch_flags
+from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.tree import Entry, Origin

@@ -44,7 +44,7 @@ class _Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            from zero_plugin.cli.options import refuse_flag
+            from zero_plugin.cli.launch_flags import refuse_flag
 
             refused = refuse_flag(getattr(error, "option_name", ""))  # only the error of an unknown flag has it
             if refused is None:

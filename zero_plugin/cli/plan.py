@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.options import with_options
+from zero_plugin.cli.launch_flags import with_options
 from zero_plugin.cli.output import print_line, print_rows
 from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
 from zero_plugin.errors import ConfigError, Problem

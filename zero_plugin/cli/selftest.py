@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from zero_plugin.cli.options import typed_flags, with_launch_flags
+from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags
 from zero_plugin.cli.output import Finding, print_findings
 from zero_plugin.config.document import Document
 from zero_plugin.distributed.messages import show_messages

@@ -6,10 +6,10 @@ a single command may be described by a dataclass.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import wraps
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
@@ -64,14 +64,16 @@ _SWITCHES: Final[Mapping[str, str]] = {
 }
 
 
-def _flags() -> Iterator[tuple[str, Any]]:
-    """Each flag with its option.
+@functools.cache
+def launch_flags() -> Mapping[str, Any]:
+    """Each flag by its name, with its option.
 
     Values are read as the file would read them (`auto`, numbers, true/false), so that a wrong one is reported by the
     same check and in the same words. A key that is true or false alone is a switch.
     """
     keys: dict[str, Any] = {name: key_schema(path) for name, path in SHORT_FIELDS.items()}
     keys |= {**launch_schema()["properties"], **compiler_schema()["dynamo_config"]["properties"]}
+    flags = {}
     for panel, names in _PANELS.items():
         for name in names:
             described = _WITH_VALUE.get(name) or _SWITCHES.get(name) or keys[name]["description"]
@@ -81,10 +83,8 @@ def _flags() -> Iterator[tuple[str, Any]]:
                 described = described[0].upper() + described[1:]
             spellings = [f"--{name}", *([_SHORT[name]] if name in _SHORT else [])]
             option = typer.Option(*spellings, help=described, rich_help_panel=panel, show_default=False)
-            yield name, Annotated[bool | None if is_switch else str | None, option]
-
-
-LAUNCH_FLAGS: Final[Mapping[str, Any]] = dict(_flags())
+            flags[name] = Annotated[bool | None if is_switch else str | None, option]
+    return flags
 
 
 def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -98,7 +98,7 @@ def with_launch_flags(*left_out: str) -> Callable[[Callable[..., None]], Callabl
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
         flags = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
-            for name, flag in LAUNCH_FLAGS.items()
+            for name, flag in launch_flags().items()
             if name not in left_out
         ]
         command.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
     hints = get_type_hints(record, include_extras=True)
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
+        @functools.wraps(command)
         def run(ctx: typer.Context, **values: Any) -> None:
             command(ctx, record(**{field.name: values[field.name] for field in fields(record)}))
 
@@ -133,7 +133,7 @@ def with_options(record: type[Any]) -> Callable[[Callable[..., None]], Callable[
 
 def typed_flags(ctx: typer.Context) -> dict[str, Any]:
     """The launch flags that the user typed, by name."""
-    return {name: value for name, value in ctx.params.items() if name in LAUNCH_FLAGS and value is not None}
+    return {name: value for name, value in ctx.params.items() if name in launch_flags() and value is not None}
 
 
 # What to do in place of a flag of Accelerate's that is refused: by its name or, where that ends in _, its beginning.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from accelerate.commands.launch import launch_command_parser
 
-from zero_plugin.cli.options import LAUNCH_FLAGS, refuse_flag
+from zero_plugin.cli.launch_flags import launch_flags, refuse_flag
 
 
 def test_every_flag_of_accelerate_is_taken_or_refused_by_name() -> None:
     """None is an unknown flag: `launch` has it, or says what to do in its place."""
     spellings = [flag for action in launch_command_parser()._actions for flag in action.option_strings]
     theirs = {flag[:2] + flag[2:].replace("-", "_") for flag in spellings}
-    options = [flag.__metadata__[0] for flag in LAUNCH_FLAGS.values()]
+    options = [flag.__metadata__[0] for flag in launch_flags().values()]
     ours = {"--help", "-h"}.union(*((option.default, *option.param_decls) for option in options))
     assert len(theirs) > 100
     refused = {flag: refuse_flag(flag) for flag in theirs - ours}
