@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_plugin.config.run_files import (
-    CUT_VARIABLE,
-    Shortage,
-    leave_shortage,
-    micro_batch_cut,
-    take_shortage,
-)
+from zero_plugin.config.run_files import CUT_VARIABLE, Shortage, leave_shortage, micro_batch_cut, take_shortage
 
 
 def test_a_shortage_is_taken_once(tmp_path: Path) -> None:

@@ -14,12 +14,7 @@ import typer
 from zero_plugin.cli.flags import typed_flags, with_launch_flags, with_options
 from zero_plugin.cli.output import Explained, print_difference, print_table
 from zero_plugin.config.document import Document
-from zero_plugin.config.launch_settings import (
-    asks_for_cpu,
-    asks_for_deepspeed,
-    asks_for_tpu,
-    launch_settings,
-)
+from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT
 from zero_plugin.config.resolve.facts import (
     PLACEMENT,

@@ -1,10 +1,6 @@
-"""Accelerate's launch keys: those that are followed, refused, or have no effect.
+"""Accelerate's launch keys: one typed, frozen object of those that are followed; those refused or without effect.
 
-Accelerate's launch keys as one typed, frozen object: who runs, where, how many, and in which precision.
-
-Accelerate's launch keys that this package refuses, follows later, or has no use for, with what to tell of each.
-
-`dynamo_config`, by which a launch config asks for `torch.compile`, as Accelerate writes it and as flags say it.
+`dynamo_config`, by which a launch config requests `torch.compile`, is read as Accelerate writes it and as flags say it.
 """
 
 from __future__ import annotations
@@ -18,17 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
 from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import (
-    AUTO,
-    Entry,
-    KeyPath,
-    Tree,
-    did_you_mean,
-    dotted,
-    legal,
-    show,
-    validator,
-)
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, legal, show, validator
 from zero_plugin.errors import Problem
 
 

@@ -15,7 +15,7 @@ from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.launch_settings import asks_for_cpu
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.run_files import Shortage
-from zero_plugin.config.tree import AUTO, dotted
+from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import Problem
 from zero_plugin.launch.spec import Program, Request
 from zero_plugin.launch.worker import FIRST_FAILURE, LOST_PEER
@@ -285,7 +285,7 @@ def _nvme_folders(request: Request) -> Iterator[Problem]:
         if (blocked := obstacle(entry.value)) is not None:
             message = f"{blocked} is no folder that can be written"
             fix = "Name a folder on a local NVMe disk that can be made or written."
-            yield Problem(entry.origin.where, dotted((*section, "nvme_path")), message, fix)
+            yield Problem(entry.origin.where, training.typed(*section, "nvme_path"), message, fix)
 
 
 def obstacle(folder: str | Path) -> Path | None:
