@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from zero_plugin.config.document import Document
-from zero_plugin.config.plugins import (
-    ONLY,
-    Configurations,
-    DeepSpeedPlugin,
-    HfDeepSpeedConfig,
-)
+from zero_plugin.config.plugins import ONLY, Configurations, DeepSpeedPlugin, HfDeepSpeedConfig
 from zero_plugin.config.read import read_document
 from zero_plugin.errors import ConfigError
 

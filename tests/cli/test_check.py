@@ -216,7 +216,7 @@ def test_github_annotations_are_escaped(check: Check) -> None:
     """One workflow command a line; per cent and line ends are escaped, in properties colon and comma too."""
     Path("a,b.json").write_text('{"fp16": {"enabled": true}, "100%": 1}')
     out = check("--format", "github", "a,b.json", "warns.json")[1]
-    unknown = '"100%25": unknown key%0ADelete it; a comment key starts with _.'
+    unknown = '"100%25" = 1: unknown key%0ADelete it; a comment key starts with _.'
     assert out.splitlines() == [
         f'::error file=a%2Cb.json,line=1,col=29,title="100%25"::{unknown}',
         '::warning file=warns.json,line=1,col=11,title=fp16.enabled::fp16.enabled: read "true" as true%0AWrite true.',

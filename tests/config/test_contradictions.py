@@ -45,9 +45,9 @@ CONTRADICTIONS = [
     ("autocast and quantized weights", "error", '{' + ZERO_3 + '"zero_quantized_weights": true}, "torch_autocast": {"enabled": true}}', "c.json:1:36: zero_optimization.zero_quantized_weights: true beside torch_autocast.enabled: true at c.json:1:88", '"enabled": true', '"enabled": false'),
     # --- offload
     ("optimizer offload without ZeRO", "error", '{' + ZERO_0 + CPU + '}}', "c.json:1:58: zero_optimization.offload_optimizer.device: cpu needs ZeRO stage 1, but the stage is 0 at c.json:1:24", '"stage": 0', '"stage": 1'),
-    ("parameter offload at stage 2", "error", YAML + "  zero_stage: 2\n  offload_param_device: cpu\n", "c.yaml:5:3: zero_optimization.offload_param.device: cpu needs ZeRO stage 3, but the stage is 2 at c.yaml:4:3", 'zero_stage: 2', 'zero_stage: 3'),
+    ("parameter offload at stage 2", "error", YAML + "  zero_stage: 2\n  offload_param_device: cpu\n", "c.yaml:5:3: offload_param_device: cpu needs ZeRO stage 3, but the stage is 2 at c.yaml:4:3", 'zero_stage: 2', 'zero_stage: 3'),
     ("NVMe at stage 2", "error", '{' + ZERO_2 + '"offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}}', "c.json:1:58: zero_optimization.offload_optimizer.device: nvme needs ZeRO stage 3, but the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 3'),
-    ("NVMe without a path", "error", YAML + "  zero_stage: 3\n  offload_param_device: nvme\n", "c.yaml:5:3: zero_optimization.offload_param.device: nvme without a path", 'device: nvme', 'device: nvme\n  offload_param_nvme_path: /n'),
+    ("NVMe without a path", "error", YAML + "  zero_stage: 3\n  offload_param_device: nvme\n", "c.yaml:5:3: offload_param_device: nvme without a path", 'device: nvme', 'device: nvme\n  offload_param_nvme_path: /n'),
     ("a path without NVMe", "warning", '{' + ZERO_3 + '"offload_param": {"device": "cpu", "nvme_path": "/n"}}}', 'c.json:1:71: zero_optimization.offload_param.nvme_path = "/n": has no effect: the device is cpu at c.json:1:54', '"cpu"', '"nvme"'),
     ("a buffer without NVMe", "warning", '{' + ZERO_3 + '"offload_param": {"device": "cpu", "buffer_size": 1000}}}', "c.json:1:71: zero_optimization.offload_param.buffer_size = 1000: has no effect: the device is cpu at c.json:1:54", '"device": "cpu"', '"device": "nvme", "nvme_path": "/n"'),
     ("pinning of nothing", "warning", '{' + ZERO_2 + '"offload_optimizer": {"device": "none", "pin_memory": false}}}', "c.json:1:76: zero_optimization.offload_optimizer.pin_memory = false: has no effect: the device is none at c.json:1:58", 'none', 'cpu'),
@@ -60,9 +60,14 @@ CONTRADICTIONS = [
     ("super offload on a CPU", "error", "use_cpu: true\n" + YAML + "  zero_optimization: {stage: 3, offload_optimizer: {device: cpu, super_offload: true}}\n", "c.yaml:5:66: zero_optimization.offload_optimizer.super_offload: true needs a GPU, but use_cpu is true at c.yaml:1:1", 'use_cpu: true', 'use_cpu: false'),
     ("cores without super offload", "warning", '{' + ZERO_3 + '"offload_optimizer": {"device": "cpu", "cpuadam_cores_perc": 0.5}}}', "c.json:1:75: zero_optimization.offload_optimizer.cpuadam_cores_perc = 0.5: has no effect: only super_offload: true reads it", '"cpuadam_cores_perc"', '"super_offload": true, "cpuadam_cores_perc"'),
     ("aio without NVMe", "warning", '{"aio": {"queue_depth": 32}, ' + ZERO_3 + CPU + '}}', "c.json:1:10: aio.queue_depth = 32: has no effect: nothing is offloaded to nvme", '"device": "cpu"', '"device": "nvme", "nvme_path": "/n"'),
+    # --- experts and monitors
+    ("experts over processes that they do not divide", "error", YAML + "  zero_stage: 2\n  expert_parallel: {enabled: true, autoep_size: 3}\n", "c.yaml:5:36: expert_parallel.autoep_size: 3, which does not divide the run's 4 processes", 'autoep_size: 3', 'autoep_size: 2'),
+    ("experts over tensors over processes", "error", YAML + "  zero_stage: 2\n  expert_parallel: {enabled: true, autoep_size: 4, expert_tensor_parallel_size: 2}\n", "c.yaml:5:36: expert_parallel.autoep_size: 4 × expert_tensor_parallel_size 2 = 8, which does not divide the run's 4 processes", 'autoep_size: 4', 'autoep_size: 2'),
+    ("a mode that Comet does not have", "error", '{"comet": {"enabled": true, "mode": "sometimes"}}', 'c.json:1:29: comet.mode: "sometimes" is no mode of Comet\'s', 'sometimes', 'get_or_create'),
+    ("an experiment that Comet cannot have", "error", '{"comet": {"enabled": true, "experiment_key": "run-1"}}', 'c.json:1:29: comet.experiment_key: "run-1" is no key of Comet\'s: 32 to 50 letters and digits', 'run-1', 'a' * 32),
     # --- stages
     ("a key of stage 3 at stage 2", "warning", '{' + ZERO_2 + '"stage3_max_live_parameters": 1000}}', "c.json:1:36: zero_optimization.stage3_max_live_parameters = 1000: has no effect: only stage 3 reads it, and the stage is 2 at c.json:1:24", '"stage": 2', '"stage": 3'),
-    ("a saved model of stage 3 at stage 2", "warning", YAML + "  zero_stage: 2\n  zero3_save_16bit_model: true\n", "c.yaml:5:3: zero_optimization.stage3_gather_16bit_weights_on_model_save = true: has no effect: only stage 3 reads it, and the stage is 2 at c.yaml:4:3", 'zero_stage: 2', 'zero_stage: 3'),
+    ("a saved model of stage 3 at stage 2", "warning", YAML + "  zero_stage: 2\n  zero3_save_16bit_model: true\n", "c.yaml:5:3: zero3_save_16bit_model = true: has no effect: only stage 3 reads it, and the stage is 2 at c.yaml:4:3", 'zero_stage: 2', 'zero_stage: 3'),
     ("ZeRO++ at stage 2", "warning", '{' + ZERO_2 + '"zero_quantized_gradients": true}}', "c.json:1:36: zero_optimization.zero_quantized_gradients = true: has no effect: only stage 3 reads it, and the stage is 2 at c.json:1:24", 'true', 'false'),
     ("a leaf module at stage 2", "warning", '{' + ZERO_2 + '"leaf_module": {"names": ["a"]}}}', 'c.json:1:52: zero_optimization.leaf_module.names = ["a"]: has no effect: only stage 3 reads it, and the stage is 2 at c.json:1:24', '"stage": 2', '"stage": 3'),
     ("round robin at stage 3", "warning", '{' + ZERO_3 + '"round_robin_gradients": true}}', "c.json:1:36: zero_optimization.round_robin_gradients = true: has no effect: only stages 1 and 2 read it, and the stage is 3 at c.json:1:24", '"stage": 3', '"stage": 2'),
@@ -207,7 +212,7 @@ def test_short_fields_against_the_named_file() -> None:
     named = f"{YAML}  deepspeed_config_file: ds.json\n"
     assert found(f"{named}  zero_stage: 3\n  gradient_clipping: 1\n") == []
     (problem,) = found(f"{named}  zero_stage: 2\n")
-    assert problem.headline == "c.yaml:5:3: zero_optimization.stage: 2 here, but 3 at ds.json:1:24"
+    assert problem.headline == "c.yaml:5:3: zero_stage: 2 here, but 3 at ds.json:1:24"
 
 
 def test_an_open_field_contradicts_nothing() -> None:

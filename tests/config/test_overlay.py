@@ -73,7 +73,7 @@ def test_every_clash_is_listed_at_once(document: Document) -> None:
     found = {p.key: (p.where, p.message) for p in caught.value.problems}
     assert found == {
         "mixed_precision": ("Accelerator(mixed_precision=…)", '"fp16" in code, but "bf16" at c.yaml:1:1'),
-        "zero_optimization.stage": ("Accelerator(stage=…)", "1 in code, but 3 at --zero_stage"),
+        "zero_stage": ("Accelerator(stage=…)", "1 in code, but 3 at --zero_stage"),
         "gradient_clipping": ("Accelerator(gradient_clipping=…)", "0.5 in code, but 1.0 at c.yaml:1:1"),
         "zero_optimization.offload_optimizer.device": (
             "Accelerator(offload_optimizer=…)",

@@ -107,7 +107,7 @@ def test_auto_is_filled_or_refused_by_name(kind: str, path: KeyPath) -> None:
         asked = written if path == STAGE else at_stage(written, stage)
         resolved, problems = attempt(asked, facts(accelerator))
         if resolved is None:
-            assert {problem.key for problem in problems} == {dotted(path)}
+            assert {problem.key for problem in problems} == {written.deepspeed.typed(*path)}
             assert all(problem.fix for problem in problems)
             continue
         entry = resolved.tree.get(*path)

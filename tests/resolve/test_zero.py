@@ -1,3 +1,6 @@
+import importlib.util
+import sys
+
 import pytest
 
 from zero_plugin.config.resolve.facts import MachineFacts, ModelFacts
@@ -159,3 +162,19 @@ def test_expert_groups_are_of_one_size(resolved, size, tensor, legal):
     else:
         with pytest.raises(ConfigError, match=rf"expert_parallel.autoep_size: {size}(.|\n)*1 or 2 or 4"):
             resolved(config, machine=GPU)
+
+
+@pytest.mark.parametrize(
+    ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)
+def test_monitors_need_their_packages(resolved, monkeypatch, section, package):
+    """The engine would fail on rank 0 alone, in an import; which packages a worker has is known in a run only."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    config = {section: {"enabled": True}}
+    with pytest.raises(ConfigError, match=rf"ds.json:{section}.enabled: {section}.enabled: true, but {package} is not"):
+        resolved(config, machine=GPU)
+    assert resolved(config, machine=GPU, complete=False).tree.value(section, "enabled") is True
+    assert resolved({section: {"enabled": False}}, machine=GPU).tree.value(section, "enabled") is False
+    assert resolved(config, machine=GPU, strategy="ddp").tree.value(section, "enabled") is True

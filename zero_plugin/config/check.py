@@ -1,9 +1,4 @@
-"""Everything that is wrong with a document, found together.
-
-Every contradiction of a document, topic by topic.
-
-What to say of a key that its section does not have: what became of it, where it belongs, what it was meant to be.
-"""
+"""Everything that is wrong with a document, found together, and what to write instead of a key that nobody has."""
 
 from __future__ import annotations
 
@@ -27,16 +22,11 @@ from zero_plugin.config.launch_settings import (
 from zero_plugin.config.rules.sections import check_parallel, check_sections
 from zero_plugin.config.rules.training import Asked, check_batch, check_optimizing, check_precision
 from zero_plugin.config.rules.zero import check_offload, check_stages, check_zenflow
-from zero_plugin.config.schema import (
-    RETIRED_KEYS,
-    RETIRED_OPTIMIZERS,
-    deepspeed_schema,
-    types_of,
-    walk_keys,
-)
+from zero_plugin.config.schema import RETIRED_KEYS, RETIRED_OPTIMIZERS, deepspeed_schema, types_of, walk_keys
 from zero_plugin.config.tree import (
     AUTO,
     KeyPath,
+    Tree,
     Violation,
     did_you_mean,
     dotted,
@@ -187,7 +177,15 @@ def find_problems(document: Document) -> list[Problem]:
         *_double_spellings(document),
         *contradictions(document),
     ]
-    shown = dict.fromkeys(_with_value(problem, document) for problem in problems)
+    values = {
+        (entry.origin.where, tree.typed(*path)): show(entry.value)
+        for tree in (document.launch, document.deepspeed)
+        for path, entry in tree.entries.items()
+    }
+    shown = dict.fromkeys(
+        problem if problem.value else replace(problem, value=values.get((problem.where, problem.key), ""))
+        for problem in problems
+    )
     return sorted(shown, key=lambda problem: _reading_order(problem, document))
 
 
@@ -201,7 +199,7 @@ def _launch_problems(document: Document, schema: Mapping[str, Any]) -> Iterator[
             message = f"{show(found.value)} is not supported"
             yield Problem(document.place(found.path), dotted(found.path), message, refused)
         else:
-            yield _wrong_value(found, document.place(found.path))
+            yield _wrong_value(found, document.launch, document.place(found.path))
     for path, entry in document.launch.entries.items():
         if path[0] in REFUSED_KEYS:
             has_effect, fix = REFUSED_KEYS[path[0]]
@@ -225,12 +223,12 @@ def _training_problems(document: Document, schema: Mapping[str, Any]) -> Iterato
         where = document.place(("deepspeed", *found.path))
         if found.kind == "unknown":
             message, fix = explain_training_key(found, schema, in_yaml=bool(document.launch))
-            yield Problem(where, _place(found), message, fix)
+            yield Problem(where, _place(found, document.deepspeed), message, fix)
         elif found.kind == "missing":
             fix = f"Write {found.path[-1]}: {legal(found.wanted['properties'][found.path[-1]])}."
-            yield Problem(where, _place(found), "is missing", fix)
+            yield Problem(where, _place(found, document.deepspeed), "is missing", fix)
         else:
-            yield _wrong_value(found, where)
+            yield _wrong_value(found, document.deepspeed, where)
 
 
 def _double_spellings(document: Document) -> Iterator[Problem]:
@@ -241,18 +239,18 @@ def _double_spellings(document: Document) -> Iterator[Problem]:
             yield Problem(document.place(("deepspeed", *old)), dotted(old), f"is written beside {present}", fix)
 
 
-def _wrong_value(found: Violation, where: str) -> Problem:
-    text = str(found.value).lower()
+def _wrong_value(found: Violation, tree: Tree, where: str) -> Problem:
+    key, text = _place(found, tree), str(found.value).lower()
     if found.path == ("optimizer", "type") and text in RETIRED_OPTIMIZERS:
-        return Problem(where, _place(found), f"{show(found.value)} is not supported", RETIRED_OPTIMIZERS[text])
+        return Problem(where, key, f"{show(found.value)} is not supported", RETIRED_OPTIMIZERS[text])
     options = [o for branch in (found.wanted, *found.wanted.get("anyOf", ())) for o in branch.get("enum", ())]
     if example := _as_section(found):
-        return Problem(where, _place(found), f"{show(found.value)} is not legal here", f"Write {example}.")
+        return Problem(where, key, f"{show(found.value)} is not legal here", f"Write {example}.")
     near = did_you_mean(found.value, options) if isinstance(found.value, str) and options else ""
     default = f" (default {show(found.wanted['default'])})" if found.wanted.get("default") not in (None, "") else ""
     message = f"{show(found.value)} is not legal here"
     fix = f"Did you mean {near}? Write" if near else "Write"
-    return Problem(where, _place(found), message, f"{fix} {legal(found.wanted)}{default}.")
+    return Problem(where, key, message, f"{fix} {legal(found.wanted)}{default}.")
 
 
 def _as_section(found: Violation) -> str:
@@ -264,21 +262,11 @@ def _as_section(found: Violation) -> str:
     return ""
 
 
-def _place(found: Violation) -> str:
-    """The key's full path, inside a list too: `layer_specs[0].patterns`."""
+def _place(found: Violation, tree: Tree) -> str:
+    """The key as it was typed, inside a list too: `layer_specs[0].patterns`."""
     path, key = (found.path, "") if found.kind == "value" else (found.path[:-1], f".{dotted(found.path[-1:])}")
     inside = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in found.index)
-    return f"{dotted(path)}{inside}{key}".lstrip(".")
-
-
-def _with_value(problem: Problem, document: Document) -> Problem:
-    """`problem` with the value that is written where it points, for reports that show it apart."""
-    path = tuple(problem.key.partition("[")[0].split("."))
-    for tree in (document.launch, document.deepspeed):
-        entry = tree.get(*path)
-        if not problem.value and entry is not None and entry.origin.where == problem.where:
-            return replace(problem, value=show(entry.value))
-    return problem
+    return f"{tree.typed(*path)}{inside}{key}".lstrip(".")
 
 
 def _reading_order(problem: Problem, document: Document) -> tuple[int, int, int]:

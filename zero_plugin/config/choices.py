@@ -1,8 +1,6 @@
-"""Words that scripts choose from, and how the processes of a run work together.
+"""Words that scripts choose from and compare with, as `accelerate.utils` has them.
 
-Words that scripts choose from by name, as `accelerate.utils` has them; each member is its own text under `str`.
-
-How the processes of a run work together, by the names that scripts compare with.
+Members show as their own text under `str`. `DistributedType` says how the processes of a run work together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Launch configs as people keep them: a comment beside each key, and older ones rewritten.
-
-A launch config as a person keeps it: beside each key one sentence on what it does and what is legal.
-
-Rewrites an existing configuration in today's keys; what it says of a run stays.
-"""
+"""Launch configs as people keep them: beside each key one sentence on what it does; older ones in today's keys."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from zero_plugin.config.check import find_problems
+from zero_plugin.config.check import check_document
 from zero_plugin.config.document import LAUNCH_FIELDS, SHORT_FIELDS, Document, accelerate_values, yaml_text
 from zero_plugin.config.launch_settings import (
     COMPILER_KEYS,
@@ -28,7 +23,7 @@ from zero_plugin.config.read import parse_file, read_document
 from zero_plugin.config.run_files import replace_text
 from zero_plugin.config.schema import yaml_schema
 from zero_plugin.config.tree import KeyPath, Tree
-from zero_plugin.errors import ConfigError, MachineError
+from zero_plugin.errors import MachineError
 
 _FILE: Final = "deepspeed_config_file"
 _HEAD: Final = "# Check it: zero-plugin check FILE.  Run it: zero-plugin launch --config_file FILE train.py\n"
@@ -62,10 +57,7 @@ def write_config(values: Mapping[str, Any], file: Path) -> None:
         MachineError: the file cannot be written.
     """
     text = config_text(values, file)
-    document = read_document(file, content=text.encode())
-    errors = [problem for problem in find_problems(document) if problem.severity == "error"]
-    if errors:
-        raise ConfigError(errors)
+    check_document(read_document(file, content=text.encode()))
     replace_file(file, text)
 
 
@@ -97,10 +89,7 @@ def update_config(file: Path) -> list[str]:
         MachineError: a file cannot be written.
     """
     document = read_document(file)
-    found = find_problems(document)
-    errors = [problem for problem in found if problem.severity == "error"]
-    if errors:
-        raise ConfigError(errors)
+    found = check_document(document)
     old = file.read_text(encoding="utf-8-sig")
     text = _updated_text(document, file, old)
     if text == old:

@@ -1,12 +1,7 @@
-"""The one document of a run: its keys' spellings, its values, and its text.
+"""The one document of a run: launch settings and the training configuration, every value located.
 
-Accelerate's short fields and DeepSpeed's other spellings, as the one key path that each stands for.
-
-A document as text again: a launch YAML with Accelerate's keys, which YAML 1.1 and 1.2 read as the same values.
-
-The one document: launch settings and the training configuration, parsed, frozen, every value located.
-
-A document as one environment variable, from the launcher to its workers.
+A key has one spelling here, whichever was typed. A document becomes text again as a launch YAML with Accelerate's keys,
+which YAML 1.1 and 1.2 read as the same values, and as one environment variable, from the launcher to its workers.
 """
 
 from __future__ import annotations
@@ -84,7 +79,7 @@ _DEPRECATED: Final = (
 def translate_short_fields(fields: Mapping[KeyPath, Entry]) -> dict[KeyPath, Entry]:
     """Short fields under the key paths they stand for; an NVMe path of `none`, Accelerate's default, is left out."""
     return {
-        SHORT_FIELDS[path[0]]: entry
+        SHORT_FIELDS[path[0]]: Entry(entry.value, replace(entry.origin, key=path[0]))
         for path, entry in fields.items()
         if not (path[0].endswith("nvme_path") and entry.value in (None, "", "none", "None"))
     }
@@ -109,8 +104,10 @@ def one_spelling(tree: Tree) -> tuple[Tree, list[Problem]]:
                 if new[-1] == "device" and isinstance(value, bool):
                     value = _DEVICES[value]
                 break
-        (entries if read == path else moved)[read] = Entry(value, entry.origin)
-        if read != path:
+        if read == path:
+            entries[path] = entry
+        else:
+            moved[read] = Entry(value, replace(entry.origin, key=dotted(path)))
             severity: Severity = "warning" if old in _DEPRECATED else "note"
             fix, shown = f"Write {dotted(read)}: {show(value)}.", show(entry.value)
             notes.append(Problem(entry.origin.where, dotted(path), f"read as {dotted(read)}", fix, shown, severity))
@@ -134,7 +131,7 @@ def precision_from_switch(launch: Tree) -> tuple[Tree, list[Problem]]:
     if precision is None or precision.value is None:
         read = "fp16" if switch.value else "no"
         fix = f"Write mixed_precision: {read}."
-        rest = rest.replace({("mixed_precision",): Entry(read, switch.origin)})
+        rest = rest.replace({("mixed_precision",): Entry(read, replace(switch.origin, key="fp16"))})
         return rest, [Problem(where, "fp16", "read as mixed_precision", fix, shown, "warning")]
     if switch.value == (precision.value == "fp16"):
         return rest, [Problem(where, "fp16", "has no effect beside mixed_precision", "Delete it.", shown, "warning")]
@@ -262,16 +259,17 @@ class Document:
             kind: what the new layer is.
             where: for each path, the flag or call that set it.
         """
-        launch: dict[KeyPath, Entry] = {}
-        deepspeed: dict[KeyPath, Entry] = {}
+        entries: dict[KeyPath, Entry] = {}
         for path, value in values.items():
-            origin = Origin(kind, where[path])
+            origin = Origin(kind, where[path], key=_typed_key(where[path], path))
             tree = Tree.from_nested({"v": value}, lambda _, origin=origin: origin)  # type: ignore[misc]
-            for leaf, entry in tree.entries.items():
-                if path[0] == _TRAINING:
-                    deepspeed[path[1:] + leaf[1:]] = entry
-                else:
-                    launch[path + leaf[1:]] = entry
+            entries.update({path + leaf[1:]: entry for leaf, entry in tree.entries.items()})
+        return self.lay(entries)
+
+    def lay(self, entries: Mapping[KeyPath, Entry]) -> Document:
+        """A document with `entries` laid over this one; see `overlay`."""
+        launch = {path: entry for path, entry in entries.items() if path[0] != _TRAINING}
+        deepspeed = {path[1:]: entry for path, entry in entries.items() if path[0] == _TRAINING}
         return replace(self, launch=self.launch.replace(launch), deepspeed=self.deepspeed.replace(deepspeed))
 
     def to_deepspeed(self) -> dict[str, Any]:
@@ -295,6 +293,13 @@ class Document:
     def _refuse_problems(self) -> None:
         if self.problems:
             raise ConfigError(self.problems)
+
+
+def _typed_key(where: str, path: KeyPath) -> str:
+    """The short field or older spelling of `path` that the flag, or the assignment, at `where` names; "" for none."""
+    name = where.rpartition(" ")[2].removeprefix("--").removeprefix("deepspeed_config.")
+    named = SHORT_FIELDS.get(name) or RENAMED_KEYS.get(tuple(name.split(".")))
+    return name if named == path[1:] else ""
 
 
 ENVIRONMENT_VARIABLE: Final = "ZERO_PLUGIN_DOCUMENT"
@@ -350,16 +355,11 @@ def from_environment(environ: Mapping[str, str]) -> Document | None:
 
 
 def _encode_tree(tree: Tree) -> list[Any]:
-    return [
-        [path, _encode(entry.value), entry.origin.kind, entry.origin.where, entry.origin.reason]
-        for path, entry in tree.entries.items()
-    ]
+    return [[path, _encode(entry.value), *astuple(entry.origin)] for path, entry in tree.entries.items()]
 
 
 def _decode_tree(rows: list[Any]) -> Tree:
-    return Tree(
-        {tuple(path): Entry(_decode(value), Origin(kind, where, reason)) for path, value, kind, where, reason in rows}
-    )
+    return Tree({tuple(path): Entry(_decode(value), Origin(*origin)) for path, value, *origin in rows})
 
 
 def _encode(value: Any) -> Any:

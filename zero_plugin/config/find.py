@@ -29,7 +29,6 @@ from zero_plugin.config.tree import (
     Origin,
     OriginKind,
     Tree,
-    dotted,
     read_as_wanted,
     same_value,
     show,
@@ -124,21 +123,20 @@ def document_from_accelerate(environ: Mapping[str, str]) -> Document | None:
     if on_deepspeed:
         asked["distributed_type"] = "DEEPSPEED"
     document = document_from_mapping(asked, _HERE)
-    names: dict[KeyPath, str] = {(key,): name for name, key in {**_LAUNCH, **_DEEPSPEED}.items()}
-    names[("distributed_type",)] = "ACCELERATE_USE_DEEPSPEED"
-    of_training = {SHORT_FIELDS[key]: name for name, key in wanted.items() if key in SHORT_FIELDS}
-    return replace(document, launch=_marked(document.launch, names), deepspeed=_marked(document.deepspeed, of_training))
+    names = {key: name for name, key in {**_LAUNCH, **wanted}.items()}
+    names["distributed_type"] = "ACCELERATE_USE_DEEPSPEED"
+    return replace(document, launch=_marked(document.launch, names), deepspeed=_marked(document.deepspeed, names))
 
 
-def _marked(tree: Tree, names: Mapping[KeyPath, str]) -> Tree:
+def _marked(tree: Tree, names: Mapping[str, str]) -> Tree:
     """`tree` with what the variables said marked as such, and the rest as what the file that one names says."""
     marked = {}
     for path, entry in tree.entries.items():
         if entry.origin.kind == "code":
             by_variable = entry.origin.where == _HERE
             kind: OriginKind = "flag" if by_variable else "file"
-            where = _where(names[path]) if by_variable else entry.origin.where
-            marked[path] = Entry(entry.value, Origin(kind, where))
+            where = _where(names[tree.typed(*path)]) if by_variable else entry.origin.where
+            marked[path] = Entry(entry.value, replace(entry.origin, kind=kind, where=where))
     return tree.replace(marked)
 
 
@@ -183,12 +181,12 @@ def lay_document(under: Document, own: Document) -> Document:
         return own
     check_document(own)  # its problems are its own, also where `under` overrides nothing of it
     entries = {**own.launch.entries, **own.deepspeed.under("deepspeed").entries}
-    written = {path: entry for path, entry in entries.items() if entry.origin.typed_by_user}
-    laid = overlay_code(
-        under,
-        {path: entry.value for path, entry in written.items()},
-        {path: _place(entry.origin.where, own) for path, entry in written.items()},
-    )
+    written = {
+        path: Entry(entry.value, replace(entry.origin, kind="code", where=_place(entry.origin.where, own)))
+        for path, entry in entries.items()
+        if entry.origin.typed_by_user
+    }
+    laid = _agreed(under, under.lay(written))
     return replace(
         laid,
         launch=_with_defaults(laid.launch, own.launch),
@@ -231,7 +229,11 @@ def overlay_code(document: Document, values: Mapping[KeyPath, Any], calls: Mappi
     Raises:
         ConfigError: an argument differs from an explicit value; lists every such pair.
     """
-    laid = _read_laid(document.overlay(values, kind="code", where=calls))
+    return _agreed(document, document.overlay(values, kind="code", where=calls))
+
+
+def _agreed(document: Document, laid: Document) -> Document:
+    laid = _read_laid(laid)
     problems: list[Problem] = []
     launch = _keep_explicit(document.launch, laid.launch, problems)
     deepspeed = _keep_explicit(document.deepspeed, laid.deepspeed, problems)
@@ -268,7 +270,7 @@ def _keep_explicit(before: Tree, after: Tree, problems: list[Problem]) -> Tree:
             problems.append(
                 Problem(
                     new.origin.where,
-                    dotted(path),
+                    new.origin.key or before.typed(*path),
                     f"{show(new.value)} in code, but {show(old.value)} at {old.origin.where}",
                     "Write the same value in both, or auto in the file, or leave the argument out.",
                 )

@@ -2,6 +2,8 @@
 
 `LaunchSettings` is the table: from a field and the sentence below it come the key's type, its default, its schema, its
 comment in a written config, and its flag with its help.
+
+`dynamo_config`, by which a launch config requests `torch.compile`, is read as Accelerate writes it and as flags say it.
 """
 
 from __future__ import annotations
@@ -15,17 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
 from zero_plugin.config.choices import DynamoBackend
 from zero_plugin.config.document import Document
-from zero_plugin.config.tree import (
-    AUTO,
-    Entry,
-    KeyPath,
-    Tree,
-    did_you_mean,
-    dotted,
-    legal,
-    show,
-    validator,
-)
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, legal, show, validator
 from zero_plugin.errors import Problem
 
 

@@ -1,9 +1,4 @@
-"""Configuration files, and mappings from code, as one document.
-
-A configuration file as located values, whichever of the two languages it is written in.
-
-A launch YAML or a DeepSpeed JSON, from a file or from code, as one document.
-"""
+"""Configuration files, and mappings from code, as one document: a launch YAML or a DeepSpeed JSON, told by content."""
 
 from __future__ import annotations
 
@@ -24,21 +19,8 @@ from zero_plugin.config.document import (
     precision_from_switch,
     translate_short_fields,
 )
-from zero_plugin.config.launch_settings import (
-    LAUNCH_KEYS,
-    LaunchSettings,
-    ignored_keys,
-    launch_schema,
-)
-from zero_plugin.config.located import (
-    MAX_DEPTH,
-    Located,
-    leaves,
-    parse_text,
-    sections,
-    syntax_error,
-    text_place,
-)
+from zero_plugin.config.launch_settings import LAUNCH_KEYS, LaunchSettings, ignored_keys, launch_schema
+from zero_plugin.config.located import MAX_DEPTH, Located, leaves, parse_text, sections, syntax_error, text_place
 from zero_plugin.config.schema import deepspeed_schema
 from zero_plugin.config.tree import (
     AUTO,
@@ -293,7 +275,7 @@ class _Reading:
                 elif entry.value is not AUTO and not same_value(before.value, entry.value):
                     message = f"{show(entry.value)} here, but {show(before.value)} at {before.origin.where}"
                     fix = "Keep one of the two, or write auto in the DeepSpeed JSON."
-                    self.problems.append(Problem(entry.origin.where, dotted(path), message, fix))
+                    self.problems.append(Problem(entry.origin.where, layer.typed(*path), message, fix))
             merged = merged.replace(taken)
         return merged
 

@@ -10,10 +10,7 @@ from typing import Any, Final
 
 from zero_plugin.config.document import LAUNCH_FIELDS, RENAMED_KEYS, SHORT_FIELDS
 from zero_plugin.config.launch_settings import REFUSED_KEYS, WITHOUT_MEANING, compiler_schema, launch_schema
-from zero_plugin.config.tree import (
-    KeyPath,
-    freeze,
-)
+from zero_plugin.config.tree import KeyPath, freeze
 
 _OPEN: Final = ({"type": "null"}, {"const": "auto"})  # what every launch key may be
 

@@ -54,11 +54,13 @@ class Origin:
         kind: who set it.
         where: `file:line:column`, the flag, the call in code, or the rule's name.
         reason: for rules and defaults, why this value; empty for what a user typed.
+        key: the key as the user typed it, where its leaf has another path: `zero_stage`; else empty.
     """
 
     kind: OriginKind
     where: str
     reason: str = ""
+    key: str = ""
 
     @property
     def typed_by_user(self) -> bool:
@@ -111,6 +113,11 @@ class Tree:
         """The value at `path`, or `default` where there is no leaf."""
         entry = self.entries.get(path)
         return default if entry is None else entry.value
+
+    def typed(self, *path: str) -> str:
+        """The key of the leaf at `path` as the user typed it: `zero_stage` for `zero_optimization.stage`."""
+        entry = self.entries.get(path)
+        return (entry.origin.key if entry else "") or dotted(path)
 
     def has_section(self, *prefix: str) -> bool:
         """Whether `prefix` is a leaf or the parent of one."""
@@ -296,7 +303,7 @@ def read_as_wanted(tree: Tree, by: Validator) -> tuple[Tree, list[Problem]]:
                 if not goes_without_saying:
                     message = f"read {show(found.value)} as {show(value)}"
                     fix, shown = f"Write {show(value)}.", show(found.value)
-                    notes.append(Problem(origin.where, dotted(found.path), message, fix, shown, "warning"))
+                    notes.append(Problem(origin.where, tree.typed(*found.path), message, fix, shown, "warning"))
         tree = tree.replace(changes)
     return tree, notes
 

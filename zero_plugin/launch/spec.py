@@ -14,7 +14,7 @@ from zero_plugin.config.launch_settings import LaunchSettings, asks_for_cpu, ask
 from zero_plugin.config.read import nearest_file
 from zero_plugin.config.resolve.facts import Resolved
 from zero_plugin.config.resolve.resolve import resolve_before_run
-from zero_plugin.config.tree import AUTO, dotted
+from zero_plugin.config.tree import AUTO
 from zero_plugin.errors import ConfigError, Problem
 from zero_plugin.machine.hardware import Machine, port_is_free
 
@@ -308,7 +308,7 @@ def _nvme_folders(request: Request) -> Iterator[Problem]:
         if (blocked := obstacle(entry.value)) is not None:
             message = f"{blocked} is no folder that can be written"
             fix = "Name a folder on a local NVMe disk that can be made or written."
-            yield Problem(entry.origin.where, dotted((*section, "nvme_path")), message, fix)
+            yield Problem(entry.origin.where, training.typed(*section, "nvme_path"), message, fix)
 
 
 def obstacle(folder: str | Path) -> Path | None:

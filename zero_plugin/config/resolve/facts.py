@@ -363,9 +363,10 @@ class Draft:
 
     def refuse(self, path: KeyPath, message: str, fix: str) -> None:
         """Note a problem that no further fact fixes; `finish` raises all of them at once."""
-        entry = self.tree.get(*path) or self.launch.get(*path)
+        tree = self.tree if path in self.tree else self.launch
+        entry = tree.get(*path)
         found = entry.origin.where if entry else self.document.place(("deepspeed", *path))
-        self.add(Problem(found, dotted(path), message, fix))
+        self.add(Problem(found, tree.typed(*path), message, fix))
         self._refused.add(path)
 
     def add(self, problem: Problem) -> None:

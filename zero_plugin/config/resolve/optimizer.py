@@ -1,8 +1,6 @@
-"""Resolves the `optimizer` and `scheduler` sections.
+"""Resolves the `optimizer` section and the `scheduler` section, whose steps are applied optimizer steps.
 
-Settles the `optimizer` section: from the placeholder or the real optimizer, else that optimizer's own defaults.
-
-Settles the `scheduler` section, in applied optimizer steps.
+Parameters are the placeholder's or the real optimizer's, else that optimizer's own defaults.
 """
 
 from __future__ import annotations

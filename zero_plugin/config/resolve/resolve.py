@@ -5,6 +5,8 @@ In a run, before one, and for scripts of other layers.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,20 +15,10 @@ from typing import Any, Final, Literal
 from zero_plugin.config.document import Document
 from zero_plugin.config.resolve.facts import PLACEMENT, Draft, Facts, MachineFacts, ModelFacts, Resolved, StrategyName
 from zero_plugin.config.resolve.optimizer import settle_optimizer, settle_scheduler
+from zero_plugin.config.rules.sections import unequal_expert_groups
 from zero_plugin.config.rules.training import Asked, check_one_precision, check_precision
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
-from zero_plugin.config.tree import (
-    AUTO,
-    Entry,
-    KeyPath,
-    Origin,
-    Tree,
-    holds_auto,
-    legal,
-    show,
-    validator,
-    violations,
-)
+from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, validator, violations
 from zero_plugin.errors import ConfigError, Problem
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
@@ -188,9 +180,8 @@ def unplanned_micro_batch(total: int | None, steps: int | None, processes: int) 
     """
     steps = steps or 1
     if total is not None and total >= steps * processes:
-        return total // (
-            steps * processes
-        ), f"train_batch_size {total} ÷ ({steps} accumulation × {processes} processes)"
+        reason = f"train_batch_size {total} ÷ ({steps} accumulation × {processes} processes)"
+        return total // (steps * processes), reason
     return 1, (
         "no training loader tells its batch size, and no plan what fits: prepare the training DataLoader, or write a "
         "number; training does not depend on it, only DeepSpeed's speed report"
@@ -381,6 +372,12 @@ def choose_persistence_threshold(model: ModelFacts) -> tuple[int, str] | None:
 _ZERO: Final = "zero_optimization"
 _STAGE: Final = (_ZERO, "stage")
 _PLAN: Final = "plan of the memory, which needs the model"
+# DeepSpeed's monitors that need a package: the section, what is imported, what to install.
+_MONITORS: Final = (
+    ("tensorboard", "tensorboard", "tensorboard"),
+    ("wandb", "wandb", "wandb"),
+    ("comet", "comet_ml", "comet_ml>=3.41.0"),
+)
 _OFFLOADS: Final[tuple[Literal["offload_optimizer", "offload_param"], ...]] = ("offload_optimizer", "offload_param")
 
 Rule = Callable[[Draft], tuple[Any, str] | None]  # None: the model would tell, and a run will bring it
@@ -429,6 +426,7 @@ def settle_engine(draft: Draft) -> None:
             draft.put((key,), value, reason)
     _require_gpu(draft)
     _require_whole_expert_groups(draft)
+    _require_monitors(draft)
     if draft.get("steps_per_print") is None:
         draft.put(("steps_per_print",), None, "DeepSpeed prints no step lines", "default")
     path = ("data_types", "grad_accum_dtype")
@@ -459,21 +457,21 @@ def _require_gpu(draft: Draft) -> None:
 
 
 def _require_whole_expert_groups(draft: Draft) -> None:
-    """Experts are divided among groups of processes of one size."""
-    sizes = ("autoep_size", "expert_tensor_parallel_size")
-    each, processes = [draft.value("expert_parallel", key, default=1) for key in sizes], draft.facts.machine.processes
-    if not (draft.facts.complete and draft.value("expert_parallel", "enabled")) or not all(
-        isinstance(size, int) for size in each
-    ):
-        return
-    if processes % (width := each[0] * each[1]):
-        divisors = [str(size) for size in range(1, processes + 1) if processes % size == 0]
-        times = "" if each[1] == 1 else f" × expert_tensor_parallel_size {each[1]} = {width}"
-        draft.refuse(
-            ("expert_parallel", "autoep_size"),
-            f"{each[0]}{times}, which does not divide the run's {processes} processes.",
-            f"Write a size of which this is {' or '.join(divisors)}, or start another number of processes.",
+    if draft.facts.complete and draft.value("expert_parallel", "enabled"):
+        found = unequal_expert_groups(
+            lambda key, default: draft.value(*key.split("."), default=default), draft.facts.machine.processes
         )
+        if found is not None:
+            draft.refuse(("expert_parallel", "autoep_size"), f"{found[0]}.", found[1])
+
+
+def _require_monitors(draft: Draft) -> None:
+    """Packages that DeepSpeed's monitors import on rank 0 alone, where the others would wait for it."""
+    for section, package, wanted in _MONITORS:
+        missing = package not in sys.modules and importlib.util.find_spec(package) is None
+        if draft.facts.complete and draft.value(section, "enabled") and missing:
+            fix = f"Install it (pip install '{wanted}'), or write enabled: false."
+            draft.refuse((section, "enabled"), f"true, but {package} is not installed.", fix)
 
 
 def _settle_without_engine(draft: Draft) -> None:

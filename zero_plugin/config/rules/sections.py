@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from zero_plugin.config.launch_settings import LAUNCHERS, UNTESTED_LAUNCHERS
@@ -141,8 +142,34 @@ def _not_only_data(asked: Asked) -> Iterator[Problem]:
         yield asked.no_effect("data_parallel_size", "DeepSpeed reads it beside sequence_parallel_size only")
 
 
+EXPERT_GROUP: Final = "expert_parallel.autoep_size"
+
+
+def unequal_expert_groups(value: Callable[..., Any], processes: int) -> tuple[str, str] | None:
+    """Experts are divided among groups of processes of one size: message and fix where the processes do not divide.
+
+    Args:
+        value: the value of a dotted key, or the default that is given with it.
+        processes: of the run.
+    """
+    size, tensor = value(EXPERT_GROUP, 1), value("expert_parallel.expert_tensor_parallel_size", 1)
+    if not (is_count(size) and is_count(tensor)) or processes % (size * tensor) == 0:
+        return None
+    divisors = [str(divisor) for divisor in range(1, processes + 1) if processes % divisor == 0]
+    times = "" if tensor == 1 else f" × expert_tensor_parallel_size {tensor} = {size * tensor}"
+    return (
+        f"{size}{times}, which does not divide the run's {processes} processes",
+        f"Write a size of which this is {' or '.join(divisors)}, or start another number of processes.",
+    )
+
+
 def _experts(asked: Asked) -> Iterator[Problem]:
-    if not asked.is_on("expert_parallel.enabled") or asked.stage != 3:
+    if not asked.is_on("expert_parallel.enabled"):
+        return
+    processes = asked.value("num_processes")
+    if is_count(processes) and (found := unequal_expert_groups(asked.value, processes)):
+        yield asked.error(EXPERT_GROUP, *found)
+    if asked.stage != 3:
         return
     for key, harmless in (
         ("sequence_parallel_size", 1),
@@ -174,6 +201,7 @@ _NESTED: Final = (
     ("data_efficiency.data_routing.enabled", "data_efficiency.enabled"),
     ("data_efficiency.data_routing.random_ltd.enabled", "data_efficiency.data_routing.enabled"),
 )
+_COMET_MODES: Final = ("get", "create", "get_or_create")
 _ENGINE_SAVES: Final = (
     "only the engine's own save_checkpoint() and load_checkpoint() read it, which transformers' Trainer calls; "
     "save_state() keeps checkpoints of its own"
@@ -280,6 +308,13 @@ def _forgotten_switches(asked: Asked) -> Iterator[Problem]:
     for section in ("tensorboard", "csv_monitor"):
         if asked.is_on(f"{section}.enabled") and not asked.value(f"{section}.output_path"):
             yield asked.note(f"{section}.enabled", "without output_path it writes below the working directory")
+    mode, experiment = asked.value("comet.mode"), asked.value("comet.experiment_key")
+    if isinstance(mode, str) and mode not in _COMET_MODES:
+        message = f"{show(mode)} is no mode of Comet's"
+        yield asked.error("comet.mode", message, f"Write {', '.join(_COMET_MODES)}, or delete it.")
+    if isinstance(experiment, str) and not re.fullmatch(r"[A-Za-z0-9]{32,50}", experiment):
+        message = f"{show(experiment)} is no key of Comet's: 32 to 50 letters and digits"
+        yield asked.error("comet.experiment_key", message, "Copy it from the experiment's address, or delete it.")
     if asked.value("comms_logger.prof_all", default=True) is True:
         why = "comms_logger.prof_all is true, as it is where nothing is written, and logs every operation"
         yield from asked.idle(["comms_logger.prof_ops"], why, "Write prof_all: false beside it, or delete it.")

@@ -139,12 +139,16 @@ class Asked:
             return f"Give --{_FIELDS[key]} {value}"
         if entry is not None and entry.origin.typed_by_user:
             return f"Write {value} at {entry.origin.where}"
-        in_launch_config = bool(len(self.launch)) and key in _FIELDS
-        return f"Write {_FIELDS[key] if in_launch_config else key}: {value}"
+        return f"Write {self.name(key)}: {value}"
+
+    def name(self, key: str) -> str:
+        """The key's name in this document: in a launch config its short field, if it has one."""
+        return _FIELDS.get(key, key) if self.launch else key
 
     def _finding(self, key: str, message: str, fix: str, severity: Severity) -> Problem:
-        value = self.value(key)
-        return Problem(self.written(key), key, message, fix, "" if value is None else show(value), severity)
+        path, value = tuple(key.split(".")), self.value(key)
+        name = (self.document.deepspeed if path in self.document.deepspeed else self.launch).typed(*path)
+        return Problem(self.written(key), name, message, fix, "" if value is None else show(value), severity)
 
 
 def is_count(value: Any) -> bool:
@@ -362,7 +366,9 @@ def _cpu_adam(asked: Asked, key: str, *, needed: bool) -> Iterator[Problem]:
     device = asked.offload("optimizer")
     if device == "none" and needed and asked.stage:
         message = "true needs the optimizer offloaded, for only DeepSpeed's CPU Adam steps 16-bit master weights"
-        yield asked.error(key, message, "Write zero_optimization.offload_optimizer.device: cpu, or delete it.")
+        yield asked.error(
+            key, message, f"Write {asked.name('zero_optimization.offload_optimizer.device')}: cpu, or delete it."
+        )
     if device in ("cpu", "nvme") and (asked.is_on("optimizer.params.torch_adam") or asked.optimizer not in _ADAMS):
         other = "torch_adam" if asked.is_on("optimizer.params.torch_adam") else "type"
         culprit = f"optimizer.{'params.' if other == 'torch_adam' else ''}{other}"

@@ -1,23 +1,11 @@
-"""ZeRO's keys, offload and ZenFlow: what needs what, and what excludes what.
-
-ZeRO's keys: which stage reads which, and which exclude each other.
-
-Offload: what needs which stage, device and path.
-
-ZenFlow: what it needs around it, and its intervals.
-"""
+"""ZeRO's keys, offload and ZenFlow: which stage reads which, what each needs around it, and what excludes what."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from zero_plugin.config.rules.training import (
-    STAGE,
-    Asked,
-    is_count,
-    is_number,
-)
+from zero_plugin.config.rules.training import STAGE, Asked, is_count, is_number
 from zero_plugin.config.tree import show
 from zero_plugin.errors import Problem
 
@@ -232,7 +220,7 @@ def _super_offload(asked: Asked) -> Iterator[Problem]:
         yield asked.error(key, f"true needs ZeRO stage 3, but {asked.stage_said}", fix)
     elif asked.offload("optimizer") in ("none", "nvme"):
         message = f"true needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
-        yield asked.error(key, message, f"Write {_OPTIMIZER}.device: cpu, or delete it.")
+        yield asked.error(key, message, f"Write {asked.name(f'{_OPTIMIZER}.device')}: cpu, or delete it.")
     else:
         yield from _needs_gpu(asked, key)
 
@@ -257,7 +245,7 @@ def check_zenflow(asked: Asked) -> Iterator[Problem]:
         yield asked.error(_FLOW, f"needs ZeRO stage 1, 2 or 3, but {asked.stage_said}", "Choose such a stage.")
     if asked.offload("optimizer") in ("none", "nvme"):
         message = f"needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
-        fix = "Write zero_optimization.offload_optimizer.device: cpu, or delete zenflow."
+        fix = f"Write {asked.name(f'{_OPTIMIZER}.device')}: cpu, or delete zenflow."
         yield asked.error(_FLOW, message, fix)
     overlaps = asked.value("zero_optimization.overlap_comm", default=None)
     if asked.is_on(f"{_FLOW}.offload") and (overlaps is False or (overlaps is None and asked.stage in (1, 2))):
