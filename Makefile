@@ -20,8 +20,7 @@ test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extension
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 
 ONE_PROCESS       := -m "not campaign and not processes" --numprocesses 2
-# A third of these beside two, for two processors: many of them wait for each other, for limits and for ends.
-SEVERAL_PROCESSES := -m "not campaign and processes" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+SEVERAL_PROCESSES := -m "not campaign and processes" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo

@@ -6,7 +6,6 @@ It is a copy of a process that has imported what nearly every script needs, so t
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import io
 import json
@@ -84,10 +83,6 @@ def _run(command: list[str], environment: dict[str, str], folder: str) -> None:
     )  # Python's own, for loaders
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
-    import cpuinfo
-
-    # DeepSpeed asks for the processor's name, a second each time, whenever it makes one of its CPU optimizers.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     gc.freeze()  # else every end_training() walks all that the imports made
     runpy.run_path(command[0], run_name="__main__")
 

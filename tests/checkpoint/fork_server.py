@@ -33,13 +33,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "strategies"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import cpuinfo
 import numpy as np
 import torch
 import torch.distributed as dist
 from forked import IMPORTED_BEFORE
-
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # DeepSpeed's CPU optimizers ask, a second each time
 
 PHASES = ("none", "write", "fsync", "rename", "rotate")
 FREE = 8  # first number of a row that is the job's own
