@@ -52,6 +52,8 @@ def pytest_configure() -> None:
     use_quick_compiler()
     startup = str(Path(__file__).parent / "startup")  # what it holds, all Pythons that tests start do first
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
+    if sys.modules.get("mlflow", ...) is None:  # pytest's own workers, which are started so too, run its tests
+        del sys.modules["mlflow"]
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -135,7 +135,7 @@ def test_messages_have_the_jobs_memory(capsys: pytest.CaptureFixture[str]) -> No
     """Of doctor, env, the launcher after a kill, and a run that has no memory left."""
     assert hardware.total_cpu_memory() == 64 * GIB
     findings = {finding.check: finding for finding in examine(document_from_mapping({}, "code"), {}, build=False)}
-    assert findings["host memory"].found.startswith("48 GiB of 64 GiB free")
+    assert findings["CPU memory"].found.startswith("48 GiB of 64 GiB free")
     env()
     assert "CPU memory    64 GiB" in capsys.readouterr().out
     assert "(64 GiB here, for all processes together)" in describe_failure(FirstFailure(0, -9))

@@ -96,7 +96,7 @@ class LaunchSettings(BaseModel):
     max_restarts: int = Field(0, ge=0)
     """How often all workers start again after a crash, 0 or more. Default: 0."""
     auto_resume: bool = False
-    """true or false: load the newest checkpoint in accelerator.resume() at the first start too. Default: false."""
+    """true or false: load the newest checkpoint in accelerator.resume() at first start too. Default: false."""
     grace_period: float = Field(30.0, ge=0)
     """Seconds that the processes have to save and end after SIGTERM, 0 or more. Default: 30."""
     monitor_interval: float = Field(0.1, gt=0)
@@ -122,7 +122,7 @@ class LaunchSettings(BaseModel):
     deepspeed_inclusion_filter: str | None = None
     """Hosts and slots to use, in DeepSpeed's notation, e.g. host-1@host-2:0,2. Default: all."""
     deepspeed_moe_layer_cls_names: _ClassNames | None = None
-    """Classes of mixture-of-experts layers, comma-separated, for ZeRO-3, beside those it detects. Default: none."""
+    """Classes of mixture-of-experts, comma-separated, for ZeRO-3, beside those it detects. Default: none."""
     gpu_memory: _Bytes | None = None
     """Memory of one device that the plan of stage auto may count on, e.g. 24GiB. Default: what is free."""
     host_memory: _Bytes | None = None
