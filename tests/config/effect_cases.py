@@ -83,7 +83,6 @@ SURROUNDINGS: Mapping[str, list[dict[str, Any]]] = {
             "optimizer": {"type": "Muon", "params": {"lr": 1e-3}},
         }
     ],
-    "zero_optimization.zenflow": [stage(2, offload_optimizer={**CPU}, zenflow={"topk_ratio": 0.5})],
     "zero_allow_untested_optimizer": [{**stage(1), "optimizer": {"type": "Adafactor", "params": {"lr": 1e-3}}}],
     "zero_optimization.round_robin_gradients": [stage(2, offload_optimizer={**CPU})],
     "bf16": [{**STAGES[name], **BF16} for name in STAGES],

@@ -60,7 +60,6 @@ RESOLVES = {
     "deepspeed_examples/training__data_efficiency__vit_finetuning__config__ds_config_cifar_random_ltd.json": "The same for a ViT, whose model_mask_name is null, as DeepSpeed wants where there is no mask.",
     "deepspeed_examples/training__data_efficiency__vit_finetuning__config__ds_config_imagenet_random_ltd.json": "The same; batch 256 of 16 is sixteen processes or accumulation.",
     "deepspeed_examples/training__pipeline_parallelism__ds_config.json": "A plain configuration: batch, Adam, nothing of pipelines, which the script makes.",
-    "deepspeed_examples/training__DeepSpeed-ZenFlow__finetuning__zf_config.json": "ZenFlow at stage 2 with the optimizer on the CPU, an update interval that is a number and everything else left to it.",
     # TRL's launch files
     "trl/examples__accelerate_configs__deepspeed_zero1.yaml": "As `accelerate config` writes it, stage 1 in bf16 on eight processes.",
     "trl/examples__accelerate_configs__deepspeed_zero2.yaml": "Stage 2 with both offloads written out as none.",
@@ -88,6 +87,10 @@ REFUSED = {
     "accelerate/examples__config_yaml_templates__deepspeed.yaml": (
         "It names ../deepspeed_config_templates/zero_stage1_config.json, which is not there from here.",
         {("deepspeed_config_file", "no file")},
+    ),
+    "deepspeed_examples/training__DeepSpeed-ZenFlow__finetuning__zf_config.json": (
+        "ZenFlow's engine counts the backwards of a window by itself, against those of the loop.",
+        {("zero_optimization.zenflow", "is not supported")},
     ),
     # DeepSpeed 0.19.7 raises for compression_training, whatever it holds; the run that it describes needs it.
     "deepspeed_examples/compression__bert__config__XTC__ds_config_W1A8_Qgroup1_fp32.json": ("1-bit weights are what the run is for, and DeepSpeed has no compression any more.", COMPRESSION),

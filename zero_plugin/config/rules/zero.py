@@ -1,4 +1,4 @@
-"""ZeRO's keys, offload and ZenFlow: which stage reads which, what each needs around it, and what excludes what."""
+"""ZeRO's keys and offload: which stage reads which, what each needs around it, and what excludes what."""
 
 from __future__ import annotations
 
@@ -86,7 +86,6 @@ def _reduction(asked: Asked) -> Iterator[Problem]:
     if asked.value(_SUM) == "sum":
         for holds, what in (
             (asked.stage == 3, f"at ZeRO stage 3, and {asked.stage_said}"),
-            (asked.has(f"{_ZERO}.zenflow"), "with zenflow"),
             (asked.is_on("compile.deepcompile"), "with compile.deepcompile"),
         ):
             if holds:
@@ -134,7 +133,6 @@ def _gradient_norm(asked: Asked) -> Iterator[Problem]:
         (asked.stage in (0, 3), f"needs ZeRO stage 1 or 2, but {asked.stage_said}"),
         (is_number(clipping) and clipping > 0, f"but gradient_clipping is {clipping}, which needs the norm"),
         (asked.offload("optimizer") in ("cpu", "nvme"), "does not go with an offloaded optimizer"),
-        (asked.has(f"{_ZERO}.zenflow"), "does not go with zenflow"),
         (
             asked.stage == 1 and asked.precision == "bf16" and accumulates_in_fp32,
             "does not go with bf16 and data_types.grad_accum_dtype: fp32 at stage 1",
@@ -234,35 +232,9 @@ def _aio(asked: Asked) -> Iterator[Problem]:
         yield from _needs_gpu(asked, "aio.use_gds")
 
 
-_FLOW: Final = "zero_optimization.zenflow"
-
-
 def check_zenflow(asked: Asked) -> Iterator[Problem]:
-    """Stage, offload, overlap, and which of its intervals go together."""
-    if not asked.has(_FLOW) or asked.entry(_FLOW) is not None:  # absent, or null or {}
-        return
-    if asked.stage == 0:
-        yield asked.error(_FLOW, f"needs ZeRO stage 1, 2 or 3, but {asked.stage_said}", "Choose such a stage.")
-    if asked.offload("optimizer") in ("none", "nvme"):
-        message = f"needs the optimizer offloaded to cpu, but the device is {asked.offload('optimizer')}"
-        fix = f"Write {asked.name(f'{_OPTIMIZER}.device')}: cpu, or delete zenflow."
-        yield asked.error(_FLOW, message, fix)
-    overlaps = asked.value("zero_optimization.overlap_comm", default=None)
-    if asked.is_on(f"{_FLOW}.offload") and (overlaps is False or (overlaps is None and asked.stage in (1, 2))):
-        message = "true needs zero_optimization.overlap_comm: true"
-        yield asked.error(f"{_FLOW}.offload", message, "Write that, or false here.")
-    yield from _intervals(asked)
-
-
-def _intervals(asked: Asked) -> Iterator[Problem]:
-    strategy = asked.value(f"{_FLOW}.select_strategy")
-    select, update = asked.value(f"{_FLOW}.select_interval"), asked.value(f"{_FLOW}.update_interval")
-    if strategy in ("step", "epoch") and not is_count(select):
-        message = f"{strategy} needs select_interval as a number"
-        yield asked.error(f"{_FLOW}.select_strategy", message, "Write select_interval, or select_strategy: auto.")
-    if strategy not in ("step", "epoch") and is_count(select):
-        message = f"{select} needs select_strategy step or epoch; with auto DeepSpeed refuses a number"
-        yield asked.error(f"{_FLOW}.select_interval", message, "Write select_strategy, or delete it.")
-    if strategy == "step" and is_count(select) and is_count(update) and select < update:
-        message = f"{select} is less than update_interval {update} at {asked.written(f'{_FLOW}.update_interval')}"
-        yield asked.error(f"{_FLOW}.select_interval", message, f"Write at least {update}.")
+    """ZenFlow, which counts backwards by itself."""
+    key = f"{_ZERO}.zenflow"
+    if asked.has(key) and asked.entry(key) is None:  # an entry is null or {}
+        message = "is not supported: its engine decides which backwards update the weights, and here the loop does"
+        yield asked.error(key, message, "Delete it; offload_optimizer without it updates all weights in each step.")
