@@ -528,7 +528,7 @@ def test_gradients_are_held_from_a_backward_to_the_step_that_applies_them() -> N
         window.count_backward()
         assert step(window)
     assert not window.holds_gradients
-    window.count_foreign_backward()
+    window.count_foreign_backward(ends=True)
     assert not window.holds_gradients
     window.count_backward()
     assert window.holds_gradients

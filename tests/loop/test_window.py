@@ -53,7 +53,7 @@ class Loop:
         self.window.open_backward(self.loss(), ends_window=True)
         self.session.scale_loss(self.loss()).backward()
         self.window.close_backward(reached=True)
-        self.window.count_foreign_backward()
+        self.window.count_foreign_backward(ends=True)
 
     def backward_that_does_not_reach(self) -> None:
         self.window.open_backward(self.loss(), ends_window=True)

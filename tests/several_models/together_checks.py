@@ -396,6 +396,29 @@ def check_whose_micro_batch(path: str) -> None:
         raised(LoopError, "Bilinear", "not prepared", by=lambda: accelerator.accumulate(nn.Bilinear(1, 1, 1)))
 
 
+def check_a_loss_inside_accumulate_of_another_model(path: str) -> None:
+    """A model that is not named there steps where the named one's window ends, by the gradients of all of it."""
+    plain = make_net(), make_net()[2:].append(nn.Linear(4, 16))
+    for i in range(2):
+        (plain[1](plain[0](global_batch(i)[0]).repeat(1, 4)).square().mean() / 2).backward()
+    for model in plain:
+        _sgd(model).step()
+    for asks in (False, True):
+        with running(path, gradient_accumulation_steps=2) as accelerator:
+            nets = make_net(), make_net()[2:].append(nn.Linear(4, 16))
+            one, two, first, second = accelerator.prepare(*nets, *map(_sgd, nets))
+            for i in range(2):
+                with accelerator.accumulate(one):
+                    accelerator.backward(two(one(own_batch(i)[0]).repeat(1, 4)).square().mean())
+                    if not asks or accelerator.sync_gradients:
+                        for optimizer in (first, second):
+                            optimizer.step()
+                            optimizer.zero_grad()
+            assert (first.applied_steps, second.applied_steps) == (1, 1)
+            for model, wanted in zip((one, two), plain, strict=True):
+                assert_near(weights(accelerator, model), wanted.state_dict(), 1e-5)
+
+
 def check_clipping_is_of_one_model(path: str) -> None:
     """Parameters of two models at once cannot be meant: under ZeRO there is no common norm."""
     with running(path) as accelerator:

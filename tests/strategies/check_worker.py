@@ -6,20 +6,43 @@ each check, "ok" or a traceback.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
 import os
 import sys
 import traceback
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.nn.parallel import DistributedDataParallel
+
+
+def follow_models() -> weakref.WeakSet[torch.nn.Module]:
+    """The engines and DDP wrappers that exist, from now on."""
+    alive: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    for kind in (DeepSpeedEngine, DistributedDataParallel):
+        kind.__init__ = noting(kind.__init__, alive)  # type: ignore[method-assign]
+    return alive
+
+
+def noting(build: Callable[..., None], alive: weakref.WeakSet[torch.nn.Module]) -> Callable[..., None]:
+    @functools.wraps(build)
+    def noted(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        alive.add(self)
+
+    return noted
 
 
 def main() -> None:
@@ -31,6 +54,7 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
     )
     outcomes = {}
+    alive = follow_models()
     checks = {
         f"{module}.{name}": check
         for module in dict.fromkeys(name.split(".")[0] for name in asked.split(","))
@@ -47,10 +71,14 @@ def main() -> None:
         print(f"=== {name}", flush=True)
         try:
             check(folder)
+            for _ in range(3):  # what autograd's objects hold, in C++, is garbage only when these are gone
+                gc.collect()
+            assert not alive, f"the check leaves {[type(model).__name__ for model in alive]}"
             outcomes[name] = "ok"
         except (Exception, pytest.fail.Exception):  # noqa: BLE001 - one failing check must not hide the others
             outcomes[name] = traceback.format_exc()
             print(outcomes[name], flush=True)
+            alive.clear()
     (Path(output) / f"rank-{rank}.json").write_text(json.dumps(outcomes))
     gc.unfreeze()
     gc.collect()  # engines that still hold the group: its threads may abort a process that ends

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from paths import (
     FURTHER,
     PAIR,
@@ -94,6 +95,36 @@ def check_a_failed_backward_is_dropped(path: str) -> None:
                 optimizer.zero_grad()
             tolerance = 1e-5 if precision == "no" else 1e-2
             assert_near(weights(accelerator, model), _plain([[0], [1], [2], [3]]), tolerance)
+
+
+def check_a_failed_backward_of_large_layers(path: str) -> None:
+    """What of it is still being summed when it fails does not reach the next gradients."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(*(nn.Linear(600, 600) for _ in range(8)))
+
+    def loss(model: Any, step: int, world: int = 1, rank: int = 0) -> Tensor:
+        torch.manual_seed(step)
+        return model(torch.randn(8, 600).chunk(world)[rank]).square().mean()
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    plain = build()
+    loss(plain, 1).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    with running(path) as accelerator:
+        net = build()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        outputs: Any = net[2].register_full_backward_hook(lambda *_: fail(torch.empty(0)))
+        raised(ArithmeticError, by=lambda: accelerator.backward(loss(model, 0, world, rank)))
+        outputs.remove()
+        optimizer.zero_grad()
+        accelerator.backward(loss(model, 1, world, rank))
+        optimizer.step()
+        assert_near(weights(accelerator, model), plain.state_dict())
 
 
 def check_a_failed_backward_ends_its_window(path: str) -> None:
@@ -213,6 +244,7 @@ def check_dropped_gradients_of_what_sits_out(path: str) -> None:
 _ON_PATHS = [
     check_a_failed_backward_is_dropped,
     check_a_failed_backward_ends_its_window,
+    check_a_failed_backward_of_large_layers,
     check_a_failed_backward_is_not_applied,
 ]
 CHECKS = {

@@ -7,6 +7,7 @@ import io
 import math
 from typing import Any
 
+import pytest
 import torch
 from paths import (
     PAIR,
@@ -362,6 +363,96 @@ def check_end_training_twice(path: str) -> None:
         accelerator.end_training()
         accelerator.end_training()
         raised(LoopError, "has ended", by=lambda: optimizer.param_groups)
+
+
+def check_a_last_micro_batch_without_a_backward(path: str) -> None:
+    """A bad batch that the script leaves out at the end of a window: the processes average the other gradients."""
+    for by_script in (False, True):
+        plain = make_net()
+        size = 1 if by_script else 2  # where the script ends windows, they have as many micro-batches as backwards
+        (loss_of(plain, global_batch(0)) / size).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        with running(path, gradient_accumulation_steps=2) as accelerator:
+            model, optimizer = prepared(accelerator)
+            for i in range(2):
+                with contextlib.nullcontext() if by_script else accelerator.accumulate(model):
+                    if by_script:
+                        accelerator.sync_gradients = i == 1
+                    if i == 0:
+                        accelerator.backward(loss_of(model, own_batch(i)))
+                    optimizer.step()
+            assert optimizer.applied_steps == 1
+            assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def check_a_backward_that_fails_inside_a_micro_batch_is_not_counted(path: str) -> None:
+    """`zero_grad()`, then the next batch: the window has as many micro-batches as it has losses."""
+    plain = make_net()
+    for i in (1, 2):
+        (loss_of(plain, global_batch(i)) / 2).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with running(path, gradient_accumulation_steps=2) as accelerator:
+        model, optimizer = prepared(accelerator)
+        for i in range(3):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, own_batch(i)))
+                if i == 0:
+                    optimizer.session.on_failure()
+                    optimizer.zero_grad()
+                    continue
+                optimizer.step()
+        assert optimizer.applied_steps == 1
+        assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def check_a_step_hook_that_raises(path: str) -> None:
+    """The step is not taken, and `zero_grad()` drops its gradients: the next step does not apply them too."""
+    plain = make_net()
+    loss_of(plain, global_batch(1)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+
+        def fail(*_: Any) -> None:
+            raise ArithmeticError
+
+        hook = optimizer.register_step_pre_hook(fail)
+        accelerator.backward(loss_of(model, own_batch(0)))
+        raised(ArithmeticError, by=optimizer.step)
+        hook.remove()
+        raised(LoopError, "zero_grad()", by=optimizer.step)
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, own_batch(1)))
+        optimizer.step()
+        assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def check_clipping_twice(path: str) -> None:
+    """The tighter limit holds, whichever comes first, and the second norm is that of clipped gradients."""
+    for limits in ((0.02, 0.03), (0.03, 0.02)):
+        plain = make_net()
+        loss_of(plain, global_batch(0)).backward()
+        norms = [float(torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)) for limit in limits]
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        with running(path) as accelerator:
+            model, optimizer = prepared(accelerator)
+            accelerator.backward(loss_of(model, own_batch(0)))
+            found = [float(accelerator.clip_grad_norm_(model.parameters(), limit)) for limit in limits]
+            assert found == pytest.approx(norms, rel=1e-3)
+            optimizer.step()
+            assert_near(weights(accelerator, model), plain.state_dict())
+
+
+def check_clipping_before_the_first_backward(path: str) -> None:
+    """There is nothing to clip, and the loop goes on."""
+    with running(path) as accelerator:
+        model, optimizer = prepared(accelerator)
+        for limit in (1.0, math.inf):
+            assert float(accelerator.clip_grad_norm_(model.parameters(), limit)) == 0.0
+        accelerator.backward(loss_of(model, own_batch(0)))
+        assert float(accelerator.clip_grad_norm_(model.parameters(), 1.0)) > 0.0
+        optimizer.step()
+        assert optimizer.applied_steps == 1
 
 
 _ALL = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -192,11 +192,15 @@ class AcceleratedOptimizer(Optimizer):
             self._mentioned.add(kept)
             announce(f"{kept}. Call optimizer.zero_grad() after each step().")
         last_chance = self.skipped_in_a_row + 1 == self.session.most_skips
-        culprit = self.window.first_nonfinite() if last_chance else None
-        self._await_copy()
-        for hook in tuple(self._pre_hooks.values()):
-            if hook(self, (), {}) is not None:
-                raise LoopError("a step_pre_hook returned other arguments for step(), which takes none.")
+        try:
+            culprit = self.window.first_nonfinite() if last_chance else None
+            self._await_copy()
+            for hook in tuple(self._pre_hooks.values()):
+                if hook(self, (), {}) is not None:
+                    raise LoopError("a step_pre_hook returned other arguments for step(), which takes none.")
+        except BaseException:
+            self.window.fail()
+            raise
         self._is_overflow = not self.window.apply()
         if self._is_overflow:
             self._count_skip(culprit)

@@ -7,6 +7,7 @@ record of a training in a checkpoint (counters, parameter groups, loss scale).
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -27,7 +28,7 @@ from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import algorithm_of, describe_groups, restore_groups, state_scalars
 
 
-@dataclass(slots=True)
+@dataclass
 class Training:
     """One prepared model.
 
@@ -100,8 +101,11 @@ class Training:
         self.watches = True
         self.window.plans_ahead = False
 
+        reference = weakref.ref(self)  # the hooks' references are in C++, where Python's GC cannot see them
+
         def note(_: Tensor) -> None:
-            self.reached = True
+            if (training := reference()) is not None:
+                training.reached = True
 
         for p in self.parameters:
             p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]

@@ -66,7 +66,7 @@ class TrainingLoop:
             windows = prepared.untrained_windows
         else:
             windows = [training.window for training in self._named(models)]
-        prepared.window = windows[0]
+        prepared.window = windows[-1] if not prepared.trained else windows[0]
         return windows[0] if len(windows) == 1 else TogetherWindows(windows)
 
     def _named(self, models: tuple[nn.Module, ...]) -> list[Training]:
@@ -90,7 +90,7 @@ class TrainingLoop:
         if not prepared.trained and first_steps.allows_plain_backward(
             self._run.strategy, self._run.processes.world_size
         ):
-            prepared.window = prepared.default_window
+            prepared.window = prepared.untrained_windows[-1]
             run_plain_backward(prepared.untrained_windows, loss, **kwargs)
             return
         if first_steps.is_due():
@@ -183,12 +183,22 @@ class TrainingLoop:
             if norm is not None:
                 return norm
         if not prepared.trained and self._run.strategy.optimizer_may_follow:
-            ends_here = prepared.default_window.ends_here
-            return nn.utils.clip_grad_norm_(given, max_norm, norm_type) if ends_here else torch.tensor(float("nan"))
+            if not self._completes_untrained():
+                return torch.tensor(float("nan"))
+            return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         raise LoopError(
             "clip_grad_norm_ got parameters of no prepared model; pass model.parameters() of the model from prepare()."
             + ("" if given else _NO_PARAMETERS)
         )
+
+    def _completes_untrained(self) -> bool:
+        """Whether the windows end here of what no prepared model trains; their gradients are complete then."""
+        windows = self._prepared.untrained_windows
+        if not windows[-1].ends_here:
+            return False
+        for window in windows:
+            window.complete()
+        return True
 
     def clip_values(self, parameters: Any, clip_value: float) -> None:
         """Clamp each element of the next step's gradients; see `Accelerator.clip_grad_value_`."""
@@ -198,7 +208,8 @@ class TrainingLoop:
             own: list[Tensor] = [p for p in training.parameters if id(p) in ids]
             if training.optimizer is not None and (own or not training.session.unpartitioned_gradients):
                 training.optimizer.clip_values(own, clip_value)
-        if not prepared.trained and self._run.strategy.optimizer_may_follow and prepared.default_window.ends_here:
+        may_follow = not prepared.trained and self._run.strategy.optimizer_may_follow
+        if may_follow and self._completes_untrained():
             nn.utils.clip_grad_value_(given, clip_value)
 
     def unscale(self, optimizer: Any) -> None:
@@ -315,15 +326,16 @@ def run_plain_backward(windows: Sequence[Window], loss: Tensor, **kwargs: Any) -
     """Torch's own backward, where no model was prepared with its optimizer.
 
     Args:
-        windows: the default window, by whose micro-batches the loss is divided, and those of the waiting optimizers. If
-            there are none of these, backwards outside `accumulate()` are not counted.
+        windows: the default window and those of the waiting optimizers. The loss is divided by the micro-batches of the
+            last one. If there are no waiting optimizers, backwards outside `accumulate()` are not counted.
         loss: a scalar.
         **kwargs: for `torch.autograd.backward`.
     """
     for window in windows:
-        if len(windows) > 1 or window.in_context:
+        # Without accumulate() only those windows count which an optimizer steps.
+        if window.steps_an_optimizer or window.in_context:
             window.count_backward()
-    divisor = windows[0].divisor
+    divisor = windows[-1].divisor
     torch.autograd.backward(loss if divisor == 1 else loss / divisor, **kwargs)
     for window in windows:
         window.note_backward()
@@ -363,11 +375,12 @@ def _count(trainings: Sequence[Training], reached: Sequence[Training], steps: in
             "If gradients only pass through a model, freeze it: model.requires_grad_(False) before the forward. If the "
             "loss trains all of them, wrap each micro-batch in `with accelerator.accumulate(one, other):`."
         )
+    ends = all(training.window.ends_here for training in trainings if training.window.in_context)
     for training in reached:
         if by_hand or training.window.in_context:
             training.window.count_backward()
         else:
-            training.window.count_foreign_backward()
+            training.window.count_foreign_backward(ends=ends)
 
 
 def _share_loss_scale(trainings: Sequence[Training]) -> None:

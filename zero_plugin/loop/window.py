@@ -241,6 +241,11 @@ class Window:
             session.on_failure = _failing(weakref.ref(self))
 
     @property
+    def steps_an_optimizer(self) -> bool:
+        """Whether an optimizer is stepped where the window ends; False where it only counts."""
+        return self._given is not None
+
+    @property
     def session(self) -> Session | UnpreparedOptimizer:
         """What computes and applies the gradients."""
         assert self._given is not None, "a window without a session only counts"
@@ -261,6 +266,8 @@ class Window:
     @property
     def next_backward_ends(self) -> bool:
         """Whether the next backward is the last of the window, before the forward of its micro-batch."""
+        if self.in_context and self._batches == 0 and not self.is_decided:
+            return self._is_end(1, is_counted=True)
         if self.in_context or self.is_decided:
             return self.ends_here
         if self._by_context and self.ends_here:
@@ -314,6 +321,8 @@ class Window:
         self._since_step += 1
         if self.in_context:
             self._backwards += 1
+            if self._batches == 0:  # the window was opened again at this micro-batch
+                self._advance(is_new=False)
             return
         if self._by_context or self._batches == 0 or self.steps == 1:
             self._open()
@@ -329,9 +338,16 @@ class Window:
                 "backward() inside if the loop splits the loader's batches, or with all losses of a batch inside."
             )
 
-    def count_foreign_backward(self) -> None:
-        """Count a backward that computed gradients of this model in a micro-batch of another model."""
+    def count_foreign_backward(self, *, ends: bool) -> None:
+        """Count a backward that computed gradients of this model in a micro-batch of other models.
+
+        Args:
+            ends: whether their windows end there. If this model has gradients of such backwards alone, a step applies
+                them where theirs does.
+        """
         self._since_step += 1
+        if not (self.in_context or self._backwards or self.is_decided):
+            self.ends_here = ends
 
     def count_step(self, *, has_stepped: bool = False) -> bool:
         """Count a call of `optimizer.step()`; whether it is to apply the gradients, by `apply`.
@@ -374,11 +390,9 @@ class Window:
         self.ends_here &= self.is_decided
 
     def _reopen(self) -> None:
-        """Open the window again, inside `accumulate()` at the current micro-batch."""
+        """Open the window again, inside `accumulate()` at the current micro-batch if a backward of it follows."""
         self._open()
-        if self.in_context:
-            self._by_context = True
-            self._advance(is_new=False)
+        self._by_context = self.in_context
 
     def _forget_batches(self) -> None:
         self._batches = self._backwards = 0
@@ -443,6 +457,7 @@ class Window:
             LoopError: see `count_backward`, `open_backward` and `close_backward`.
         """
         session = self._trained
+        self._refuse_failed()
         self.count_backward()
         loss = loss if self._size == 1 else loss / self._size
         is_first = self.open_backward(loss, ends_window=self.ends_here)
@@ -525,18 +540,19 @@ class Window:
                 "clip_grad_norm_() was called after optimizer.step(), which has applied and cleared the gradients.\n"
                 "Call clip_grad_norm_() after accelerator.backward(loss) and before optimizer.step()."
             )
-        clips_nothing = self.phase is Phase.EMPTY and isinstance(self._given, Session)
-        if clips_nothing:
-            self._trained.refuse_foreign_gradients()
+        if self.phase is Phase.EMPTY and isinstance(self._given, Session):
+            self._given.refuse_foreign_gradients()
+            return torch.tensor(0.0)
         self._complete()
         self._measured = self.session.clip(max_norm, norm_type=norm_type, only=only, measured=self._measured)
-        norm = self._measured.norm
-        assert norm is not None, "clip measures the norm"
         if max_norm != float("inf"):
             self._enter(Phase.CLIPPED)
-        if clips_nothing:
-            self._drop(self._trained)  # else the window's first backward would come after its clipping
-        return norm
+        assert self._measured.norm is not None, "clip measures the norm"
+        return self._measured.norm
+
+    def fail(self) -> None:
+        """Called if a step raised before `apply`: its gradients must not be applied by a later one."""
+        self._enter(Phase.FAILED)
 
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient is not finite, before `apply`; None if all are. Collective."""
@@ -582,10 +598,13 @@ class Window:
             self._drop(self.session)
             self.restart()
         elif self.phase in (Phase.EMPTY, Phase.APPLIED):
-            self.session.drop_foreign_gradients(in_window=not self.ends_here)
+            in_window = not self.ends_here and self.phase is not Phase.APPLIED
+            self.session.drop_foreign_gradients(in_window=in_window)
+            if isinstance(self.session, UnpreparedOptimizer):
+                self._enter(Phase.EMPTY)  # the script may compute gradients itself, which are not seen here
 
     def restart(self) -> None:
-        """Restart the window after gradients were dropped; inside `accumulate()` at the current micro-batch."""
+        """Restart the window after gradients were dropped; inside `accumulate()` with the next backward."""
         self._since_step = 0
         if self._backwards:
             self._progress.repeat(self._backwards)
@@ -617,6 +636,11 @@ class Window:
     def _refuse_failed(self) -> None:
         if self.phase is Phase.FAILED:
             raise LoopError(FAILED_BACKWARD)
+
+    def complete(self) -> None:
+        """Make accumulated gradients those of the step; where there are none, or no session, nothing happens."""
+        if self.phase is Phase.ACCUMULATED and self._given is not None:
+            self._complete()
 
     def _complete(self) -> None:
         self._refuse_failed()
@@ -654,7 +678,7 @@ def _failing(reference: weakref.ref[Window]) -> Callable[[], None]:
 
     def fail() -> None:
         if (window := reference()) is not None:
-            window._enter(Phase.FAILED)
+            window.fail()
 
     return fail
 

@@ -63,14 +63,23 @@ def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[
     order = [name for bucket in buckets for name in bucket]
     if not divides_anew(ddp) or sorted(order) != sorted(names_now):
         return False
+    # DDP has no API to set buckets. Its reducer is built again with the parameters in the order in which gradients
+    # arrived in the saved run, and rebuilds its buckets in this order.
+    _build_reducer(ddp, order)
+    ddp.reducer._push_all_rebuilt_params()
+    ddp.reducer._rebuild_buckets()
+    return True
+
+
+def _build_reducer(ddp: nn.parallel.DistributedDataParallel, order: Sequence[str]) -> None:
+    """Build DDP's reducer again, as when a copy of DDP is unpickled, with its parameters in this order."""
     parameters, sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     ddp.__dict__.pop(_NUMBERED, None)
     numbers = {name: index for index, name in enumerate(numbered_names(ddp))}
+    order = [name for name in order if name in numbers]  # the others were frozen since
     parameters = [parameters[numbers[name]] for name in order]
     sparse = [sparse[numbers[name]] for name in order]
     ddp.__dict__[_NUMBERED] = order
-    # DDP has no API to set buckets. Its reducer is built again, as when a copy of DDP is unpickled, with the parameters
-    # in the order in which their gradients arrived in the saved run, and rebuilds its buckets in this order.
     ddp.reducer._remove_autograd_hooks()
     names = ddp._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)  # type: ignore[no-untyped-call]
@@ -78,9 +87,6 @@ def arrange_buckets(ddp: nn.parallel.DistributedDataParallel, buckets: Sequence[
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
-    ddp.reducer._push_all_rebuilt_params()
-    ddp.reducer._rebuild_buckets()
-    return True
 
 
 class DdpReducer:
@@ -144,10 +150,25 @@ class DdpReducer:
         except RuntimeError as error:
             raise LoopError(_unused_parameters(self._ddp, str(error))) from None
 
+    def average(self) -> None:
+        """Average gradients that no backward has averaged: the window's last micro-batch had none. Collective."""
+        self._count_pass()
+        named = dict(self._ddp.module.named_parameters())
+        parameters = [named[name] for name in numbered_names(self._ddp)]
+        has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        has_gradient = has_gradient.to(next(iter(parameters)).device)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self._ddp.process_group)
+        for p, has_one in zip(parameters, has_gradient.tolist(), strict=True):
+            if has_one:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad, group=self._ddp.process_group)
+                p.grad /= self._ddp.process_group.size()
+
     def reset(self) -> None:
-        """Called after a failed backward."""
+        """Called after a failed backward, whose buckets may still be summed: the next one gets others."""
         self._is_ready = False
-        self._ddp.reducer._reset_state()  # else the next forward raises
+        _build_reducer(self._ddp, numbered_names(self._ddp))
+        self._divides_anew = divides_anew(self._ddp)
 
     def settle(self) -> None:
         """After a step, rebuild the buckets, which DDP would do in the next forward: a checkpoint needs the final ones.

@@ -36,7 +36,7 @@ class UnpreparedOptimizer:
         self._steps = steps
 
     def step(self, measured: Measured, *, clips: bool) -> bool:  # noqa: ARG002
-        """Step as plain torch does, and drop the gradients.
+        """Step as plain torch does; the gradients stay until `zero_grad`.
 
         Raises:
             LoopError: it may not step.
@@ -49,7 +49,6 @@ class UnpreparedOptimizer:
                 "its optimizer."
             )
         self.optimizer.step()
-        self.drop_gradients(failed=False)
         return True
 
     def step_without_backward(self, *, is_again: bool) -> None:  # noqa: ARG002

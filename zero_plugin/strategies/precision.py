@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -123,10 +123,12 @@ class Measured(NamedTuple):
     Attributes:
         finite: whether all of them are finite; None if that was not looked at.
         norm: their norm before clipping (scalar, fp32); None if it was not computed.
+        limit: the norm at which the step will clip them, if it does so itself.
     """
 
     finite: bool | None = None
     norm: Tensor | None = None
+    limit: float = inf
 
 
 class LossScale:

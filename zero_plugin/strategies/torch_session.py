@@ -92,6 +92,7 @@ class TorchSession(Session):
         self._local_only = False
         self.recorder = recorder
         self._averages = False  # whether the running backward averages gradients
+        self._are_averaged = True  # whether those that were accumulated are
         self._undo_autocast: Callable[[], None] | None = None
         self._scale = scale
         self.scales_loss, self.adds_to_complete_gradients = scale is not None, scale is None
@@ -145,6 +146,8 @@ class TorchSession(Session):
 
     def close_backward(self, *, reached: bool) -> None:
         self._is_open = False
+        if reached and (self._reducer is not None or self.recorder is not None):
+            self._are_averaged = self._averages
         try:
             if self.recorder is not None and reached:
                 self.recorder.end_backward(self.module, averages=self._averages)
@@ -180,7 +183,13 @@ class TorchSession(Session):
             torch._foreach_mul_(gradients, factor)
 
     def complete_gradients(self) -> Measured:
-        """See `Session.complete_gradients`; the window's last backward has averaged them over the processes."""
+        """See `Session.complete_gradients`; the window's last backward has averaged them, if there was one."""
+        if not self._are_averaged:
+            self._are_averaged = True
+            if self._reducer is not None:
+                self._reducer.average()
+            elif self.recorder is not None:
+                self.recorder.end_backward(self.module, averages=True)
         if self._scale is None:
             return Measured()
         return Measured(all_finite(self._gradients(), 1.0 / self._scale.value, before_reading=self._run_recorded))

@@ -20,6 +20,8 @@ from zero_plugin.strategies.deepspeed.states import engine_pieces, follow_loadin
 
 # torch's message for the gradient of a tensor that was empty in the forward.
 _OF_EMPTY = re.compile(r"invalid gradient at index \d+ - got \[0\]")
+# torch's message for a product with a weight that was released after the first backward through its forward.
+_OF_RELEASED = re.compile(r"size of tensor \w \(0\) must match")
 _LOOKS, _LOOK_EVERY = 10, 100
 
 
@@ -149,11 +151,22 @@ class GradientWatch:
 
 def explain_empty_weights(error: BaseException, module: nn.Module) -> LoopError | None:
     """A clearer error in place of torch's in a backward at stage 3; None for other errors."""
+    if _OF_RELEASED.search(str(error)):
+        return second_backward(module)
     if not _OF_EMPTY.search(str(error)):
         return None
     return LoopError(
         f"the loss was computed from parameters of the {type(module).__name__} outside of its forward, where they are "
         "empty at ZeRO stage 3.\nReplace a penalty on weights by the optimizer's weight_decay, or use stage 2."
+    )
+
+
+def second_backward(module: nn.Module) -> LoopError:
+    """The error for a second backward through one forward at stage 3."""
+    return LoopError(
+        f"a second backward through one forward of the {type(module).__name__}: ZeRO stage 3 has released its weights "
+        "after the first.\nAdd the losses and call backward() once, call the model again for the second loss, or use "
+        "stage 2."
     )
 
 

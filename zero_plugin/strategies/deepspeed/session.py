@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ from zero_plugin.strategies.deepspeed.script_changes import (
     refuse_frozen,
     refuse_hooks_on_sums,
     runs_forward,
+    second_backward,
 )
 from zero_plugin.strategies.deepspeed.states import (
     engine_blocks,
@@ -144,7 +146,8 @@ class EngineSession(Session):
             fill_states(self.blocks(changing=True), states)
 
     def explain(self, error: BaseException) -> LoopError | None:
-        if self._fetched and (explained := explain_empty_weights(error, self.module)) is not None:
+        partitioned = self.engine.zero_optimization_partition_weights()
+        if partitioned and (explained := explain_empty_weights(error, self.module)) is not None:
             return explained
         return explain_sparse_gradients(error, self.module)
 
@@ -231,9 +234,13 @@ class EngineSession(Session):
                 "clip_grad_norm_ got a subset of the optimizer's parameters; under ZeRO all are clipped together.\n"
                 "Pass model.parameters() of the prepared model."
             )
-        if max_norm != float("inf"):
-            self._gradients.set_clipping(max_norm)
-        return measured._replace(norm=self._gradients.norm())
+        norm = self._gradients.norm()
+        if measured.limit != math.inf and torch.isfinite(norm):  # as in plain torch, where they are clipped already
+            norm = norm.clamp(max=measured.limit)
+        limit = min(max_norm, measured.limit)
+        if max_norm != math.inf:
+            self._gradients.set_clipping(limit)
+        return Measured(norm=norm, limit=limit)
 
     def follow_zero_grad(self, zero_grad: Callable[[], None]) -> None:
         """See `Session.follow_zero_grad`; inside the engine's step, its own `zero_grad` is called."""
@@ -430,11 +437,7 @@ class EngineSession(Session):
         """
         again = self.engine._running_engine_backward and not self._passed
         if again and any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in self._fetched):
-            raise LoopError(
-                f"a second backward through one forward of the {type(self.module).__name__}: ZeRO stage 3 has released "
-                "its weights after the first.\nAdd the losses and call backward() once, call the model again for the "
-                "second loss, or use stage 2."
-            )
+            raise second_backward(self.module)
         return gradient
 
     def _watch_parameters(self) -> None:
