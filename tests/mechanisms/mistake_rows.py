@@ -128,8 +128,8 @@ ROWS = [
     Row(
         "DDP goes on after a failed backward",
         "strategies/ddp_reducer.py",
-        "        self._ddp.reducer._reset_state()  # else",
-        "        pass  # else",
+        "        _build_reducer(self._ddp, numbered_names(self._ddp))\n",
+        "        pass\n",
         checks("failure", "a_failed_backward_is_dropped", "ddp"),
         "finished reduction in the prior iteration",
     ),

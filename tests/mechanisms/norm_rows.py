@@ -12,8 +12,8 @@ ROWS = [
     Row(
         "the norm is this step's, on engines",
         ENGINE,
-        "        return measured._replace(norm=self._gradients.norm())\n",
-        "        return measured._replace(norm=torch.as_tensor(self.last_norm or 0.0, dtype=torch.float32))\n",
+        "        norm = self._gradients.norm()\n        if measured",
+        "        norm = torch.as_tensor(self.last_norm or 0.0, dtype=torch.float32)\n        if measured",
         checks("loop", "clip_returns_the_norm_before_clipping", *ENGINES),
         "instead of",
     ),
@@ -45,7 +45,7 @@ ROWS = [
     Row(
         "the step is clipped, on engines",
         ENGINE,
-        "            self._gradients.set_clipping(max_norm)\n",
+        "            self._gradients.set_clipping(limit)\n",
         "            pass\n",
         checks("loop", "clip_returns_the_norm_before_clipping", *ENGINES),
         "at limit 0.01",
