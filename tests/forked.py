@@ -97,6 +97,7 @@ class Workers:
 
     def __init__(self, context: multiprocessing.context.ForkServerContext, place: Path) -> None:
         self._context = context
+        self._turn = threading.Lock()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(place))
         self._listener.listen()
@@ -121,7 +122,10 @@ class Workers:
             with asks.makefile("rb") as lines:
                 request = json.loads(lines.readline())
             worker = self._context.Process(target=run_as_worker, args=(request, *map(_Descriptor, streams)))
-            worker.start()
+            with self._turn:
+                worker.start()
+                # Whichever thread starts the next one would ask whether this one has ended, which only one may.
+                multiprocessing.process._children.discard(worker)
             for stream in streams:
                 os.close(stream)
             while worker.is_alive():

@@ -147,7 +147,7 @@ class TorchSession(Session):
     def close_backward(self, *, reached: bool) -> None:
         self._is_open = False
         if reached and (self._reducer is not None or self.recorder is not None):
-            self._are_averaged = self._averages
+            self._are_averaged = self._averages or self._local_only  # the script may step by its own gradients
         try:
             if self.recorder is not None and reached:
                 self.recorder.end_backward(self.module, averages=self._averages)
