@@ -1,4 +1,4 @@
-"""Configuration files, and mappings from code, as one document: a launch YAML or a DeepSpeed JSON, told by content."""
+"""Configuration files, and mappings from code, as one document: a launch YAML or a DeepSpeed JSON, by content."""
 
 from __future__ import annotations
 

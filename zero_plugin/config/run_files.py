@@ -146,7 +146,7 @@ def keep_run(folder: Path, run: str, environ: Mapping[str, str]) -> None:
 
 
 def kept_run(folder: Path, environ: Mapping[str, str]) -> str | None:
-    """What `keep_run` has told, on this machine, in an earlier attempt of the same launch or in this one."""
+    """What `keep_run` has recorded, on this machine, in an earlier attempt of the same launch or in this one."""
     note = _note_of_run(folder, environ)
     try:
         return None if note is None else note.read_text(encoding="utf-8")
