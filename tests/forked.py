@@ -6,6 +6,7 @@ It is a copy of a process that has imported what nearly every script needs, so t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import io
 import json
@@ -133,7 +134,8 @@ class Workers:
                     continue
                 number = asks.recv(1)
                 if number:
-                    os.kill(worker.pid, number[0])
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.kill(worker.pid, number[0])
                 else:  # it was killed
                     worker.kill()
                     worker.join()
