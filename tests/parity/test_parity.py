@@ -13,6 +13,7 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the reference uses DeepSpeed's schedule classes
 
 from cases import PAIRWISE, PATHS, case_for, cases_for, cover_pairs, every_pair, pairs_of
+from everyday import campaign_unless_daily
 from reference import run_reference
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -22,8 +23,14 @@ RUNS = [("cpu", path) for path in PATHS] + [("cuda", path) for path in PATHS if 
 RARE = ("zero1-cpu", "zero3-nvme-optimizer", "zero3-cpu-nvme-optimizer")
 
 
-def _marks(path: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.campaign] if path in RARE else []
+def _marks(device: str, path: str, name: str | None = None) -> list[pytest.MarkDecorator]:
+    if path in RARE:
+        return [pytest.mark.campaign]
+    if name is None or device != "cpu":
+        return []
+    return campaign_unless_daily(
+        path, name, [other for other in PATHS if other not in RARE and name in cases_for(other, device)]
+    )
 
 
 _folders: dict[tuple[str, str], Path] = {}
@@ -59,11 +66,11 @@ def test_every_pair_of_choices_is_in_a_case() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("device", "path"), [pytest.param(*run, marks=_marks(run[1])) for run in RUNS])
-def test_path_runs(device: str, path: str, results: Callable[[str, str], Path]) -> None:
-    """Every case of a path runs to its end in one group of processes, which exits with 0 and leaves no NVMe file."""
+@pytest.mark.parametrize(("device", "path"), [pytest.param(*run, marks=_marks(*run)) for run in RUNS])
+def test_path_runs(device: str, path: str, results: Callable[[str, str], Path], request: pytest.FixtureRequest) -> None:
+    """The cases of a path run to their end in one group of processes, which exits with 0 and leaves no NVMe file."""
     folder = results(device, path)
-    assert {file.stem for file in folder.glob("*.pt")} == set(cases_for(path, device))
+    assert {file.stem for file in folder.glob("*.pt")} == set(_chosen_cases(request.session, device, path))
     assert [file for file in folder.glob("nvme/**/*") if file.is_file()] == []
 
 
@@ -71,7 +78,11 @@ def test_path_runs(device: str, path: str, results: Callable[[str, str], Path]) 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("device", "path", "name"),
-    [pytest.param(device, path, name, marks=_marks(path)) for device, path in RUNS for name in cases_for(path, device)],
+    [
+        pytest.param(device, path, name, marks=_marks(device, path, name))
+        for device, path in RUNS
+        for name in cases_for(path, device)
+    ],
 )
 def test_case_equals_plain_torch(device: str, path: str, name: str, results: Callable[[str, str], Path]) -> None:
     """Losses, norms, learning rates as applied, and final weights equal the single-process reference."""
@@ -96,11 +107,10 @@ def test_case_equals_plain_torch(device: str, path: str, name: str, results: Cal
 
 
 def _chosen_cases(session: pytest.Session, device: str, path: str) -> list[str]:
-    """All cases of a path, or those that the session asks for by name, without `test_path_runs`."""
+    """The cases of a path that the session asks for by name; all, where it asks for `test_path_runs` alone."""
     asked = [getattr(item, "callspec", None) for item in session.items if item.path == Path(__file__)]
     here = [call.params for call in asked if call and (call.params["device"], call.params["path"]) == (device, path)]
-    names = [params.get("name") for params in here]
-    return cases_for(path, device) if None in names else names
+    return [params["name"] for params in here if "name" in params] or cases_for(path, device)
 
 
 def _assert_close(what: str, got: Any, wanted: Any, tolerance: float) -> None:

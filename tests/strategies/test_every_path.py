@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from everyday import marks_of
 
 HERE = Path(__file__).parent
 # The modules are found by name: conftest.py has made them importable.
@@ -18,11 +19,11 @@ MODULES = sorted(file.stem for file in HERE.glob("*_checks.py"))
 @pytest.mark.parametrize(
     ("module", "world", "name"),
     [
-        pytest.param(module, world, name, id=f"{module.removesuffix('_checks')}-{world}-{name}")
+        pytest.param(module, world, name, id=f"{module.removesuffix('_checks')}-{world}-{name}", marks=marks)
         for module in MODULES
-        for world in (1, 2)
-        for name, (worlds, _) in importlib.import_module(module).CHECKS.items()
-        if world in worlds
+        for checks in [importlib.import_module(module).CHECKS]
+        for name, marks in marks_of(checks).items()
+        for world in checks[name][0]
     ],
 )
 def test_check(module: str, world: int, name: str, outcome: Callable[[str, int, str], None]) -> None:
