@@ -966,7 +966,7 @@ class Accelerator:
         """Write a checkpoint that training can resume from with any strategy and number of processes; collective.
 
         It holds models, optimizers, learning-rate schedulers, loss scale, counters, the random states of all processes,
-        the positions of the loaders, and registered objects; see "Checkpoints" in the README. The folder appears only
+        the positions of the loaders, and registered objects; see docs/checkpoints.md. The folder appears only
         when the checkpoint is complete.
 
         With `asynchronous` the call returns as soon as everything that a script may change is copied to CPU memory. The

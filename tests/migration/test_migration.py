@@ -1,6 +1,6 @@
 """Scripts written for Accelerate give the same with `accelerate` replaced by `zero_plugin` in their imports.
 
-What differs on purpose is said at the top of the script that shows it, and stands in the README's table.
+What differs on purpose is said at the top of the script that shows it, and is a row of the documented differences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SCRIPTS = sorted((HERE / "scripts").glob("*.py"))
-README = (HERE.parents[1] / "README.md").read_text(encoding="utf-8")
+DIFFERENCES = (HERE.parents[1] / "docs/differences-from-accelerate.md").read_text(encoding="utf-8")
 
 _spec = importlib.util.spec_from_file_location("migrate", HERE / "migrate.py")
 assert _spec is not None
@@ -30,7 +30,7 @@ migrate = _module.migrate
 
 
 def read_differences(script: Path, world: int) -> dict[str, str]:
-    """What differs on this number of processes, and by which row of the README's table."""
+    """What differs on this number of processes, and by which row of the documented differences."""
     for node in ast.parse(script.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "DIFFERENCES":
             return {key: row for key, (worlds, row) in ast.literal_eval(node.value).items() if world in worlds}
@@ -95,7 +95,7 @@ def test_same_results(results: Callable[[str, int, str], dict[str, Any]], script
         if key not in differences:
             unexpected += found
         else:
-            assert found, f"{key} is the same; the difference, and perhaps its row in the README, has gone"
+            assert found, f"{key} is the same; the difference, and perhaps its row in docs, has gone"
     assert unexpected == []
 
 
@@ -113,8 +113,8 @@ def test_only_imports_change(script: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_differences_are_told(script: Path) -> None:
-    """Each difference that a script shows is a row of the README's tables, with what to expect here."""
-    rows = [line.split("|") for line in README.partition("## What differs from Accelerate")[2].splitlines()]
+    """Each difference that a script shows is a row of the documented differences, with what to expect here."""
+    rows = [line.split("|") for line in DIFFERENCES.splitlines()]
     told = {cells[1].strip() for cells in rows if len(cells) == 6}
     assert {row for world in (1, 2) for row in read_differences(script, world).values()} <= told
 

@@ -26,7 +26,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of README's table.
+# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
 DIFFERENCES = {"statistics": ((1, 2), "buffers of parts on disk")}
 
 

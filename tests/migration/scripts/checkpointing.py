@@ -10,7 +10,7 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of README's table.
+# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
 DIFFERENCES = {
     "same_dropout_after_resume": ((1, 2), "random numbers within an epoch after `load_state`"),
     "same_shuffle_after_resume": ((1, 2), "the order of a shuffled epoch after `load_state`"),

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of README's table.
+# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
 DIFFERENCES = {
     "losses_after_a_short_window": ((1, 2), "the shorter last window of an epoch"),
     "weights_after_a_short_window": ((1, 2), "the shorter last window of an epoch"),

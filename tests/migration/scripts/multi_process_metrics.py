@@ -10,7 +10,7 @@ from accelerate.utils import broadcast, broadcast_object_list, gather_object, re
 from torch import nn
 from torch.utils.data import DataLoader
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of README's table.
+# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
 DIFFERENCES = {
     "samples_outside_the_loop": (
         (2,),

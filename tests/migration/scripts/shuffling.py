@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of README's table.
+# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
 DIFFERENCES = {"by_default": ((2,), "a shuffled loader in several processes")}
 
 

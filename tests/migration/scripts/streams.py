@@ -10,7 +10,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of README's table.
+# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
 DIFFERENCES = {"evaluated": ((2,), "a stream in a DataLoader")}
 
 

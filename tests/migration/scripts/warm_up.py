@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 
-# What the two libraries give differently on purpose: on how many processes, and by which row of README's table.
+# What the two libraries give differently on purpose: on how many processes, and by which row of docs/.
 DIFFERENCES = {"plateau_rates": ((2,), "ReduceLROnPlateau")}
 
 

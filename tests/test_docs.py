@@ -1,0 +1,90 @@
+"""README and docs are true: their configs pass the check, quotations are the script's, links lead somewhere."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from zero_plugin.config.check import check_document
+from zero_plugin.config.read import read_document
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", flags=re.MULTILINE)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(language: str, text: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    without_code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", without_code, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("language", ["yaml", "json"])
+def test_configs_pass_the_check(language: str, tmp_path: Path) -> None:
+    """Every config that a page shows is accepted as it is printed."""
+    examples = [example for page in PAGES for example in blocks(language, page.read_text(encoding="utf-8"))]
+    assert examples
+    for example in examples:
+        file = tmp_path / f"example.{language}"
+        file.write_text(example)
+        check_document(read_document(str(file)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each link within the repository names a file that exists, and a heading of it."""
+    for match in _LINK.finditer(page.read_text(encoding="utf-8")):
+        target = match[1] or match[2]
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        linked = page.parent / file if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target
+
+
+def test_the_readme_names_every_page_and_is_short() -> None:
+    """Nothing in docs has to be found by luck, and the README can be read at once."""
+    readme = text_of("README.md")
+    assert [page.name for page in PAGES[1:] if page.name not in readme and "internals" not in page.name] == []
+    assert len(readme.splitlines()) <= 250
+
+
+def test_quotations_are_the_scripts_own_lines() -> None:
+    """Each line that the demo's explanation quotes stands in the script, but for comments."""
+    script = (ROOT / "zero_plugin/demo/train.py").read_text()
+    script_lines = {line.partition("  #")[0].strip() for line in script.splitlines()}
+    explanation = text_of("docs/demo.md").partition("The weights load into the plain module")[0]
+    quoted = [line.strip() for block in blocks("python", explanation) for line in block.splitlines()]
+    assert len(quoted) > 15
+    assert [line for line in quoted if line not in script_lines] == []
+
+
+def test_tree_lists_packages_and_top_modules_with_the_sentence_of_their_docstring() -> None:
+    """The tree's lines are the first sentences of packages and top-level modules, none missing and none too many."""
+    package = ROOT / "zero_plugin"
+    files = {file.name: file for file in package.glob("[!_]*.py")}
+    files |= {f"{file.parent.relative_to(package)}/": file for file in package.glob("*/**/__init__.py")}
+    wanted = {_line(name, file) for name, file in files.items() if "schema" not in name and "rules" not in name}
+    architecture = text_of("docs/architecture.md")
+    tree = architecture.partition("## The files")[2].partition("\nzero_plugin/")[2].partition("```")[0]
+    listed = {" ".join(line.split()) for line in tree.splitlines() if line.strip()}
+    assert {"missing": sorted(wanted - listed), "too many": sorted(listed - wanted)} == {
+        "missing": [],
+        "too many": [],
+    }
+
+
+def _line(name: str, file: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return " ".join(f"{name} {docstring.splitlines()[0].rstrip('.')}".split())
