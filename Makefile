@@ -19,18 +19,17 @@ PIP_TPU  := $(VENV_TPU)/bin/python -m pip install --quiet --constraint $(VENV_TP
 test campaign: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 test-older-torch: export TORCH_EXTENSIONS_DIR := $(abspath $(VENV_TPU))/torch_extensions
 
-ONE_PROCESS       := -m "not campaign and not processes" --numprocesses 2
-SEVERAL_PROCESSES := -m "not campaign and processes" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Twice as many as there are processors here: tests that start processes mostly wait for them.
+PYTEST := -m pytest --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 demo: $(VENV)/.installed libaio
 	$(BIN)/zero-plugin demo
 
-# On a new machine DeepSpeed's ops are built beside the checks and the first tests; what needs them waits.
+# On a new machine DeepSpeed's ops are built beside the checks and the first tests; what needs them waits for them.
 test: $(VENV)/.installed-dev libaio iproute2
 	$(BIN)/python tests/build_ops.py > /dev/null 2>&1 &
 	$(MAKE) check
-	$(BIN)/python -m pytest $(ONE_PROCESS)
-	$(BIN)/python -m pytest $(SEVERAL_PROCESSES)
+	$(BIN)/python $(PYTEST) -m "not campaign"
 
 # Trainings that change their path go on in the other environment. What runs on a plain torch is tried on this older
 # one too, and so is DeepSpeed: clipping and accumulation on each path that needs no C++ op; `make test-older-torch` has
@@ -38,15 +37,14 @@ test: $(VENV)/.installed-dev libaio iproute2
 test-tpu: $(VENV_TPU)/.installed $(VENV)/.installed
 	ZERO_PLUGIN_PYTHON=$(abspath $(BIN))/python \
 	$(VENV_TPU)/bin/python -m pytest --confcutdir tests/xla --numprocesses 2 tests/xla
-	$(VENV_TPU)/bin/python -m pytest $(ONE_PROCESS) \
+	$(VENV_TPU)/bin/python $(PYTEST) -m "not campaign and not processes" \
 		tests/test_accelerator.py tests/test_first_steps.py tests/test_compilation.py tests/test_nested.py \
 		tests/data tests/utils/test_trees.py
-	$(VENV_TPU)/bin/python -m pytest $(SEVERAL_PROCESSES) tests/parity \
+	$(VENV_TPU)/bin/python $(PYTEST) -m "not campaign" tests/parity \
 		-k "(clip or short-window) and not -cpu and not nvme and not bf16 and not pair"
 
 test-older-torch: $(VENV_TPU)/.installed libaio iproute2
-	$(VENV_TPU)/bin/python -m pytest --ignore tests/xla $(ONE_PROCESS)
-	$(VENV_TPU)/bin/python -m pytest --ignore tests/xla $(SEVERAL_PROCESSES)
+	$(VENV_TPU)/bin/python $(PYTEST) --ignore tests/xla -m "not campaign"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

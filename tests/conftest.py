@@ -69,12 +69,27 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         root.handlers = handlers
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first, so that no pytest process is left with one of them at the end."""
+    """Tests of one process come first, while C++ ops are built, then the longest files.
+
+    What starts processes for several tests at once stays in one of pytest's processes: a file, or those of its tests
+    that run in the same processes.
+    """
     here = Path(__file__).parent
-    place = {here / name: number for number, name in enumerate(_LONGEST)}
+    place = {here / name: number for number, name in enumerate(_LONGEST, start=1)}
     assert all(file.exists() for file in place)
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    starting = [item for item in items if item.get_closest_marker("processes")]
+    for item in starting:
+        asked = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        together = (
+            item.path.relative_to(here).with_suffix(""),
+            *(asked[name] for name in ("path", "world") if name in asked),
+        )
+        item.add_marker(pytest.mark.xdist_group("-".join(map(str, together))))
+    last = len(place) + 1
+    starts = set(map(id, starting))
+    items.sort(key=lambda item: place.get(item.path, last) if id(item) in starts else 0)
 
 
 def pytest_collection_finish() -> None:
