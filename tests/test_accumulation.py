@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_plugin import Accelerator, PartialState
-from zero_plugin.data.active import RunningLoops
+from zero_plugin.data.active import ActiveLoaders, LoaderProgress
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import LoopError
-from zero_plugin.loop.window import LoaderProgress, Window
+from zero_plugin.loop.window import Window
 
 
 @dataclass
@@ -28,6 +28,15 @@ class FakeEpoch:
     length: int
     known: bool = True
     batch: int = -1
+
+    def __post_init__(self) -> None:
+        self._running = ActiveLoaders()
+        self.progress = LoaderProgress(running=self._running)
+
+    def begin(self) -> None:
+        """Begin again; a loop that did not come to its end is left."""
+        self._running.leave(self)
+        self._running.enter(self)
 
     @property
     def position(self) -> int:
@@ -54,7 +63,8 @@ def step(window: Window) -> float:
 def run_epoch(steps: int, length: int, *, known: bool, context: bool) -> list[tuple[list[int], float]]:
     """Per applied step: the divisors of its micro-batches, and the correction."""
     epoch = FakeEpoch(length, known)
-    window = Window(steps, progress=LoaderProgress(lambda: epoch))
+    window = Window(steps, progress=epoch.progress)
+    epoch.begin()
     applied: list[tuple[list[int], float]] = []
     divisors: list[int] = []
     for epoch.batch in range(length):
@@ -89,9 +99,10 @@ def test_gradients_are_averaged_over_the_true_window(steps: int, length: int, kn
 def run_fetched(steps: int, length: int, *, known: bool, context: bool, epochs: int) -> list[list[tuple[int, float]]]:
     """As `run_epoch`, per epoch the size and the true divisor of each window, fetching `steps` batches at a time."""
     epoch = FakeEpoch(length, known)
-    window = Window(steps, progress=LoaderProgress(lambda: epoch))
+    window = Window(steps, progress=epoch.progress)
     applied: list[list[tuple[int, float]]] = []
     for _ in range(epochs):
+        epoch.begin()
         applied.append([])
         divisors: list[int] = []
         for first in range(0, length, steps):
@@ -136,7 +147,8 @@ def test_a_window_fetched_before_accumulate(length: int, sizes: list[int], known
 def test_gradients_dropped_in_a_fetched_window() -> None:
     """zero_grad() inside accumulate() opens the window anew and takes no further batch from those that are fetched."""
     epoch = FakeEpoch(8)
-    window = Window(4, progress=LoaderProgress(lambda: epoch))
+    window = Window(4, progress=epoch.progress)
+    epoch.begin()
     acts = []
     for index in range(8):
         epoch.batch = 3 if index < 4 else 7
@@ -155,8 +167,9 @@ def test_gradients_dropped_in_a_fetched_window() -> None:
 def test_batches_that_the_loop_leaves_out(left_out: set[int], context: bool, known: bool) -> None:
     """`continue` on a bad batch is no fetching ahead: the epoch's last batch ends the window, of what it had."""
     epoch = FakeEpoch(10, known)
-    window = Window(4, progress=LoaderProgress(lambda: epoch))
+    window = Window(4, progress=epoch.progress)
     for _ in range(2):
+        epoch.begin()
         sizes, divisors = [], []
         for epoch.batch in range(10):
             if epoch.batch in left_out:
@@ -173,32 +186,6 @@ def test_batches_that_the_loop_leaves_out(left_out: set[int], context: bool, kno
                 window.leave_batch()
         taken = 10 - len(left_out)
         assert sizes == [4] * (taken // 4) + [taken % 4] * bool(taken % 4)
-
-
-@pytest.mark.parametrize("context", [True, False])
-@pytest.mark.parametrize(("in_turn", "sizes"), [(True, [4, 4, 1]), (False, [4, 1, 4, 3])])
-def test_windows_over_several_loaders(in_turn: bool, sizes: list[int], context: bool) -> None:
-    """Batches of two loaders in turn, or one loader after the other: the end of either's data ends a window."""
-    first, second = FakeEpoch(5), FakeEpoch(7)
-    if in_turn:
-        order = [(epoch, batch) for batch in range(5) for epoch in (first, second)]
-    else:
-        order = [(epoch, batch) for epoch in (first, second) for batch in range(epoch.length)]
-    running = [first]
-    window = Window(4, progress=LoaderProgress(lambda: running[0]))
-    found, divisors = [], []
-    for running[0], running[0].batch in order:
-        if context:
-            window.enter_batch()
-        window.count_backward()
-        divisors.append(window.divisor)
-        if correction := step(window):
-            assert {divisor / correction for divisor in divisors} == {float(len(divisors))}
-            found.append(len(divisors))
-            divisors = []
-        if context:
-            window.leave_batch()
-    assert found == sizes
 
 
 def loader_of(batches: int, *, stream: bool = False) -> DataLoader:
@@ -221,8 +208,7 @@ def cycled(loader: DataLoader) -> Iterator[int]:
 
 def windows_of(batches: Iterable[Any], *, steps: int, context: bool) -> list[int]:
     """Micro-batches of each window, one for each of `batches`; each is averaged over its own size."""
-    loops = RunningLoops()
-    window = Window(steps, progress=LoaderProgress(loops.find_leader, loops.count_batch))
+    window = Window(steps, progress=LoaderProgress())
     sizes, divisors = [], []
     for _ in batches:
         if context:
@@ -239,6 +225,21 @@ def windows_of(batches: Iterable[Any], *, steps: int, context: bool) -> list[int
         if context:
             window.leave_batch()
     return sizes
+
+
+@pytest.mark.parametrize("context", [True, False])
+@pytest.mark.parametrize(("in_turn", "sizes"), [(True, [4, 4]), (False, [4, 1, 4, 3])])
+def test_windows_over_several_loaders(in_turn: bool, sizes: list[int], context: bool) -> None:
+    """One loader after the other: the end of either's data ends a window; batches of both in turn: the longer one's."""
+
+    def batches() -> Iterator[Any]:
+        first, second = iter(loader_of(5)), iter(loader_of(7))
+        for one in first:
+            yield one
+            yield next(second)
+
+    order = batches() if in_turn else (batch for length in (5, 7) for batch in loader_of(length))
+    assert windows_of(order, steps=4, context=context) == sizes
 
 
 @pytest.mark.parametrize("context", [True, False])
@@ -293,8 +294,7 @@ def test_loops_inside_loops_and_windows(context: bool, capsys: pytest.CaptureFix
 
 def by_hand(loader: DataLoader, backwards: Callable[[Window], None], steps: int = 2) -> Window:
     """A loop that calls `backwards` for each batch, and steps after it."""
-    loops = RunningLoops()
-    window = Window(steps, progress=LoaderProgress(loops.find_leader, loops.count_batch))
+    window = Window(steps, progress=LoaderProgress())
     for _ in loader:
         backwards(window)
         step(window)
@@ -343,8 +343,7 @@ def test_a_batch_may_be_computed_again_after_its_gradients_were_dropped() -> Non
 
 def test_two_backwards_after_batches_that_were_left_out() -> None:
     """What a jump of the loader leaves open, whether the loop fetches ahead, is known one batch later."""
-    loops = RunningLoops()
-    window = Window(4, progress=LoaderProgress(loops.find_leader, loops.count_batch))
+    window = Window(4, progress=LoaderProgress())
     loader = iter(loader_of(9))
     for _ in range(5):
         next(loader)
@@ -359,8 +358,8 @@ def test_two_backwards_after_batches_that_were_left_out() -> None:
 def test_windows_that_are_fetched_before_they_are_computed_are_not_ambiguous(stream: bool) -> None:
     """One backward for each batch that was fetched, whenever; also by a loop that fetches one batch ahead."""
     for fetched in (1, 2, 4):
-        loops = RunningLoops()
-        window = Window(4, progress=LoaderProgress(loops.find_leader, loops.count_batch))
+        progress = LoaderProgress()
+        window = Window(4, progress=progress)
         sizes = []
         for _ in range(2):
             iterator = iter(loader_of(10, stream=stream))
@@ -372,7 +371,7 @@ def test_windows_that_are_fetched_before_they_are_computed_are_not_ambiguous(str
                     sizes.append(backwards)
         assert sizes == [4, 4, 2] * 2
     ahead = iter(loader_of(10, stream=stream))
-    window = Window(4, progress=LoaderProgress(loops.find_leader, loops.count_batch))
+    window = Window(4, progress=progress)
     coming, acts = next(ahead, None), []
     while coming is not None:
         coming = next(ahead, None)
@@ -430,11 +429,13 @@ def test_more_backwards_than_the_window_is_an_error() -> None:
 def test_no_step_at_the_end_of_an_epoch() -> None:
     """`if (i + 1) % 4 == 0: step()` over 10 batches: the next epoch's first backward says what to write."""
     epoch = FakeEpoch(10)
-    window = Window(4, progress=LoaderProgress(lambda: epoch))
+    window = Window(4, progress=epoch.progress)
+    epoch.begin()
     for epoch.batch in range(10):
         window.count_backward()
         if (epoch.batch + 1) % 4 == 0:
             assert step(window)
+    epoch.begin()
     epoch.batch = 0
     with pytest.raises(LoopError, match=r"last accumulation window has 2(.|\n)* or i \+ 1 == len\(loader\)"):
         window.count_backward()
@@ -455,9 +456,10 @@ def test_an_early_step_at_the_end_of_a_loader_that_was_not_prepared() -> None:
 def test_a_window_goes_on_over_a_break(capfd: pytest.CaptureFixture[str]) -> None:
     """An epoch that is left inside a window: its gradients count in the next one, and that is said once."""
     epoch = FakeEpoch(10)
-    window = Window(4, progress=LoaderProgress(lambda: epoch))
+    window = Window(4, progress=epoch.progress)
     acts = []
     for _ in range(3):
+        epoch.begin()
         for epoch.batch in range(6):
             with window:
                 window.count_backward()

@@ -64,8 +64,7 @@ from zero_plugin.loop.state import newest_accelerator, newest_run, show_run
 from zero_plugin.loop.training import refuse_lomo
 from zero_plugin.loop.training_loop import LossScaler, TrainingLoop
 from zero_plugin.loop.weights import Weights
-from zero_plugin.trackers.running import choose_trackers
-from zero_plugin.trackers.trackers import GeneralTracker
+from zero_plugin.trackers.trackers import GeneralTracker, choose_trackers
 
 __all__ = ["Accelerator"]
 

@@ -21,12 +21,12 @@ from torch.utils.data import (
 
 from zero_plugin.accelerator import Accelerator
 from zero_plugin.config.plugins import DataLoaderConfiguration
-from zero_plugin.data.active import RUNNING
+from zero_plugin.data.active import RUNNING, LoaderProgress
 from zero_plugin.data.batches import gather_for_metrics, move_batch
 from zero_plugin.data.loader import DataLoaderShard, skip_first_batches
 from zero_plugin.data.prepare import prepare_loader
 from zero_plugin.errors import ConfigError, LoopError
-from zero_plugin.loop.window import LoaderProgress, Window
+from zero_plugin.loop.window import Window
 
 
 class Numbers(Dataset):
@@ -294,7 +294,7 @@ def test_a_wrong_length_closes_windows_rightly(said: int, context: bool) -> None
     for data in (Numbers(10), SizedStream(10)):
         batches = {"batch_sampler": Boasting(range(10), 2, False)} if isinstance(data, Numbers) else {"batch_size": 2}
         loader, sizes, divisors = alone(DataLoader(data, **batches)), [], []
-        window = Window(3, progress=LoaderProgress(lambda: RUNNING.current))
+        window = Window(3, progress=LoaderProgress())
         for _ in (batch for _ in range(2) for batch in loader):
             if context:
                 window.enter_batch()

@@ -70,9 +70,9 @@ ROWS = [
     ),
     Row(
         "the end of the data ends its window",
-        "loop/window.py",
-        "return epoch is not None and epoch.end_of_dataloader and not (self._ahead and self._fetches_ahead)",
-        "return False",
+        "data/active.py",
+        "        return not (self._fetches_ahead and self._of(leader).ahead)",
+        "        return False",
         parity("accumulate-stream-short-window", "ddp", "zero2"),
         "losses: off by",
     ),

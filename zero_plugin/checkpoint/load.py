@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from zero_plugin.distributed.collectives import all_or_none, on_main
 from zero_plugin.errors import CheckpointError
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_states import OptimizedPiece, Scalars, create_states
-from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment, partition_of
+from zero_plugin.tensors.modules import MASTER_WEIGHT, WEIGHT, Fragment
 from zero_plugin.tensors.safetensors_files import Place
 
 
@@ -120,26 +119,12 @@ def verify_checksums(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: naming every file and tensor that differs.
     """
-    rank, world_size = collectives.process_index(), collectives.num_processes()
-    places = [(key, place, model) for model in manifest.models for key, place in model.places.items()]
-
-    def sums() -> torch.Tensor:
-        with RangeReader(folder) as reader:
-            parts = [
-                reader.sums(place, partition_of(math.prod(place.shape), rank, world_size)) for _, place, _ in places
-            ]
-        return torch.stack([torch.zeros(2, dtype=torch.int64), *parts])
-
-    found = collectives.reduce(all_or_none(sums), "sum")[1:].tolist()
-    damaged = [
-        f"{name} ({kind}) in {place.file}"
-        for ((kind, name), place, model), pair in zip(places, found, strict=True)
-        if tuple(pair) != model.sums[kind, name]
-    ]
-    damaged += on_main(lambda: list(_damaged_files(folder, manifest)))
-    if damaged:
+    share = collectives.process_index(), collectives.num_processes()
+    own = all_or_none(lambda: list(_find_damaged(folder, manifest, share=share)))
+    if found := collectives.gather_object(own):
+        damaged = ", ".join(f"{tensor} in {file}" if tensor else file for file, tensor in found)
         offer = on_main(lambda: offer_previous(folder))
-        raise CheckpointError(f"{folder} is damaged: {', '.join(damaged)} differs from its checksum.\n{offer}")
+        raise CheckpointError(f"{folder} is damaged: {damaged} differs from its checksum.\n{offer}")
 
 
 def find_differences(
@@ -155,29 +140,34 @@ def find_differences(
         progress: called with the bytes that were read since the last call.
         skipped: files that are not read, since they have other sizes.
     """
-    with RangeReader(folder) as reader:
-        for model in manifest.models:
-            for (kind, name), place in model.places.items():
-                if place.file not in skipped:
-                    sums = reader.sums(place, (0, math.prod(place.shape)), progress)
-                    if tuple(sums.tolist()) != model.sums[kind, name]:
-                        yield f"{place.file}: {name} ({kind}) differs from its checksum"
-    for path in _damaged_files(folder, manifest, progress, skipped=skipped):
-        yield f"{path} differs from its checksum"
+    for file, tensor in _find_damaged(folder, manifest, progress, skipped=skipped):
+        yield f"{file}: {tensor} differs from its checksum" if tensor else f"{file} differs from its checksum"
 
 
-def _damaged_files(
+def _find_damaged(
     folder: Path,
     manifest: Manifest,
     progress: Callable[[int], None] = lambda _: None,
     *,
     skipped: Collection[str] = (),
-) -> Iterator[str]:
-    """The files with a checksum of their own that differ from it."""
-    for path, (size, checksum) in manifest.files.items():
+    share: tuple[int, int] = (0, 1),
+) -> Iterator[tuple[str, str]]:
+    """File and tensor of all that differs from its checksum; no tensor where the checksum is the file's.
+
+    Args:
+        folder, manifest, progress, skipped: as above.
+        share: which process' part of the work, of how many.
+    """
+    rank, world_size = share
+    tensors = [(*entry, model.sums) for model in manifest.models for entry in model.places.items()]
+    with RangeReader(folder) as reader:
+        for (kind, name), place, sums in tensors[rank::world_size]:
+            if place.file not in skipped and reader.sums(place, progress) != sums[kind, name]:
+                yield place.file, f"{name} ({kind})"
+    for path, (size, checksum) in list(manifest.files.items())[rank::world_size]:
         if checksum is not None and path not in skipped:
             if checksum_of_file(folder / path) != checksum:
-                yield path
+                yield path, ""
             progress(size)
 
 

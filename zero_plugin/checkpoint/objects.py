@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from zero_plugin.checkpoint.folders import write_text
-from zero_plugin.distributed.seeding import seed_torch
+from zero_plugin.distributed.seeding import set_seed
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.nested import map_leaves
 from zero_plugin.tensors.safetensors_files import TYPE_NAMES, encode_header
@@ -310,9 +310,7 @@ def restore_random_state(saved: Sequence[Mapping[str, Any]], rank: int) -> str |
         return f"the random states of process {rank}, which was not there: it draws as the others do"
     other: Tensor = saved[rank % len(saved)]["torch"]
     seed = zlib.crc32(other.numpy().tobytes()) + rank
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    seed_torch(seed)
+    set_seed(seed)
     return f"the random states of process {rank}, which was not there: it is seeded with {seed}"
 
 

@@ -44,21 +44,6 @@ _MARK_BYTES: Final = 8  # side by side in one page, as the ends of ranges are
 _found_shared: set[Path] = set()  # file systems do not change while a process runs
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What goes into a checkpoint beside the models' tensors, on the main process.
-
-    Attributes:
-        about: for the manifest.
-        trees: file's path without ending → nested containers.
-        write_more: writes further files into the folder that it is given.
-    """
-
-    about: Mapping[str, Any]
-    trees: Mapping[str, Any]
-    write_more: Callable[[Path], None]
-
-
 @dataclass(slots=True)
 class OpenCheckpoint:
     """A checkpoint that lacks the models' tensors, and what makes it complete. The sessions are not needed for that.
@@ -111,7 +96,7 @@ class OpenCheckpoint:
 def open_checkpoint(
     target: Path,
     sessions: Sequence[Session],
-    make_draft: Callable[[], Draft],
+    collect: Callable[[Path], tuple[Mapping[str, Any], Mapping[str, Any]]],
     *,
     max_shard_bytes: int,
     run_hooks: Callable[[Path], Sequence[int]],
@@ -122,7 +107,8 @@ def open_checkpoint(
     Args:
         target: the folder.
         sessions: of all prepared models, in their order.
-        make_draft: called on the main process, after the hooks.
+        collect: called on the main process, after the hooks, with the folder that is being written, for further files;
+            what the manifest says of the checkpoint, and by a file's path without ending the nested containers in it.
         max_shard_bytes: of a weight file.
         run_hooks: called on every process with the folder that is being written; which sessions' weights it has stored
             by itself.
@@ -144,15 +130,14 @@ def open_checkpoint(
 
     layouts = all_or_none(lambda: [plan(index) for index in range(len(sessions))])
     agree_on(layouts)
-    draft = on_main(lambda: open_draft(target, _needed_bytes(layouts)))
+    tensor_bytes = sum(size for layout in layouts for size in layout.sizes.values())
+    draft = on_main(lambda: open_draft(target, tensor_bytes + _SMALL_BYTES))
     opened = OpenCheckpoint(target, draft, layouts, replaces)
 
     def begin() -> None:
         create_files(draft, opened.layouts)
-        contents = make_draft()
-        contents.write_more(draft)
-        opened.about = contents.about
-        opened.trees = {stem: encode_nested(tree, what=stem) for stem, tree in contents.trees.items()}
+        opened.about, trees = collect(draft)
+        opened.trees = {stem: encode_nested(tree, what=stem) for stem, tree in trees.items()}
 
     try:
         refuse_separate_folders(draft)
@@ -179,10 +164,6 @@ def agree_on(layouts: Sequence[Layout]) -> None:
             f"processes {differing} have other tensors than process 0 (names, shapes, types or optimizer states), so "
             "that no common checkpoint can be written. Every process has to build the same model."
         )
-
-
-def _needed_bytes(layouts: Sequence[Layout]) -> int:
-    return sum(size for layout in layouts for size in layout.sizes.values()) + _SMALL_BYTES
 
 
 def complete_draft(

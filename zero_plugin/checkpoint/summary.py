@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from zero_plugin.checkpoint.folders import MANIFEST_NAME, NUMBERED, Manifest, StoredModel, find_damage, read_manifest
+from zero_plugin.checkpoint.folders import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredModel,
+    find_damage,
+    read_manifest,
+    split_number,
+)
 from zero_plugin.config.run_files import RECORD_NAME
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.safetensors_files import Place, read_json
@@ -204,7 +211,7 @@ def several_checkpoints(folder: Path) -> list[Path]:
         and not path.name.startswith(".")
         and ((path / MANIFEST_NAME).is_file() or _AUTOMATIC_NAME.fullmatch(path.name))
     ]
-    return sorted(found, key=_by_number)
+    return sorted(found, key=lambda path: ((split_number(path.name) or ("", -1))[1], path.name))
 
 
 def find_deepspeed(folder: Path) -> Path | None:
@@ -218,8 +225,3 @@ def find_deepspeed(folder: Path) -> Path | None:
             return tagged
     inner = folder / "pytorch_model"  # Accelerate's save_state
     return inner if any(inner.glob(_MODEL_STATES)) else None
-
-
-def _by_number(path: Path) -> tuple[int, str]:
-    match = NUMBERED.fullmatch(path.name)
-    return int(match[2]) if match else -1, path.name

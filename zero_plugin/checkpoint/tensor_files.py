@@ -391,17 +391,17 @@ class RangeReader(_Files):
             self._fill(place, fragment.start + offset, staging[: part.numel()])
             part.copy_(staging[: part.numel()])
 
-    def sums(self, place: Place, part: tuple[int, int], progress: Callable[[int], None] = lambda _: None) -> Tensor:
-        """The checksum of a range of a stored tensor's elements; `progress` is called with the bytes that were read."""
+    def sums(self, place: Place, progress: Callable[[int], None]) -> tuple[int, ...]:
+        """The checksum of a stored tensor; `progress` is called with the bytes that were read."""
         total = torch.zeros(2, dtype=torch.int64)
-        begin, end = part
-        staging = torch.empty(min(max(end - begin, 1), _STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
-        for first in range(begin, end, staging.numel()):
-            chunk = staging[: end - first]
+        count = math.prod(place.shape)
+        staging = torch.empty(min(max(count, 1), _STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
+        for first in range(0, count, staging.numel()):
+            chunk = staging[: count - first]
             self._fill(place, first, chunk)
             total += sum_words(chunk, first)
             progress(chunk.nbytes)
-        return total
+        return tuple(total.tolist())
 
     def _fill(self, place: Place, first: int, flat: Tensor) -> None:
         data, offset = _bytes_of(flat), place.start + first * flat.element_size()

@@ -108,8 +108,8 @@ class _Seen:
     encloses: bool = False
 
 
-class RunningLoops:
-    """The running loops that one model's micro-batches come from, and which of them ends accumulation windows.
+class LoaderProgress:
+    """Where a window's micro-batches are in the running loops over prepared loaders, of which one ends windows.
 
     Where several loaders are iterated side by side, as a short one that is begun again and again beside a long one, it
     is the longest; with unknown or equal lengths the one begun first. A loop around another one is left out.
@@ -117,63 +117,137 @@ class RunningLoops:
     Args:
         ends_windows: whether a loader's end ends a window at all.
         running: the loops of this process.
+
+    Attributes:
+        is_own: whether the last micro-batch has its own batch of some loop, or there is none to have one of.
     """
 
     def __init__(self, *, ends_windows: bool = True, running: ActiveLoaders = RUNNING) -> None:
+        self.is_own = True
         self._running = running
         self._ends_windows = ends_windows
         # By the loop's number. One that runs already is around what is to come, or was left by an error whose traceback
         # keeps it alive.
         self._seen = {loader.loop: _Seen(loader.position, encloses=True) for loader in running.loaders}
+        self._leader: DataLoaderStateMixin | None = None  # at the last micro-batch
+        self._fetches_ahead = False  # whether its loop is known to compute what it fetches ahead, not to skip it
+        self._dropped = 0  # dropped micro-batches, which the loop may compute again without fetching others
+        self._was_left = False  # whether the leader's last loop ended, or was left, since the last micro-batch
         self._side_by_side = 0  # micro-batches in a row of loops that end at different ones
-        self._is_warned = False
+        self._has_warned = self._has_warned_of_leaving = False
 
-    def find_leader(self) -> DataLoaderStateMixin | None:
+    @property
+    def is_running(self) -> bool:
+        """Whether a prepared loader whose end ends windows is being iterated."""
+        return self._find_leader() is not None
+
+    @property
+    def left(self) -> int | None:
+        """Micro-batches of the epoch after the current one; None if that is not known.
+
+        It is not known either in the first window of a loop that fetches several batches before it computes them,
+        since the loop may also skip them.
+        """
+        leader = self._find_leader()
+        left = None if leader is None else leader.batches_left
+        if leader is None or left is None:
+            return None
+        ahead = self._of(leader).ahead
+        return None if ahead and not self._fetches_ahead else ahead + left
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the current micro-batch is the last one of the epoch."""
+        leader = self._find_leader()
+        if leader is None or not leader.end_of_dataloader:
+            return False
+        return not (self._fetches_ahead and self._of(leader).ahead)
+
+    @property
+    def next_is_last(self) -> bool:
+        """`is_last` of the next micro-batch, whose batch was fetched, before it is counted."""
+        leader = self._find_leader()
+        if leader is None or not leader.end_of_dataloader:
+            return False
+        ahead, are_computed = self._look_ahead(leader)
+        return not (ahead and are_computed)
+
+    def advance(self, *, accumulates: bool) -> None:
+        """Go on to the next micro-batch.
+
+        Args:
+            accumulates: whether a window has several micro-batches, so that their ends matter.
+        """
+        loaders, leader = self._running.loaders, self._find_leader()
+        if leader is not None:
+            _, self._fetches_ahead = self._look_ahead(leader)
+            self._was_left = leader is self._leader and leader.loop not in self._seen
+            self._leader = leader
+        self._seen = {loader.loop: self._of(loader) for loader in loaders}
+        self.is_own = self._dropped > 0 or all(seen.encloses for seen in self._seen.values())
+        self._dropped = max(0, self._dropped - 1)
+        for loader in loaders:
+            seen = self._seen[loader.loop]
+            if loader.position > seen.position or seen.ahead:
+                seen.ahead, _ = self._look_ahead(loader)
+                seen.position, seen.rests, self.is_own = loader.position, 0, True
+            else:
+                seen.rests += 1
+                seen.encloses = seen.encloses or seen.rests >= _ENCLOSING
+        if accumulates and self._ends_windows and len(loaders) > 1 and not self._has_warned:
+            self._warn_of_others(self._beside(loaders))
+
+    def repeat(self, micro_batches: int) -> None:
+        """So many micro-batches were dropped, and may be computed again without fetching others."""
+        self._dropped += micro_batches
+
+    def warn_if_left(self, micro_batches: int, size: int) -> None:
+        """Warn once if the loop has left an epoch inside a window, after so many of its micro-batches."""
+        if self._was_left and not self._has_warned_of_leaving:
+            self._has_warned_of_leaving = True
+            announce(
+                f"an epoch was left after {micro_batches} of the {size} micro-batches of an accumulation "
+                "window (by break, or zipped with a shorter loader): the window continues in the next epoch"
+            )
+
+    def _of(self, loader: DataLoaderStateMixin) -> _Seen:
+        return self._seen.get(loader.loop) or _Seen()
+
+    def _look_ahead(self, loader: DataLoaderStateMixin) -> tuple[int, bool]:
+        """The number of batches fetched beyond that of the next micro-batch, and whether they will be computed.
+
+        If a loop fetches a window's batches before it computes them, the position jumps, and then does not change for
+        some micro-batches. If it keeps jumping, the loop skips batches.
+        """
+        seen = self._of(loader)
+        fetched = loader.position - seen.position
+        if fetched < 1:
+            return max(0, seen.ahead - 1), seen.ahead > 0
+        return fetched - 1, self._fetches_ahead and loader is self._leader and fetched > 1
+
+    def _find_leader(self) -> DataLoaderStateMixin | None:
         """The loader whose epoch's end ends the window."""
         loaders = self._running.loaders
         if not self._ends_windows or not loaders:
             return None
         return loaders[0] if len(loaders) == 1 else self._lead(self._beside(loaders))
 
-    def count_batch(self, *, accumulates: bool) -> bool:
-        """One more micro-batch. Whether it has a batch of its own of some loop, or there is none to have one of.
-
-        Args:
-            accumulates: whether windows have several, so that their ends matter.
-        """
-        loaders = self._running.loaders
-        self._seen = {loader.loop: self._seen.get(loader.loop) or _Seen() for loader in loaders}
-        is_own = all(seen.encloses for seen in self._seen.values())
-        for loader in loaders:
-            seen = self._seen[loader.loop]
-            fetched, seen.position = loader.position - seen.position, loader.position
-            if fetched > 0 or seen.ahead:
-                seen.ahead = fetched - 1 if fetched > 0 else seen.ahead - 1
-                seen.rests, is_own = 0, True
-            else:
-                seen.rests += 1
-                seen.encloses = seen.encloses or seen.rests >= _ENCLOSING
-        if accumulates and self._ends_windows and len(loaders) > 1 and not self._is_warned:
-            self._warn(self._beside(loaders))
-        return is_own
-
     def _beside(self, loaders: list[DataLoaderStateMixin]) -> list[DataLoaderStateMixin]:
         """Those that run side by side."""
-        beside = [loader for loader in loaders if not (self._seen.get(loader.loop) or _Seen()).encloses]
-        return beside or loaders
+        return [loader for loader in loaders if not self._of(loader).encloses] or loaders
 
     def _lead(self, loaders: list[DataLoaderStateMixin]) -> DataLoaderStateMixin:
         lengths = [loader.epoch_length for loader in loaders]
         known = [length for length in lengths if length is not None]
         return loaders[lengths.index(max(known))] if len(known) == len(lengths) else loaders[0]
 
-    def _warn(self, loaders: list[DataLoaderStateMixin]) -> None:
+    def _warn_of_others(self, loaders: list[DataLoaderStateMixin]) -> None:
         """Once, where the loops that run side by side end at different batches."""
         lengths = {loader.epoch_length for loader in loaders}
         differ = len(loaders) > 1 and (len(lengths) > 1 or None in lengths)
         self._side_by_side = self._side_by_side + 1 if differ else 0
         if self._side_by_side >= _WARNED_AFTER:
-            self._is_warned = True
+            self._has_warned = True
             leader = self._lead(loaders)
             others = ", ".join(_describe(loader) for loader in loaders if loader is not leader)
             announce(

@@ -29,7 +29,7 @@ from zero_plugin.checkpoint.folders import (
 )
 from zero_plugin.checkpoint.load import LoadReport, load_tensors, read_common_manifest, verify_checksums
 from zero_plugin.checkpoint.objects import random_state, read_nested, restore_random_state
-from zero_plugin.checkpoint.save import Draft, open_checkpoint, write_configuration
+from zero_plugin.checkpoint.save import open_checkpoint, write_configuration
 from zero_plugin.checkpoint.tensor_files import session_fragments
 from zero_plugin.config.amounts import require_bytes
 from zero_plugin.config.launch_settings import launch_settings
@@ -124,7 +124,7 @@ class Checkpoints:
         opened = open_checkpoint(
             target,
             sessions,
-            lambda: self._make_draft(states, {"run": run, "order": self._lineages.next_order(target)}),
+            lambda folder: self._collect(folder, states, {"run": run, "order": self._lineages.next_order(target)}),
             max_shard_bytes=require_bytes("save_state(max_shard_size=…)", max_shard_size),
             run_hooks=self._run_save_hooks,
             replaces=not project.automatic_checkpoint_naming,
@@ -190,7 +190,10 @@ class Checkpoints:
             hook(list(models), left, str(draft))
         return taken_out(weights, left)
 
-    def _make_draft(self, states: list[Any], lineage: dict[str, Any]) -> Draft:
+    def _collect(
+        self, folder: Path, states: list[Any], lineage: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the manifest says of the checkpoint, and the trees in it; the models' configurations go to `folder`."""
         runs = [training.resolved.record for training in self._prepared.trainings]
         training = {
             "models": [describe_training(training) for training in self._prepared.trainings],
@@ -202,24 +205,18 @@ class Checkpoints:
             "iteration": self._project.iteration,
         }
         objects = [{"class": type(o).__qualname__, "state": o.state_dict()} for o in self.objects]
-
-        def write_more(folder: Path) -> None:
-            for index, (run, trained) in enumerate(zip(runs, self._prepared.trainings, strict=True)):
-                part = folder / f"model_{index}" if index else folder
-                write_record(run, part)
-                write_configuration(trained.session.module, part)
-
-        return Draft(
-            about={
-                **lineage,
-                "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "strategy": runs[0]["strategy"] if runs else None,
-                "processes": self._run.processes.world_size,
-                "versions": runs[0]["versions"] if runs else {},
-            },
-            trees={"training": training, "random": states, "objects": objects},
-            write_more=write_more,
-        )
+        for index, (run, trained) in enumerate(zip(runs, self._prepared.trainings, strict=True)):
+            part = folder / f"model_{index}" if index else folder
+            write_record(run, part)
+            write_configuration(trained.session.module, part)
+        about = {
+            **lineage,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "strategy": runs[0]["strategy"] if runs else None,
+            "processes": self._run.processes.world_size,
+            "versions": runs[0]["versions"] if runs else {},
+        }
+        return about, {"training": training, "random": states, "objects": objects}
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -15,10 +15,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from zero_plugin.data.active import ActiveLoaders
 from zero_plugin.errors import LoopError
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.training import Training
-from zero_plugin.loop.window import Epoch
 from zero_plugin.strategies.base import Strategy
 from zero_plugin.tensors.wrappers import find_leaves
 
@@ -29,14 +29,6 @@ _log = logging.getLogger(__name__)
 _FIRST = 10
 _EVERY = 100
 _STARTS = 3  # so many epochs are also checked at their first batch
-
-
-class RunningLoader(Protocol):
-    """Which prepared loader is being iterated."""
-
-    @property
-    def current(self) -> Epoch | None:
-        """The loader of the innermost loop; None outside of loops."""
 
 
 class FirstSteps:
@@ -50,7 +42,7 @@ class FirstSteps:
         running: has the prepared loader that is being iterated.
     """
 
-    def __init__(self, trainings: Sequence[Training], running: RunningLoader) -> None:
+    def __init__(self, trainings: Sequence[Training], running: ActiveLoaders) -> None:
         self._trainings = trainings
         self._running = running
         self._backwards = 0  # since the last call of `begin`

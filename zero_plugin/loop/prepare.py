@@ -26,7 +26,7 @@ from zero_plugin.config.resolve.facts import (
 )
 from zero_plugin.config.resolve.resolve import resolve
 from zero_plugin.config.run_files import keep_record
-from zero_plugin.data.active import RunningLoops
+from zero_plugin.data.active import LoaderProgress
 from zero_plugin.distributed.processes import Processes
 from zero_plugin.errors import ConfigError, LoopError
 from zero_plugin.loop.memory_check import (
@@ -39,7 +39,7 @@ from zero_plugin.loop.memory_check import (
 from zero_plugin.loop.optimizer import AcceleratedOptimizer
 from zero_plugin.loop.scheduler import AcceleratedScheduler, describe_counting, own_steps
 from zero_plugin.loop.training import Pair, Training, parameters_left_out
-from zero_plugin.loop.window import LoaderProgress, Window
+from zero_plugin.loop.window import Window
 from zero_plugin.plan.model_source import probe_model
 from zero_plugin.plan.run_plan import local_processes, plan_open_fields, predict_memory
 from zero_plugin.strategies.base import SessionRequest, Strategy
@@ -135,7 +135,7 @@ def wrap_optimizer(
     training: Training,
     given: Optimizer | DummyOptim,
     held: AcceleratedOptimizer | None,
-    loops: RunningLoops,
+    progress: LoaderProgress,
     schedulers: Sequence[Any],
 ) -> AcceleratedOptimizer:
     """Create the `AcceleratedOptimizer` of a session that has an optimizer.
@@ -144,10 +144,9 @@ def wrap_optimizer(
         training: the prepared model.
         given: the optimizer that was passed to `prepare`.
         held: the `AcceleratedOptimizer` that an earlier `prepare` returned for it, or None.
-        loops: the running loops over prepared loaders.
+        progress: the running loops over prepared loaders.
         schedulers: its schedulers in this `prepare` call.
     """
-    progress = LoaderProgress(loops.find_leader, loops.count_batch)
     training.window = Window(training.resolved.accumulation, training.session, progress)
     assert training.session.optimizer is not None, "the session has just been given one"
     optimizer = AcceleratedOptimizer(training.session.optimizer) if held is None else held

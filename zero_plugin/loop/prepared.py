@@ -17,7 +17,7 @@ from zero_plugin.config.placeholders import DummyOptim, DummyScheduler
 from zero_plugin.config.resolve.facts import Facts, LoopFacts, Resolved
 from zero_plugin.config.run_files import OutOfMemoryReport
 from zero_plugin.config.tree import AUTO
-from zero_plugin.data.active import RUNNING, RunningLoops
+from zero_plugin.data.active import RUNNING, LoaderProgress
 from zero_plugin.data.dispatch import SliceFunction
 from zero_plugin.data.loader import DataLoaderAdapter
 from zero_plugin.data.prepare import peek_batch, prepare_loader
@@ -32,7 +32,7 @@ from zero_plugin.loop.run import Run
 from zero_plugin.loop.same_everywhere import check_same_models
 from zero_plugin.loop.scheduler import AcceleratedScheduler
 from zero_plugin.loop.training import Pair, Training, holds_any, pair_models, refuse_other_steps
-from zero_plugin.loop.window import LoaderProgress, Window
+from zero_plugin.loop.window import Window
 from zero_plugin.plan.run_plan import accelerator_kind, probe_loop, probe_machine, surely_train
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
@@ -369,7 +369,7 @@ class Prepared:
             self.untrained.append(training)
             return
         ready[id(pair.optimizer)] = wrap_optimizer(
-            training, pair.optimizer, held, self._running_loops(), pair.schedulers
+            training, pair.optimizer, held, self._new_progress(), pair.schedulers
         )
         self.trained.append(training)
         self.window = training.window
@@ -455,10 +455,8 @@ class Prepared:
     def _new_window(self, session: UnpreparedOptimizer | None = None) -> Window:
         """A window of as many micro-batches as configured, for what is not trained by a prepared model."""
         steps = self._run.document.deepspeed.value("gradient_accumulation_steps")
-        loops = self._running_loops()
-        progress = LoaderProgress(loops.find_leader, loops.count_batch)
-        return Window(steps if isinstance(steps, int) else 1, session, progress)
+        return Window(steps if isinstance(steps, int) else 1, session, self._new_progress())
 
-    def _running_loops(self) -> RunningLoops:
+    def _new_progress(self) -> LoaderProgress:
         """The running loops over prepared loaders, for one window."""
-        return RunningLoops(ends_windows=self._run.options.accumulation.sync_with_dataloader)
+        return LoaderProgress(ends_windows=self._run.options.accumulation.sync_with_dataloader)

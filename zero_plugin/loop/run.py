@@ -35,7 +35,7 @@ from zero_plugin.machine.hardware import Meter, available_cpu_memory
 from zero_plugin.plan.run_plan import accelerator_kind, local_processes, probe_machine
 from zero_plugin.strategies.base import Session
 from zero_plugin.strategies.select import select_strategy
-from zero_plugin.trackers.running import Trackers
+from zero_plugin.trackers.trackers import Trackers
 
 if TYPE_CHECKING:
     from zero_plugin.loop.prepared import Prepared

@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from zero_plugin.distributed.collectives import announce
+from zero_plugin.data.active import LoaderProgress
 from zero_plugin.errors import LoopError
 from zero_plugin.strategies.base import LOSS_OF_OTHERS, Session
 from zero_plugin.strategies.optimizer_only import UnpreparedOptimizer
@@ -24,132 +24,6 @@ LATE_BACKWARD = (
     "backward() after clip_grad_norm_() and before optimizer.step(): the clipped norm would not be the step's.\n"
     "Call clip_grad_norm_() after the window's last backward()."
 )
-
-
-class Epoch(Protocol):
-    """The progress of a prepared loader while it is iterated."""
-
-    @property
-    def batches_left(self) -> int | None:
-        """The number of batches after the last fetched one in this epoch; None if the length is unknown."""
-
-    end_of_dataloader: bool
-    """Whether the last fetched batch is the last one of the epoch."""
-
-    position: int
-    """The index of the last fetched batch in the epoch; -1 before the first."""
-
-
-class CountBatch(Protocol):
-    """Compares the micro-batches with the batches of the prepared loaders that are being iterated."""
-
-    def __call__(self, *, accumulates: bool) -> bool:
-        """Count a micro-batch; see `LoaderProgress`."""
-
-
-class LoaderProgress:
-    """Where a window's micro-batches are in the epochs of the prepared loaders.
-
-    Args:
-        running_epoch: returns the prepared loader that is being iterated and whose epoch's end ends windows; None if
-            there is none.
-        count_batch: called for each micro-batch, with whether a window has several; returns whether the micro-batch has
-            its own batch of a prepared loader, or no prepared loader is being iterated.
-
-    Attributes:
-        is_own: whether the last micro-batch has its own batch.
-    """
-
-    def __init__(
-        self,
-        running_epoch: Callable[[], Epoch | None] = lambda: None,
-        count_batch: CountBatch = lambda *, accumulates: True,  # noqa: ARG005
-    ) -> None:
-        self.is_own = True
-        self._running_epoch = running_epoch
-        self._count_batch = count_batch
-        self._epoch: Epoch | None = None  # the epoch of the last micro-batch
-        self._position = -1  # its position in that epoch
-        self._ahead = 0  # batches that the loop had fetched beyond the one of that micro-batch
-        self._fetches_ahead = False  # whether the loop is known to compute those, not to skip them
-        self._dropped = 0  # dropped micro-batches, which the loop may compute again without fetching others
-        self._went_back = self._has_warned = False
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a prepared loader whose end ends windows is being iterated."""
-        return self._running_epoch() is not None
-
-    @property
-    def left(self) -> int | None:
-        """Micro-batches of the epoch after the current one; None if that is not known.
-
-        It is not known either in the first window of a loop that fetches several batches before it computes them,
-        since the loop may also skip them.
-        """
-        epoch = self._running_epoch()
-        if epoch is None or (self._ahead and not self._fetches_ahead):
-            return None
-        left = epoch.batches_left
-        return None if left is None else self._ahead + left
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the current micro-batch is the last one of the epoch."""
-        epoch = self._running_epoch()
-        return epoch is not None and epoch.end_of_dataloader and not (self._ahead and self._fetches_ahead)
-
-    @property
-    def next_is_last(self) -> bool:
-        """`is_last` of the next micro-batch, whose batch was fetched, before it is counted."""
-        epoch = self._running_epoch()
-        if epoch is None or not epoch.end_of_dataloader:
-            return False
-        ahead, are_computed = self._look_ahead(epoch)
-        return not (ahead and are_computed)
-
-    def advance(self, *, accumulates: bool) -> None:
-        """Go on to the next micro-batch.
-
-        Args:
-            accumulates: whether a window has several micro-batches.
-        """
-        epoch = self._running_epoch()
-        self.is_own = self._count_batch(accumulates=accumulates) or self._dropped > 0
-        self._dropped = max(0, self._dropped - 1)
-        self._went_back = False
-        if epoch is not None:
-            if accumulates:
-                self._ahead, self._fetches_ahead = self._look_ahead(epoch)
-            self._went_back = epoch is self._epoch and epoch.position < self._position
-            self._epoch, self._position = epoch, epoch.position
-
-    def repeat(self, micro_batches: int) -> None:
-        """So many micro-batches were dropped, and may be computed again without fetching others."""
-        self._dropped += micro_batches
-
-    def warn_if_left(self, micro_batches: int, size: int) -> None:
-        """Warn once if the loop has left an epoch inside a window, after so many of its micro-batches."""
-        if self._went_back and not self._has_warned:
-            self._has_warned = True
-            announce(
-                f"an epoch was left after {micro_batches} of the {size} micro-batches of an accumulation "
-                "window (by break, or zipped with a shorter loader): the window continues in the next epoch"
-            )
-
-    def _look_ahead(self, epoch: Epoch) -> tuple[int, bool]:
-        """The number of batches fetched beyond that of the next micro-batch, and whether they will be computed.
-
-        If a loop fetches a window's batches before it computes them, the position jumps, and then does not change for
-        some micro-batches. If it keeps jumping, the loop skips batches.
-        """
-        goes_on = epoch is self._epoch and epoch.position >= self._position
-        fetched = epoch.position - self._position if goes_on else epoch.position + 1
-        if fetched == 0 and self._ahead:
-            return self._ahead - 1, True
-        if fetched == 0 and self._fetches_ahead:  # a new epoch at the same position
-            fetched = epoch.position + 1
-        return max(0, fetched - 1), self._fetches_ahead and epoch is self._epoch and fetched > 1
 
 
 class Phase(enum.Enum):

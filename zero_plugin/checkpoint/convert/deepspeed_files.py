@@ -404,7 +404,7 @@ def _base_states(saved: Any) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[
 
 def _join_pieces(name: str, shape: tuple[int, ...], flats: Sequence[Tensor], pieces: Sequence[_Piece]) -> Stored:
     """The unpartitioned tensor; raises CheckpointError where elements are missing."""
-    parts = tuple(flats[piece.rank].detach().view(-1)[piece.start : piece.start + piece.count] for piece in pieces)
+    parts = tuple(flats[piece.rank].detach().reshape(-1)[piece.start : piece.start + piece.count] for piece in pieces)
     found, wanted = sum(part.numel() for part in parts), math.prod(shape)
     if found != wanted:
         raise CheckpointError(f"the ranks' files hold {found:,} elements of {name}, which has {wanted:,}.")
@@ -502,12 +502,7 @@ def _copied_groups(saved: Mapping[str, Any], parameters: Mapping[str, Tensor]) -
         joined = saved["fp32_groups_flat"][number : number + 1] if "fp32_groups_flat" in saved else None
         for index, copy in zip(settings["params"], joined or saved["fp32_groups"][number], strict=True):
             flat = copy.detach().reshape(-1)
-            states = [
-                {
-                    key: value.reshape(-1) if isinstance(value, Tensor) and value.ndim else value
-                    for key, value in base["state"].get(index, {}).items()
-                }
-            ]
+            states = [base["state"].get(index, {})]
             offset = 0
             while offset < flat.numel():
                 name = next((name for name, tensor in left.items() if _is_at(tensor, flat, offset)), None)

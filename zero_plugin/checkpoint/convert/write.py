@@ -163,9 +163,7 @@ def write_single_file(
     write_model(source, folder, dtype=dtype, max_shard_bytes=_ENDLESS, overwrite=True, progress=progress)
     (folder / SINGLE_NAME).replace(target)
     sync_folder(target.parent)
-    for left in folder.iterdir():
-        left.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def _name_dtype(config: Path, name: str) -> None:
