@@ -210,6 +210,7 @@ def _text(text: str) -> str:
 
 
 _TRAINING = "deepspeed"
+Said = Mapping[KeyPath, tuple[str, Any]]  # by path: the flag or the call that set it, and the value
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +251,16 @@ class Document:
                 return found
         return self.sources[0] if self.sources else "the configuration"
 
-    def overlay(self, values: Mapping[KeyPath, Any], *, kind: OriginKind, where: Mapping[KeyPath, str]) -> Document:
-        """A document with `values` laid over this one (the later layer wins).
+    def overlay(self, kind: OriginKind, said: Said) -> Document:
+        """A document with what was `said` laid over this one (the later layer wins).
 
         Args:
-            values: by path; a path that starts with `deepspeed` goes to the training configuration, any other is a
-                launch key.
             kind: what the new layer is.
-            where: for each path, the flag or call that set it.
+            said: a path that starts with `deepspeed` goes to the training configuration, any other is a launch key.
         """
         entries: dict[KeyPath, Entry] = {}
-        for path, value in values.items():
-            origin = Origin(kind, where[path], key=_typed_key(where[path], path))
+        for path, (where, value) in said.items():
+            origin = Origin(kind, where, key=_typed_key(where, path))
             tree = Tree.from_nested({"v": value}, lambda _, origin=origin: origin)  # type: ignore[misc]
             entries.update({path + leaf[1:]: entry for leaf, entry in tree.entries.items()})
         return self.lay(entries)

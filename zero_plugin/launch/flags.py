@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
-from zero_plugin.config.document import SHORT_FIELDS, Document
+from zero_plugin.config.document import SHORT_FIELDS, Document, Said
 from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, read_assignments
 from zero_plugin.config.launch_settings import (
     COMPILER_KEYS,
@@ -68,11 +68,8 @@ def document_from_flags(
         zero_flags.append("config_file")
     if "deepspeed_config_file" in flags:
         document = _with_training(document, read_document(str(flags["deepspeed_config_file"])))
-    values, where = _values(flags)
-    assigned, assigned_where = read_assignments(assignments, "--set")
-    values, where = {**values, **assigned}, {**where, **assigned_where}
     problems = list(_contradictions(flags, document))
-    document = overlay_flags(document, values, where)
+    document = overlay_flags(document, {**_said(flags), **read_assignments(assignments, "--set")})
     if zero_flags and not document.launch.value("distributed_type"):
         what = "a DeepSpeed config by itself" if zero_flags[0] == "config_file" else f"--{zero_flags[0]}"
         requested = Entry("DEEPSPEED", Origin("rule", f"--{zero_flags[0]}", f"{what} requests ZeRO"))
@@ -115,9 +112,8 @@ def _with_training(document: Document, training: Document) -> Document:
     )
 
 
-def _values(flags: Mapping[str, str | bool]) -> tuple[dict[KeyPath, Any], dict[KeyPath, str]]:
-    values: dict[KeyPath, Any] = {}
-    where: dict[KeyPath, str] = {}
+def _said(flags: Mapping[str, str | bool]) -> Said:
+    said: dict[KeyPath, tuple[str, Any]] = {}
     for name, text in flags.items():
         if name in _SWITCHES:
             new: dict[KeyPath, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
@@ -129,9 +125,8 @@ def _values(flags: Mapping[str, str | bool]) -> tuple[dict[KeyPath, Any], dict[K
             new = {(name,): _read(text)}
         else:  # it chooses a file, or says what runs
             continue
-        values.update(new)
-        where.update(dict.fromkeys(new, f"--{name}"))
-    return values, where
+        said |= {path: (f"--{name}", value) for path, value in new.items()}
+    return said
 
 
 def _read(text: str | bool) -> Any:
