@@ -304,7 +304,7 @@ def read_assignments(texts: Iterable[str], flag: str) -> Said:
         read = parse_yaml(value, place, problems).plain()
         if problems:
             raise ConfigError(problems)
-        path = _path_of(tuple(key.split(".")))
+        path = path_of(tuple(key.split(".")))
         if path[0] == "deepspeed":
             nested: Any = read
             for part in reversed(path[1:]):
@@ -316,7 +316,8 @@ def read_assignments(texts: Iterable[str], flag: str) -> Said:
     return said
 
 
-def _path_of(parts: KeyPath) -> KeyPath:
+def path_of(parts: KeyPath) -> KeyPath:
+    """The path of a key as `Document.overlay` takes it, from its name with what may be before it in a launch YAML."""
     if len(parts) > 1 and parts[0] in _BEFORE_TRAINING:
         parts = parts[1:]
     elif parts[0] in LAUNCH_KEYS:

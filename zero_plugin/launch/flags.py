@@ -12,17 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
 from zero_plugin.config.document import SHORT_FIELDS, Document, Said
-from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, read_assignments
-from zero_plugin.config.launch_settings import (
-    COMPILER_KEYS,
-    COMPILER_PREFIX,
-    LaunchSettings,
-    ignored_keys,
-)
+from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, path_of, read_assignments
+from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, LaunchSettings, ignored_keys
+from zero_plugin.config.located import read_scalar
 from zero_plugin.config.read import DEFAULT_STAGE, read_document
 from zero_plugin.config.tree import Entry, KeyPath, Origin, show
 from zero_plugin.distributed.messages import show_messages
@@ -119,10 +114,8 @@ def _said(flags: Mapping[str, str | bool]) -> Said:
             new: dict[KeyPath, Any] = {(key,): value for key, value in _SWITCHES[name].items()}
         elif name.startswith(COMPILER_PREFIX):
             new = {(COMPILER_KEYS[0], name): _read(text)}
-        elif name in SHORT_FIELDS:
-            new = {("deepspeed", *SHORT_FIELDS[name]): _read(text)}
-        elif name in LaunchSettings.model_fields:
-            new = {(name,): _read(text)}
+        elif name in SHORT_FIELDS or name in LaunchSettings.model_fields:
+            new = {path_of((name,)): _read(text)}
         else:  # it chooses a file, or says what runs
             continue
         said |= {path: (f"--{name}", value) for path, value in new.items()}
@@ -131,10 +124,7 @@ def _said(flags: Mapping[str, str | bool]) -> Said:
 
 def _read(text: str | bool) -> Any:
     """A flag's text as a file would read it."""
-    if isinstance(text, bool):
-        return text
-    number = as_number(text)
-    return {"true": True, "false": False, "null": None}.get(text.lower(), text if number is None else number)
+    return read_scalar(text) if isinstance(text, str) and text else text
 
 
 def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iterator[Problem]:
