@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -19,7 +18,7 @@ import typer
 
 import zero_plugin
 from zero_plugin.cli import doctor_machine, doctor_software
-from zero_plugin.cli.output import Finding, print_findings
+from zero_plugin.cli.output import Finding, print_findings, print_json
 from zero_plugin.config.amounts import show_bytes
 from zero_plugin.config.document import Document
 from zero_plugin.config.find import find_config_file
@@ -70,8 +69,7 @@ def doctor(
     findings = list(examine(document, os.environ, build=build))
     healthy = all(finding.level != "wrong" for finding in findings)
     if as_json:
-        report = {"healthy": healthy, "files": list(document.sources), "findings": [asdict(f) for f in findings]}
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print_json({"healthy": healthy, "files": document.sources, "findings": [asdict(f) for f in findings]})
     else:
         print_findings(findings)
     raise typer.Exit(0 if healthy else 1)
