@@ -29,6 +29,7 @@ SHORT_FIELDS: Final[Mapping[str, KeyPath]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
 }
+ZERO_FIELDS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))  # that only ZeRO has
 
 # Fields under `deepspeed_config` that concern the launch or the model, not DeepSpeed's own configuration.
 LAUNCH_FIELDS: Final = (
@@ -146,6 +147,18 @@ _PLAIN: Final = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+@=-]*|~/[A-Za-z0-9_./+@=-]*
 _WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})  # in YAML 1.1, not text
 # What YAML does not print or would take for a line break, and what JSON escapes in pairs, which YAML does not.
 _TO_ESCAPE: Final = re.compile("[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+
+
+def offload_devices(training: Tree) -> dict[str, Any]:
+    """Where `optimizer` and `param` are offloaded to: `none`, `cpu`, `nvme`, or AUTO."""
+    return {what: training.value(_ZERO, f"offload_{what}", "device") or "none" for what in ("optimizer", "param")}
+
+
+def nvme_folders(training: Tree) -> list[str]:
+    """The folders of what is offloaded to NVMe, each once; one that is open is none."""
+    on_nvme = [what for what, device in offload_devices(training).items() if device == "nvme"]
+    folders = [training.value(_ZERO, f"offload_{what}", "nvme_path") for what in on_nvme]
+    return list(dict.fromkeys(folder for folder in folders if isinstance(folder, str)))
 
 
 def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:

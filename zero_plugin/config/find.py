@@ -16,7 +16,7 @@ from typing import Any, Final
 from zero_plugin.config.amounts import as_number
 from zero_plugin.config.check import check_document
 from zero_plugin.config.choices import FALSE_WORDS, TRUE_WORDS
-from zero_plugin.config.document import SHORT_FIELDS, Document, Said, from_environment, one_spelling
+from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said, from_environment, one_spelling
 from zero_plugin.config.launch_settings import LAUNCH_KEYS, launch_schema
 from zero_plugin.config.located import parse_yaml
 from zero_plugin.config.read import document_from_mapping, read_document
@@ -78,13 +78,8 @@ _TRAINING: Final = {
 }
 _DEEPSPEED: Final = {
     f"{_ZERO}CONFIG_FILE": "deepspeed_config_file",
-    f"{_ZERO}ZERO_STAGE": "zero_stage",
-    f"{_ZERO}OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-    f"{_ZERO}OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
-    f"{_ZERO}OFFLOAD_PARAM_DEVICE": "offload_param_device",
-    f"{_ZERO}OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    **{f"{_ZERO}{name.upper()}": name for name in ZERO_FIELDS},
     f"{_ZERO}ZERO3_INIT": "zero3_init_flag",
-    f"{_ZERO}ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
     f"{_ZERO}MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
 }
 _REFUSED: Final = {

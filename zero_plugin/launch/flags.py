@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from zero_plugin.config.check import check_document
 from zero_plugin.config.commented import write_config
-from zero_plugin.config.document import SHORT_FIELDS, Document, Said
+from zero_plugin.config.document import SHORT_FIELDS, ZERO_FIELDS, Document, Said
 from zero_plugin.config.find import default_config_file, find_config_file, overlay_flags, path_of, read_assignments
 from zero_plugin.config.launch_settings import COMPILER_KEYS, COMPILER_PREFIX, LaunchSettings, ignored_keys
 from zero_plugin.config.located import read_scalar
@@ -34,8 +34,6 @@ _SWITCHES: Final[Mapping[str, Mapping[str, Any]]] = {
     "tpu": {"distributed_type": "XLA", "use_cpu": False},
     "use_deepspeed": {"distributed_type": "DEEPSPEED"},
 }
-# Flags that ask for something only ZeRO has.
-_ZERO_FLAGS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))
 _FILE_FLAG: Final = "--deepspeed_config_file"
 
 
@@ -58,7 +56,7 @@ def document_from_flags(
         except ConfigError as error:
             raise ConfigError(_with_reason(error.problems, file)) from None
     document = read_document(str(flags["config_file"]), content=content) if "config_file" in flags else Document()
-    zero_flags = [name for name in (*_ZERO_FLAGS, "deepspeed_config_file") if name in flags]
+    zero_flags = [name for name in (*ZERO_FIELDS, "deepspeed_config_file") if name in flags]
     if len(document.deepspeed) and not len(document.launch):  # a DeepSpeed JSON by itself
         zero_flags.append("config_file")
     if "deepspeed_config_file" in flags:
@@ -150,7 +148,7 @@ def _contradictions(flags: Mapping[str, str | bool], document: Document) -> Iter
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         return
     message = f"has no effect without ZeRO, and {chosen} requests a run without it"
-    yield from (Problem(f"--{name}", "", message, fix) for name in _ZERO_FLAGS if name in flags)
+    yield from (Problem(f"--{name}", "", message, fix) for name in ZERO_FIELDS if name in flags)
     stage = document.deepspeed.get("zero_optimization", "stage")
     if "deepspeed_config_file" in flags and stage is not None and stage.value not in (None, 0):
         message = f"the stage of {show(stage.value)} at {stage.origin.where} {message}"
