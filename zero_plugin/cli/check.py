@@ -21,7 +21,8 @@ from zero_plugin.config.check import find_problems
 from zero_plugin.config.document import SHORT_FIELDS, Document
 from zero_plugin.config.launch_settings import LaunchSettings, asks_for_deepspeed, dropped_zero, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT, parse_file, read_document
-from zero_plugin.config.resolve.resolve import find_hopeless
+from zero_plugin.config.resolve.facts import StrategyName
+from zero_plugin.config.resolve.resolve import resolve_before_run
 from zero_plugin.config.schema import deepspeed_schema, yaml_schema
 from zero_plugin.config.tree import holds_auto
 from zero_plugin.errors import ConfigError, Problem, Severity
@@ -318,14 +319,12 @@ def _problems(file: str, content: bytes | None = None) -> Iterator[Problem]:
 
 def _never_launched(document: Document, settings: LaunchSettings) -> Iterator[Problem]:
     """What `launch` of this version refuses on every machine, although it is right: what to wait for, not to fix."""
-    hopeless = find_hopeless(
-        document,
-        accelerator="cuda",
-        processes=settings.num_processes or 1,
-        strategy="deepspeed" if asks_for_deepspeed(document, settings) else "ddp",
-    )
-    # The rest of it depends on the machine and on how many processes there are.
-    yield from (p for p in hopeless if holds_auto(document.deepspeed.value(*p.key.split("."))))
+    strategy: StrategyName = "deepspeed" if asks_for_deepspeed(document, settings) else "ddp"
+    try:
+        resolve_before_run(document, accelerator="cuda", processes=settings.num_processes or 1, strategy=strategy)
+    except ConfigError as error:
+        # The rest of it depends on the machine and on how many processes there are.
+        yield from (p for p in error.problems if holds_auto(document.deepspeed.value(*p.key.split("."))))
 
 
 def _schema(words: list[str]) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from zero_plugin.checkpoint.summary import (
     several_checkpoints,
     summarise,
 )
-from zero_plugin.cli.output import print_line, print_rows, progress_bar
+from zero_plugin.cli.output import print_json, print_line, print_rows, progress_bar
 from zero_plugin.config.amounts import require_bytes, show_bytes
 from zero_plugin.errors import CheckpointError
 from zero_plugin.tensors.safetensors_files import read_model_folder
@@ -69,7 +68,7 @@ def report(folder: Path, *, tensors: bool, as_json: bool) -> None:
         raise CheckpointError(f"{folder} is none of these, by the names of its files:\n{legal}")
     if as_json:
         content |= {"tensors": listed} if tensors and kind != "several" else {}
-        print(json.dumps({"folder": str(folder), "kind": kind, **content}, indent=2, ensure_ascii=False))
+        print_json({"folder": str(folder), "kind": kind, **content})
     else:
         show()
         _show_tensors(listed)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags, with_options
-from zero_plugin.cli.output import print_line, print_rows
+from zero_plugin.cli.output import print_json, print_line, print_rows
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, asks_for_deepspeed, asks_for_tpu, launch_settings
 from zero_plugin.config.read import STANDARD_INPUT
@@ -171,7 +171,7 @@ def explain(ctx: typer.Context, options: Options) -> None:
         theirs = _explain_file(options.diff, flags, replace(options, everything=False), facts)
         print_difference(ours, theirs, as_json=options.output == "json")
     elif options.output == "json":
-        print(json.dumps(_as_json(ours), indent=2, ensure_ascii=False))
+        print_json(_as_json(ours))
     elif options.output == "deepspeed":
         print(json.dumps(_deepspeed_config(ours), indent=2))
     else:
@@ -319,7 +319,7 @@ def print_difference(ours: Explained, theirs: Explained, *, as_json: bool) -> No
     names = [ours.name, theirs.name]
     if as_json:
         differences = [{"path": path, "values": [row.as_json() for row in pair]} for path, pair in pairs]
-        print(json.dumps({"files": names, "differences": differences}, indent=2, ensure_ascii=False))
+        print_json({"files": names, "differences": differences})
         return
     if not pairs:
         print(f"{names[0]} and {names[1]} resolve to the same values")

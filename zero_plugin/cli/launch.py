@@ -12,11 +12,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags
+from zero_plugin.config.amounts import require_count
 from zero_plugin.config.document import Document
 from zero_plugin.config.launch_settings import asks_for_cpu, launch_settings
 from zero_plugin.config.tree import Entry, Origin
 from zero_plugin.distributed.messages import show_messages
-from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch, sequence_length
+from zero_plugin.launch.build import build_spec, fill_from_job, plan_launch
 from zero_plugin.launch.command import describe_cores, overridden, shell_script
 from zero_plugin.launch.engine import run_workers
 from zero_plugin.launch.flags import document_from_flags
@@ -51,7 +52,8 @@ def launch(
     document, of_job = fill_from_job(document, os.environ, flags.get("rdzv_endpoint"))
     machine = look_at_machine()
     if "model" in flags:
-        document, of_plan = plan_launch(document, flags["model"], sequence_length(flags), machine.gpus)
+        length = require_count("--sequence_length", flags.get("sequence_length"), "2048")
+        document, of_plan = plan_launch(document, flags["model"], length, machine.gpus)
         notes += of_plan
     _start(document, Program(program, tuple(arguments or ()), kind), machine, flags, [*notes, *of_job])
 

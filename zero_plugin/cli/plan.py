@@ -5,19 +5,17 @@ It prints a line for every setup, the chosen one marked and taken apart; or all 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
 
 from zero_plugin.cli.launch_flags import with_options
-from zero_plugin.cli.output import print_line, print_rows
-from zero_plugin.config.amounts import read_count, require_bytes, show_bytes
-from zero_plugin.errors import ConfigError, Problem
+from zero_plugin.cli.output import print_json, print_line, print_rows
+from zero_plugin.config.amounts import require_bytes, require_count, show_bytes
 from zero_plugin.machine.hardware import has_gpu_driver
 from zero_plugin.plan.machines import state_cluster
 from zero_plugin.plan.model_source import ModelSource, open_model
@@ -252,7 +250,7 @@ class Options:
     nvme: Annotated[str | None, _machines("--nvme", help="Free space of each node's NVMe disk, e.g. 2TB.")] = None
     gpus: Annotated[int | None, _machines("--gpus", help="On each node.", min=1)] = None
     nodes: Annotated[int | None, _machines("--nodes", help="Machines.", min=1)] = None
-    mixed_precision: Annotated[
+    precision: Annotated[
         Literal["no", "fp16", "bf16"], _training("--mixed_precision", help="Computation type.", show_default=True)
     ] = "bf16"
     optimizer: Annotated[
@@ -278,7 +276,7 @@ class Options:
     ratio: Annotated[float | None, _training("--ratio", help="Share of the optimizer on the host.", min=0, max=1)] = (
         None
     )
-    checkpointing: Annotated[
+    activation_checkpointing: Annotated[
         bool | None, _training("--activation_checkpointing/--no_activation_checkpointing", help=_RECOMPUTE)
     ] = None
     margin: Annotated[
@@ -306,24 +304,16 @@ class Options:
         """
         names = ("hidden_size", "layers", "vocabulary", "heads", "kv_heads", "intermediate")
         sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return ModelSource(self.model, trace=self.trace, parameters=_count("--params", self.params), **sizes)
+        parameters = require_count("--params", self.params, "7B, 350M or 1500000000")
+        return ModelSource(self.model, trace=self.trace, parameters=parameters, **sizes)
 
     @property
     def wanted(self) -> Wanted:
-        """What is fixed."""
-        return Wanted(
-            stage=_STAGES[self.zero_stage],
-            ddp=self.output is None or self.output.suffix != ".json",
-            precision=self.mixed_precision,
-            offload_optimizer=None if self.offload_optimizer == "auto" else self.offload_optimizer,
-            offload_param=None if self.offload_param == "auto" else self.offload_param,
-            ratio=self.ratio,
-            micro_batch=self.micro_batch,
-            accumulation=self.accumulation,
-            activation_checkpointing=self.checkpointing,
-            global_batch=self.global_batch,
-            margin=self.margin,
-        )
+        """What is fixed: the options that have the name of a field there, where they are not `auto`, and the stage."""
+        named = {field.name for field in fields(Wanted)} & {field.name for field in fields(self)}
+        fixed: dict[str, Any] = {name: getattr(self, name) for name in named if getattr(self, name) != "auto"}
+        ddp = self.output is None or self.output.suffix != ".json"
+        return Wanted(stage=_STAGES[self.zero_stage], ddp=ddp, **fixed)
 
     def find_cluster(self) -> Cluster:
         """The machines as stated; this one where no GPU is, and it has one.
@@ -378,15 +368,8 @@ def plan(_: typer.Context, options: Options) -> None:
         draw_plan(options.picture, choice, cluster, report.headline, options.margin)
         written.append(options.picture)
     if options.json:
-        print(json.dumps(as_json(report), indent=2, ensure_ascii=False))
+        print_json(as_json(report))
     else:
         print_report(report, written)
     if choice.chosen is None:
         raise typer.Exit(1)
-
-
-def _count(flag: str, text: str | None) -> int | None:
-    count = None if text is None else read_count(text)
-    if text is not None and count is None:
-        raise ConfigError([Problem(flag, "", f"{text!r} is no count", "Write e.g. 7B, 350M or 1500000000.")])
-    return count

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from zero_plugin.cli.launch_flags import typed_flags, with_launch_flags
-from zero_plugin.cli.output import Finding, print_findings
+from zero_plugin.cli.output import Finding, print_findings, print_json
 from zero_plugin.config.document import Document
 from zero_plugin.distributed.messages import show_messages
 from zero_plugin.launch.build import build_spec, fill_from_job
@@ -189,9 +189,7 @@ def _show(outcomes: list[Outcome], code: int, *, as_json: bool) -> None:
             {"check": f.check, "result": f.level, "said": f.found, "fix": f.fix, "seconds": round(o.seconds, 3)}
             for f, o in zip(findings, outcomes, strict=True)
         ]
-        print(
-            json.dumps({"passed": passed, "exit_code_of_workers": code, "checks": rows}, indent=2, ensure_ascii=False)
-        )
+        print_json({"passed": passed, "exit_code_of_workers": code, "checks": rows})
     else:
         print_findings(findings)
     raise typer.Exit(0 if passed else 1)

@@ -77,6 +77,23 @@ def read_count(amount: Any) -> int | None:
     return round(float(found[1].replace(",", "").replace("_", "")) * 1000 ** _POWERS[found[2].upper()]) or None
 
 
+def require_count(where: str, amount: Any, example: str) -> int | None:
+    """A count, as `read_count`; None for None.
+
+    Args:
+        where: the flag that `amount` was given by.
+        amount: as it is written.
+        example: how one is written.
+
+    Raises:
+        ConfigError: it is no count.
+    """
+    count = read_count(amount)
+    if amount is not None and count is None:
+        raise ConfigError([Problem(where, "", f"{amount!r} is no count", f"Write e.g. {example}.")])
+    return count
+
+
 _UNITS: Final = (("GiB", 2**30, 0.1 * 2**30), ("MiB", 2**20, 0.1 * 2**20), ("KiB", 2**10, 2**10), ("bytes", 1, 0))
 
 

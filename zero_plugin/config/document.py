@@ -29,6 +29,7 @@ SHORT_FIELDS: Final[Mapping[str, KeyPath]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
     "gradient_clipping": ("gradient_clipping",),
 }
+ZERO_FIELDS: Final = tuple(name for name in SHORT_FIELDS if not name.startswith("gradient"))  # that only ZeRO has
 
 # Fields under `deepspeed_config` that concern the launch or the model, not DeepSpeed's own configuration.
 LAUNCH_FIELDS: Final = (
@@ -148,6 +149,18 @@ _WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", 
 _TO_ESCAPE: Final = re.compile("[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
 
 
+def offload_devices(training: Tree) -> dict[str, Any]:
+    """Where `optimizer` and `param` are offloaded to: `none`, `cpu`, `nvme`, or AUTO."""
+    return {what: training.value(_ZERO, f"offload_{what}", "device") or "none" for what in ("optimizer", "param")}
+
+
+def nvme_folders(training: Tree) -> list[str]:
+    """The folders of what is offloaded to NVMe, each once; one that is open is none."""
+    on_nvme = [what for what, device in offload_devices(training).items() if device == "nvme"]
+    folders = [training.value(_ZERO, f"offload_{what}", "nvme_path") for what in on_nvme]
+    return list(dict.fromkeys(folder for folder in folders if isinstance(folder, str)))
+
+
 def accelerate_values(launch: Tree, deepspeed: Tree) -> dict[str, Any]:
     """Both parts of a document as plain nested values under Accelerate's keys; AUTO as `auto`.
 
@@ -210,6 +223,7 @@ def _text(text: str) -> str:
 
 
 _TRAINING = "deepspeed"
+Said = Mapping[KeyPath, tuple[str, Any]]  # by path: the flag or the call that set it, and the value
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,18 +264,16 @@ class Document:
                 return found
         return self.sources[0] if self.sources else "the configuration"
 
-    def overlay(self, values: Mapping[KeyPath, Any], *, kind: OriginKind, where: Mapping[KeyPath, str]) -> Document:
-        """A document with `values` laid over this one (the later layer wins).
+    def overlay(self, kind: OriginKind, said: Said) -> Document:
+        """A document with what was `said` laid over this one (the later layer wins).
 
         Args:
-            values: by path; a path that starts with `deepspeed` goes to the training configuration, any other is a
-                launch key.
             kind: what the new layer is.
-            where: for each path, the flag or call that set it.
+            said: a path that starts with `deepspeed` goes to the training configuration, any other is a launch key.
         """
         entries: dict[KeyPath, Entry] = {}
-        for path, value in values.items():
-            origin = Origin(kind, where[path], key=_typed_key(where[path], path))
+        for path, (where, value) in said.items():
+            origin = Origin(kind, where, key=_typed_key(where, path))
             tree = Tree.from_nested({"v": value}, lambda _, origin=origin: origin)  # type: ignore[misc]
             entries.update({path + leaf[1:]: entry for leaf, entry in tree.entries.items()})
         return self.lay(entries)

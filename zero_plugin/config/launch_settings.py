@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 
 from zero_plugin.config.amounts import BYTES_PATTERN, read_bytes
 from zero_plugin.config.choices import DynamoBackend
-from zero_plugin.config.document import Document
+from zero_plugin.config.document import Document, offload_devices
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Tree, did_you_mean, dotted, legal, show, validator
 from zero_plugin.errors import Problem
 
@@ -167,13 +167,10 @@ def dropped_zero(document: Document, settings: LaunchSettings) -> str:
     its place; "" for nothing."""
     if asks_for_deepspeed(document, settings):
         return ""
-    zero = document.deepspeed.section("zero_optimization")
-    stage = zero.value("stage")
+    stage = document.deepspeed.value("zero_optimization", "stage")
     parts = [] if stage in (None, 0) else [f"ZeRO stage {'auto' if stage is AUTO else stage}"]
-    for what in ("optimizer", "param"):
-        device = zero.value(f"offload_{what}", "device")
-        if device not in (None, "none", AUTO):
-            parts.append(f"{what} offload to {device}")
+    devices = offload_devices(document.deepspeed)
+    parts += [f"{what} offload to {device}" for what, device in devices.items() if device not in ("none", AUTO)]
     if not parts:
         return ""
     asked = document.launch.get("distributed_type")

@@ -206,7 +206,7 @@ class _Yaml(_Reader):
         self._count(1, self._where(event))
         value: Any
         if isinstance(event, yaml.ScalarEvent):
-            value = _scalar(event.value) if event.style is None else event.value
+            value = read_scalar(event.value) if event.style is None else event.value
         elif isinstance(event, yaml.SequenceStartEvent):
             value = []
             while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
@@ -242,7 +242,8 @@ class _Yaml(_Reader):
         return syntax_error(self._where(event), message, fix)
 
 
-def _scalar(text: str) -> Any:
+def read_scalar(text: str) -> Any:
+    """A plain scalar of YAML 1.2: null, true, false, a number, else the text."""
     word = text.lower()
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
         return _WORDS[word]

@@ -675,9 +675,8 @@ class DeepSpeedPlugin:
                 training = training.without(*path)
         if problems:
             raise ConfigError(problems)
-        values = {("deepspeed", *path): value for path, value in changed.items()}
-        calls = {("deepspeed", *path): _written(path) for path in changed}
-        return overlay_code(replace(document, deepspeed=training), values, calls)
+        said = {("deepspeed", *path): (_written(path), value) for path, value in changed.items()}
+        return overlay_code(replace(document, deepspeed=training), said)
 
     def _refuse_without_meaning(self) -> None:
         problems = []

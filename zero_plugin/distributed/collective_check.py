@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from zero_plugin.distributed.process_end import end_process, within
 from zero_plugin.errors import LoopError
+from zero_plugin.machine.hardware import process_stat
 
 _log = logging.getLogger(__name__)
 
@@ -94,10 +95,8 @@ class RankProgress:
             return "gone"
         except OSError:  # of another user
             return "alive"
-        with suppress(OSError):
-            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
-        return "alive"
+        letter = (process_stat(self.pid) or [""])[0]
+        return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "alive")
 
 
 def begin_progress() -> RankProgress:

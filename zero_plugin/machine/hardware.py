@@ -86,6 +86,11 @@ def read_text(file: Path) -> str:
         return ""
 
 
+def process_stat(pid: int) -> list[str]:
+    """Of a process, its state, its parent's number and more, as the kernel lists them; empty where it is gone."""
+    return read_text(PROC / str(pid) / "stat").rpartition(")")[2].split()
+
+
 _SYSTEM: Final = Path("/sys")
 _GPU_DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under WSL

@@ -19,7 +19,6 @@ from zero_plugin.config.rules.sections import unequal_expert_groups
 from zero_plugin.config.rules.training import Asked, check_one_precision, check_precision
 from zero_plugin.config.schema import DEEPSPEED_AUTO, deepspeed_default, deepspeed_schema
 from zero_plugin.config.tree import AUTO, Entry, KeyPath, Origin, Tree, holds_auto, legal, show, validator, violations
-from zero_plugin.errors import ConfigError, Problem
 
 _RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
@@ -84,24 +83,6 @@ def _check_found(draft: Draft) -> None:
             draft.refuse(found.path, message, f"Give {legal(found.wanted)}.")
 
 
-def find_hopeless(
-    document: Document, *, accelerator: Literal["cpu", "cuda", "xla"], processes: int, strategy: StrategyName
-) -> tuple[Problem, ...]:
-    """Problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
-
-    Args:
-        document: checked.
-        accelerator: what the workers will run on; a GPU is taken to compute in bf16 and fp16 until a worker looks.
-        processes: workers on all machines.
-        strategy: what the document asks for.
-    """
-    try:
-        resolve_before_run(document, accelerator=accelerator, processes=processes, strategy=strategy)
-    except ConfigError as error:
-        return error.problems
-    return ()
-
-
 def resolve_before_run(
     document: Document,
     *,
@@ -114,13 +95,13 @@ def resolve_before_run(
 
     Args:
         document: checked.
-        accelerator: what the workers will run on.
+        accelerator: what the workers will run on; a GPU is taken to compute in fp16 until a worker looks.
         processes: workers on all machines.
         strategy: what the document asks for.
         bf16: whether the device computes in bf16.
 
     Raises:
-        ConfigError: what `find_hopeless` lists.
+        ConfigError: problems that resolution will have whatever the script does: fp16 under DeepSpeed on a CPU, …
     """
     machine = MachineFacts(accelerator=accelerator, processes=processes, bf16=bf16, fp16=accelerator == "cuda")
     return resolve(document, Facts(machine=machine, strategy=strategy, complete=False))
